@@ -23,7 +23,7 @@ from thinwire.core.names import describe
 from thinwire.methods import TABLE, Listed, Method, listed
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import plan_of
+from thinwire.plan.plan import plan_of
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 

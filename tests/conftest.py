@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, settings
 import kernels
 from patience import PATIENCE
 from thinwire.lab import cluster
-from thinwire.proof.ranks import Threads
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
@@ -24,7 +23,6 @@ if hasattr(os, "SCHED_BATCH"):
 
 # The library's own limits, where tests meet them.
 cluster.LIMIT_S *= PATIENCE
-Threads.__init__.__defaults__ = (60 * PATIENCE,)
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0"; "" where there are none, and in the one that starts them
 if not WORKER:

@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 import dry_cuda
+from launches import LaunchWatch
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Parameter
@@ -36,7 +37,8 @@ from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import dry_run, stand_in_run
-from thinwire.proof.ranks import Shapes, road_of
+from thinwire.plan.plan import road_of
+from thinwire.proof.ranks import Shapes
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 
@@ -158,18 +160,20 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     layout = sharded(modules, exchange) if engine == "fsdp2" else replicated(parameters)
     made = resolve(method)
     run = stand_in_run(made, parameters, exchange)
+    watch = LaunchWatch()
     with dry_cuda.run():
-        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm])
+        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch)
+    launches = watch.steady()
     return Budget(
-        launches=sum(found.launches.values()),
-        ours=sum(count for name, count in found.launches.items() if not name.startswith("aten.")),
+        launches=sum(launches.values()),
+        ours=sum(count for name, count in launches.items() if not name.startswith("aten.")),
         collectives=sum(found.collectives.values()),
         syncs=1,
         sent=sum(found.sent.values()),
         weights=found.weights,
         held=found.memory.resident,
         peak=found.memory.peak,
-        names=found.launches,
+        names=launches,
         buffers=len(layout.buffers),
         buckets=sum(
             len({keep_dense(made, run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers

@@ -43,8 +43,7 @@ from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import compile_kernels, largest_state
 from thinwire.plan.memory import resident_bytes
-from thinwire.plan.plan import Plan
-from thinwire.plan.report import Report
+from thinwire.plan.plan import Plan, Report
 from thinwire.saved.format import Form, Header, own_of
 from thinwire.saved.resize import move
 
@@ -581,7 +580,7 @@ class Wire:
         """
         self._turn.finish()
         self.method.finish()
-        self.engine.arrive()
+        self.engine.wait_for_weights()
         return self._form.pack({**self._counts(), **dump_state(self._state)}, self._device)
 
     def load_state_dict(

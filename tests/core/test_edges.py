@@ -22,7 +22,7 @@ from breadth import dealt, falls_on
 from engines import build
 from models import flat
 from thinwire.methods import TABLE, resolve
-from thinwire.saved.format import entries
+from threaded import entries
 
 SHAPES = {"w0": (37, 53), "w1": (41, 37), "w2": (29, 31)}
 Found = dict[str, dict[str, Any]]

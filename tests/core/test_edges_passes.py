@@ -15,7 +15,7 @@ from breadth import dealt, spread
 from engines import build, same_on_all_ranks
 from models import flat
 from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
-from thinwire.saved.format import entries
+from threaded import entries
 
 OWN_MOMENTUM = ("scape", "onebit-adam", "dgc")
 

@@ -15,7 +15,7 @@ import thinwire
 from engines import build
 from models import flat
 from test_edges import SHAPES, Given, full, parts, summed
-from thinwire.saved.format import entries
+from threaded import entries
 
 TOPK = "topk(feedback='gradient', smallest=0, density=0.1)"
 SCAPE = "scape(smallest=0, density=0.1, warmup=1)"

@@ -14,8 +14,8 @@ from engines import adamw, build, same_on_all_ranks, stats_of, train
 from models import flat
 from thinwire import methods
 from thinwire.base.knobs import knobs_of
-from thinwire.proof.ranks import reduce_on_threads
 from thinwire.proof.record import small
+from threaded import reduce_on_threads
 
 STEPS = 6
 SHAPES = {"a": (13, 11), "b": (5, 7), "c": (6, 1)}

@@ -25,7 +25,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.selection import keep_dense
 from thinwire.network.comm import local
 from thinwire.proof.record import small
-from thinwire.saved.format import entries
+from threaded import entries
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 NAMES = [name for name in BY_NAME if name != "dense"]

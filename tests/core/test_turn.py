@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from test_edges import Given, parts
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.saved.format import entries
+from threaded import entries
 
 SHAPES = {"a": (5, 4), "b": (3, 7), "c": (6,)}
 TOPK = "topk(feedback='gradient', smallest=0, density=0.2, start=0)"

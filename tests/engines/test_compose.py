@@ -27,7 +27,7 @@ import thinwire
 from breadth import dealt, spread
 from engines import adamw, shown, stats_of
 from models import Net, batch, flat
-from thinwire.saved.format import entries
+from threaded import entries
 
 METHODS = [
     "int8(smallest=100, feedback='gradients')", "radius(smallest=100, start=0, T=2, density=0.2)",

@@ -22,7 +22,7 @@ from models import Net, batch, flat, loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core.road import Stage
 from thinwire.network.comm import GroupComm
-from thinwire.saved.format import entries
+from threaded import entries
 
 METHODS = [
     "dense", "fp32", "bf16", "int8(smallest=100)", "int8(smallest=100, feedback='gradients')",

@@ -15,7 +15,7 @@ from breadth import dealt
 from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
-from thinwire.saved.format import entries
+from threaded import entries
 
 METHODS = [
     "radius(density=0.3, T=4, start=0, smallest=100)",

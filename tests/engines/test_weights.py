@@ -336,7 +336,7 @@ def test_a_module_is_as_large_as_its_weights_and_what_is_ahead_as_its_messages(k
         one.does("g0")
         one.does("o")
         one.replica.comm = Slow(world, rank, one.ledger)
-        one.replica.arrive()
+        one.replica.wait_for_message()
         one.does("a1")
         assert one.replica.bytes_ahead == SIZE * N and not one.replica.sends(1)
         sent = one.replica._ahead
@@ -407,7 +407,7 @@ def _ahead(rank, world, sent: bool):
         optimizer = thinwire.AdamS(model.parameters()) if method.startswith("scape") else adamw(model)
         wire = thinwire.compress(model, optimizer, method)
         if not sent:
-            wire.engine.ahead = lambda step: None
+            wire.engine.send_weights = lambda step: None
         under_way, losses = [], []
 
         def step(number, *, poison=None):

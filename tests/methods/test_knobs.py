@@ -28,13 +28,14 @@ from thinwire.lab import report as comparison
 from thinwire.methods import TABLE
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.network.ledger import Ledger
+from thinwire.plan import plan as plans
 from thinwire.plan.plan import Plan
-from thinwire.proof import ranks as testing
-from thinwire.proof.ranks import Threads, exchange_on
+from thinwire.proof.ranks import Threads
 from thinwire.train import cli as train_cli
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
+from threaded import exchange_on
 
 KNOBS = [(cls, knob.name) for cls in TABLE for knob in knobs_of(cls)]
 NAMED = [f"{cls.name}-{knob}" for cls, knob in KNOBS]
@@ -349,8 +350,8 @@ def plan_of(model: nn.Module, method: Method | str, *, size: int = 2, intra: str
     exchange = exchange_on("all_reduce", Threads(size), 0, Ledger())
     parameters = list(describe(model).values())
     if intra is None:
-        return testing.plan_of(methods.resolve(method), parameters, exchange)
-    return testing.plan_of(methods.resolve(method), parameters, exchange, exchange, intra=methods.resolve(intra))
+        return plans.plan_of(methods.resolve(method), parameters, exchange)
+    return plans.plan_of(methods.resolve(method), parameters, exchange, exchange, intra=methods.resolve(intra))
 
 
 def unfolded(plan: Plan) -> str:

@@ -16,7 +16,9 @@ from thinwire.core.selection import keep_dense
 from thinwire.methods import SEPARATE, TAGC, Radius
 from thinwire.methods.papers import tagc as tagc_module
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.plan.plan import plan_of
+from thinwire.proof.ranks import Threads, parameters_for
+from threaded import exchange_on, reduce_on_threads
 
 SHAPES = {"a.weight": (50, 30), "b.weight": (13, 20), "c.weight": (7, 64)}
 METHODS = [

@@ -25,8 +25,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Step
 from thinwire.methods import LocalSteps, resolve
 from thinwire.methods.parts.own_adam import MeanMomentView
-from thinwire.proof.ranks import reduce_on_threads
-from thinwire.saved.format import entries
+from threaded import entries, reduce_on_threads
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}

@@ -11,7 +11,7 @@ import thinwire
 from engines import adamw, build
 from thinwire.base.errors import ThinwireError
 from thinwire.methods import Sign, resolve
-from thinwire.proof.ranks import reduce_on_threads
+from threaded import reduce_on_threads
 
 GROUP, STEPS = 32, 30
 

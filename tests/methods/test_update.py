@@ -34,8 +34,7 @@ from thinwire.core.selection import keep_dense
 from thinwire.methods import resolve
 from thinwire.ops import direction, sparse
 from thinwire.ops.direction import DirectionSegment, cpu, reference
-from thinwire.proof.ranks import reduce_on_threads
-from thinwire.saved.format import entries
+from threaded import entries, reduce_on_threads
 
 SHAPES = {"a": (16, 20), "b": (8, 40)}
 LR, B2, DECAY, STEPS, SIZE = 1e-2, 0.9, 0.1, 12, 3

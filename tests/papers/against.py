@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from thinwire.proof.ranks import reduce_on_threads
+from threaded import reduce_on_threads
 
 STEPS = 50
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]

@@ -9,7 +9,7 @@ import torch
 from papers.sdp4bit import Int4Group
 from thinwire.base.errors import ThinwireError
 from thinwire.methods import LoCo
-from thinwire.proof.ranks import reduce_on_threads
+from threaded import reduce_on_threads
 
 
 def gradients(rank: int, step: int, numel: int) -> torch.Tensor:

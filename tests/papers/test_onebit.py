@@ -21,9 +21,11 @@ from thinwire.core.selection import keep_dense
 from thinwire.methods import OneBitAdam, resolve
 from thinwire.network.ledger import Ledger
 from thinwire.ops.sign import cpu, reference
+from thinwire.plan.plan import plan_of
 from thinwire.proof.laws import check_laws
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.proof.ranks import Threads, parameters_for
 from thinwire.proof.record import Setup
+from threaded import exchange_on, reduce_on_threads
 
 STEPS, WARMUP, LR, DECAY = 50, 6, 1e-2, 0.1
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]

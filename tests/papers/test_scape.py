@@ -25,7 +25,8 @@ from thinwire.methods.parts.masks import cut
 from thinwire.ops import mask as masks
 from thinwire.ops.moments import Moments, MomentSegment, Sent, cpu, reference
 from thinwire.optim import AdamS
-from thinwire.proof.ranks import ThreadComm, reduce_on_threads
+from thinwire.proof.ranks import ThreadComm
+from threaded import reduce_on_threads
 
 STEPS = 50
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -185,7 +186,9 @@ def test_bytes_are_the_plans(topology, knobs):
 
 def _planned(topology, size, knobs):
     from thinwire.network.ledger import Ledger
-    from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of
+    from thinwire.plan.plan import plan_of
+    from thinwire.proof.ranks import Threads, parameters_for
+    from threaded import exchange_on
 
     method = SCAPE(smallest=0, send=("*",), warmup=3, **knobs)
     exchange = exchange_on(topology, Threads(size), 0, Ledger())

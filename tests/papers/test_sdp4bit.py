@@ -30,9 +30,10 @@ from thinwire.methods import SDP4Bit, ZeROPP, resolve
 from thinwire.methods.papers import sdp4bit
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan
-from thinwire.proof.ranks import ThreadComm, ThreadEngine, Threads, exchange_on, parameters_for, reduce_on_threads
+from thinwire.proof.ranks import ThreadComm, ThreadEngine, Threads, parameters_for
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
+from threaded import exchange_on, reduce_on_threads
 
 GROUP = 128
 

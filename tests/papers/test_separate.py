@@ -22,7 +22,9 @@ from thinwire.base.errors import ThinwireError
 from thinwire.codecs.projection import Estimator, Projection
 from thinwire.methods import SEPARATE
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.plan.plan import plan_of
+from thinwire.proof.ranks import Threads, parameters_for
+from threaded import exchange_on, reduce_on_threads
 
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 SHAPES = {"a.weight": (48, 64), "b.weight": (16, 24)}

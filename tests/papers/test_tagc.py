@@ -23,7 +23,9 @@ from thinwire.methods import LHC, TAGC
 from thinwire.methods.papers import tagc as tagc_module
 from thinwire.network.ledger import Ledger
 from thinwire.ops.sketch.reference import hashes
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of, reduce_on_threads
+from thinwire.plan.plan import plan_of
+from thinwire.proof.ranks import Threads, parameters_for
+from threaded import exchange_on, reduce_on_threads
 
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from breadth import dealt
+from launches import LaunchWatch
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Parameter
@@ -13,8 +14,10 @@ from thinwire.methods import TABLE, Method, resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.ops import quant
+from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import DryRun, compile_kernels, dry_run, separate_buffers, stand_in_run
-from thinwire.proof.ranks import parameters_for, plan_of, road_of
+from thinwire.plan.plan import plan_of, road_of
+from thinwire.proof.ranks import parameters_for
 
 SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
 NAMES = [cls.name for cls in TABLE]
@@ -25,12 +28,12 @@ def exchange_of(kind: str, size: int, per_node: int = 8) -> Exchange:
     return AllReduce(comm) if kind == "ddp" else ReduceScatter(comm)
 
 
-def run_dry(method: Method, kind: str, size: int) -> DryRun:
+def run_dry(method: Method, kind: str, size: int, watch: Watch | None = None) -> DryRun:
     exchange = exchange_of(kind, size)
     parameters = parameters_for(exchange, SHAPES).values()
     run = stand_in_run(method, parameters, exchange)
     road = road_of(method, parameters, exchange)
-    return dry_run(separate_buffers(parameters, road, None), road, run)
+    return dry_run(separate_buffers(parameters, road, None), road, run, watch=watch)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,12 +102,13 @@ def test_buckets_are_as_small_as_messages_allow():
 
 def test_links_and_collectives_of_int8():
     """Counted by hand: 8 bits and a scale of 4 bytes per 128 values, to every peer, twice on DDP."""
-    found = run_dry(resolve("int8(smallest=0, send='*')"), "ddp", 16)
+    watch = LaunchWatch()
+    found = run_dry(resolve("int8(smallest=0, send='*')"), "ddp", 16, watch)
     rows = [-(-numel // 16 // 128) * 128 for numel in (512 * 256, 384 * 512, 64 * 16)]
     each = sum(width + width // 128 * 4 for width in rows)
     assert found.sent == {"intra": 2 * 7 * each, "inter": 2 * 8 * each}
     assert found.collectives == {"all_to_all": 3, "all_gather": 3}
-    kernels = {name.rpartition(".")[2] for name in found.launches if name.startswith("thinwire.")}
+    kernels = {name.rpartition(".")[2] for name in watch.steady() if name.startswith("thinwire.")}
     assert any("quantize" in name for name in kernels)
 
 
@@ -144,7 +148,8 @@ def test_weights_at_a_mask_are_planned_as_such_however_long_the_mask_is_used(ref
     shard = Shard((Piece("a", 0, n),), (), n, torch.float32)
     layout = Layout([(Piece("a", 0, 4 * n, 4, n),)], [torch.float32], [shard], exchange.comm)
     run = stand_in_run(method, parameters.values(), exchange)
-    assert dry_run(layout, road_of(method, parameters.values(), exchange), run).weights == 3 * 4 * int(0.01 * n)
+    found = dry_run(layout, road_of(method, parameters.values(), exchange), run, watch=Watch())
+    assert found.weights == 3 * 4 * int(0.01 * n)
 
 
 def test_each_buffer_has_the_dtype_of_its_parameters():

@@ -16,7 +16,9 @@ from thinwire.base.knobs import knobs_of  # noqa: E402
 from thinwire.methods import resolve  # noqa: E402
 from thinwire.network.ledger import Ledger  # noqa: E402
 from thinwire.plan.measured import describe_measured, nearest_measured, read_measured  # noqa: E402
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for, plan_of  # noqa: E402
+from thinwire.plan.plan import plan_of  # noqa: E402
+from thinwire.proof.ranks import Threads, parameters_for  # noqa: E402
+from threaded import exchange_on  # noqa: E402
 
 
 def test_the_packaged_rows_are_those_of_the_runs():

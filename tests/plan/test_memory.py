@@ -14,7 +14,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Arena, Bucket, Piece
 from thinwire.methods import TABLE, resolve
 from thinwire.plan.memory import resident_bytes
-from thinwire.proof.ranks import reduce_on_threads
+from threaded import reduce_on_threads
 
 MORE = ("int8(feedback='gradients')", "scape(refresh=2)", "separate:paper", "sdp4bit:qw")
 CPU = torch.device("cpu")

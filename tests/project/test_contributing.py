@@ -18,7 +18,7 @@ from ranks import run
 from thinwire import methods
 from thinwire.methods import table
 from thinwire.proof.laws import check_laws
-from thinwire.proof.ranks import reduce_on_threads
+from threaded import reduce_on_threads
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 

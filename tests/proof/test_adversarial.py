@@ -19,7 +19,8 @@ from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, bucket_of
 from thinwire.methods import LHC, SCAPE, PowerSGD
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import ThreadEngine, Threads, reduce_on_threads
+from thinwire.proof.ranks import ThreadEngine, Threads
+from threaded import reduce_on_threads
 
 CHUNKS, CASES = 10, 200
 

@@ -15,7 +15,8 @@ from thinwire.core.exchange import AllReduce, ReduceScatter, bucket_rows
 from thinwire.core.state import State, dump_state, load_state
 from thinwire.network.comm import Comm
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import ThreadComm, Threads, reduce_on_threads
+from thinwire.proof.ranks import ThreadComm, Threads
+from threaded import reduce_on_threads
 
 SHAPES = {"a.weight": 300, "a.bias": 7, "b.weight": 129, "c.weight": 1}
 METHODS = ["dense", "fp32", "bf16", "int8", "int8(group=16)"]

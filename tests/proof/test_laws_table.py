@@ -20,11 +20,12 @@ from thinwire.methods.baselines.plain import Int8
 from thinwire.methods.baselines.topk import TopK
 from thinwire.methods.parts.feedback import GRADIENTS
 from thinwire.network.ledger import Ledger
+from thinwire.plan import plan as plans
 from thinwire.plan.plan import Plan
-from thinwire.proof import ranks as testing
 from thinwire.proof.laws import EVERYWHERE, broken_laws, check_laws
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for
+from thinwire.proof.ranks import Threads, parameters_for
 from thinwire.proof.record import Setup, small
+from threaded import exchange_on
 
 HERE = (Setup("all_reduce", 3), Setup("reduce_scatter", 3))
 GRADIENT = {"feedback": "gradient"}
@@ -91,7 +92,7 @@ def test_nobody_promises_less_than_it_keeps(name, knobs):
 
 def plan_of(where: Setup, method: thinwire.Method) -> Plan:
     exchange = exchange_on(where.topology, Threads(where.size), 0, Ledger())
-    return testing.plan_of(method, parameters_for(exchange, {"w": (8, 32)}).values(), exchange)
+    return plans.plan_of(method, parameters_for(exchange, {"w": (8, 32)}).values(), exchange)
 
 
 def test_what_is_not_returned_is_said_in_one_line():

@@ -28,8 +28,9 @@ from thinwire.methods import TABLE
 from thinwire.plan.dry_run import largest_state
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Setup, gradient, small
-from thinwire.saved.format import Form, Header, entries, from_dcp
+from thinwire.saved.format import Form, Header, from_dcp
 from thinwire.saved.resize import move
+from threaded import entries
 
 U = 2.0**-24
 COUNTS = {"step": torch.tensor(7), "skipped": torch.tensor(0), "flush": torch.tensor(-1)}

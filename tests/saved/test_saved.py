@@ -26,7 +26,7 @@ from thinwire.core.state import find_entries
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.methods import TABLE, LocalSteps, resolve
 from thinwire.proof.record import small
-from thinwire.saved.format import Header, entries
+from thinwire.saved.format import Header
 
 TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"
 
@@ -227,10 +227,6 @@ def test_a_fresh_wire_gets_all_of_its_own_back_through_dcp(kind, world):
         for found in ranks.run(_through_dcp, world, kind, folder):
             assert found == {spec: (True, True, True) for spec in METHODS[kind]}
         assert not [path for path in Path(folder).rglob("*") if path.suffix in (".pkl", ".pt")]
-
-
-def test_entries_are_known_without_their_rank():
-    assert entries({"rank-0001-of-0002/residual/a.b": 1}) == {"residual/a.b": 1}
 
 
 def test_an_outer_methods_settings_are_saved_too():

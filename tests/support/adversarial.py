@@ -30,7 +30,8 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method, Run, Step, bucket_of
 from thinwire.core.state import State, dump_state
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import Shapes, ThreadEngine, Threads, plan_of
+from thinwire.plan.plan import plan_of
+from thinwire.proof.ranks import Shapes, ThreadEngine, Threads
 
 Random = np.random.Generator
 AGAIN = 3

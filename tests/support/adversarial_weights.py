@@ -20,8 +20,10 @@ from thinwire.core.state import State
 from thinwire.core.weights import Replica
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
+from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import dry_run
-from thinwire.proof.ranks import Threads, exchange_on, parameters_for
+from thinwire.proof.ranks import Threads, parameters_for
+from threaded import exchange_on
 
 if TYPE_CHECKING:
     from adversarial import Case
@@ -63,7 +65,7 @@ class Owner:
         layout = Layout((), (), [Shard(self.pieces, (), numel, torch.float32)], self.comm)
         dense = dense_among(self.method, self.parameters.values())
         road = Road([Stage(self.method, dense, self.method.run.exchange, Guard([], False), Ledger())])
-        return dry_run(layout, road, self.method.run).weights
+        return dry_run(layout, road, self.method.run, watch=Watch()).weights
 
 
 def problems_of(case: Case, make: Callable[[], Method], masters: list[Array]) -> list[str]:

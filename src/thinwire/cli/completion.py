@@ -52,14 +52,13 @@ def options(command: str) -> dict[str, list[str]]:
 def script(shell: str) -> str:
     """Write the script for bash; zsh takes the same through its ``bashcompinit``."""
     choices = {"--method": names(), "--methods": names(), "--intra": names(), "--preset": list(PRESETS)}
-    word_cases = [f'"completion completion") words="{" ".join(SHELLS)}" ;;', '"lab lab") words="run" ;;']
-    flag_cases = []
+    cases = [f'"completion completion") words="{" ".join(SHELLS)}" ;;', '"lab lab") words="run" ;;']
     for command in program.COMMANDS:
         flag_words = options(command)
-        flag_cases.append(f'{command}) words="{" ".join(flag_words)}" ;;')
         for flag, listed in flag_words.items():
             if words := choices.get(flag, listed):
-                word_cases.append(f'"{command} {flag}") words="{" ".join(words)}" ;;')
+                cases.append(f'"{command} {flag}") words="{" ".join(words)}" ;;')
+        cases.append(f'"{command} "*) [[ "$word" == -* ]] && words="{" ".join(flag_words)}" ;;')
     lines = [
         *(["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []),
         "_thinwire() {",
@@ -67,10 +66,7 @@ def script(shell: str) -> str:
         '    if [ "$COMP_CWORD" -eq 1 ]; then',
         f'        words="{" ".join(program.COMMANDS)}"',
         '    else case "${COMP_WORDS[1]} $before" in',
-        *(f"        {line}" for line in word_cases),
-        '        *) [[ "$word" == -* ]] && case "${COMP_WORDS[1]}" in',
-        *(f"            {line}" for line in flag_cases),
-        "            esac ;;",
+        *(f"        {case}" for case in cases),
         "    esac; fi",
         '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
         "}",

@@ -90,7 +90,7 @@ class Engine:
         """
         raise NotImplementedError
 
-    def settled(self) -> None:
+    def end_step(self) -> None:
         """Note that the step is over."""
 
     def stepping(self) -> None:
@@ -99,13 +99,13 @@ class Engine:
     def stepped(self) -> None:
         """Note that an optimizer has given the weights new values."""
 
-    def ahead(self, step: int) -> None:
+    def send_weights(self, step: int) -> None:
         """Let weights leave before the next forward pass needs them: optimizers have taken ``step`` steps.
 
         Collective.
         """
 
-    def arrive(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait for the weights that have left."""
 
     def weights_changed(self) -> None:

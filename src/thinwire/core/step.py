@@ -264,7 +264,7 @@ class StepLoop:
             self._waiting.discard(id(optimizer))
             if not self._waiting:
                 self._finish()
-                self.engine.ahead(self.road.step)
+                self.engine.send_weights(self.road.step)
 
     def _begin(self) -> bool:
         """Agree with all ranks that take the step whether it counts, before any optimizer or state changes."""
@@ -394,7 +394,7 @@ class StepLoop:
         self._exchanged.clear()
         self._waiting.clear()
         self._open = self.norm = self.clip_factor = None
-        self.engine.settled()
+        self.engine.end_step()
 
     def _commit(self) -> None:
         self.state.commit()

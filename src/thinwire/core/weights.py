@@ -211,14 +211,14 @@ class Replica:
         """Let the message of ``step`` leave: the next ``gather`` reads it. ``own_weights``: (n,)."""
         self._ahead = self._exchange(own_weights, step, async_op=True)
 
-    def arrive(self) -> None:
+    def wait_for_message(self) -> None:
         """Wait for a message that has left ahead; it is not read."""
         if self._ahead is not None and self._ahead.work is not None:
             self._ahead.work.wait()
 
     def drop(self) -> None:
         """Wait for a message that has left ahead, and forget it."""
-        self.arrive()
+        self.wait_for_message()
         self._ahead = None
 
     def gather(self, out: Tensor, step: int, *, unsettled: bool = False, async_op: bool = False) -> Work | None:

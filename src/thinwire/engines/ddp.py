@@ -177,10 +177,10 @@ class DDP(Engine):
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         dropped = self._dropped
-        self.settled()
+        self.end_step()
         return dropped
 
-    def settled(self) -> None:
+    def end_step(self) -> None:
         self._dropped = self._inspected = False
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:

@@ -245,7 +245,7 @@ class FSDP2(ShardedEngine):
         gradients = [weight.grad for weight in weights]
         return all_zero(gradients, self.comms) if look else all(gradient is None for gradient in gradients)
 
-    def settled(self) -> None:
+    def end_step(self) -> None:
         self.tail = None
 
     def stepping(self) -> None:
@@ -260,13 +260,13 @@ class FSDP2(ShardedEngine):
         for replica in self.replicas:
             replica.stepped()
 
-    def ahead(self, step: int) -> None:
+    def send_weights(self, step: int) -> None:
         with self.waited():
             self.sender.begin(step)
 
-    def arrive(self) -> None:
+    def wait_for_weights(self) -> None:
         for replica in self.replicas:
-            replica.arrive()
+            replica.wait_for_message()
 
     def weights_changed(self) -> None:
         for replica in self.replicas:

@@ -202,28 +202,24 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     """Return the report's entries beside its runs; the verdict is to come."""
+    own = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
+    link = cluster.link
     return {
         "verdict": "",
-        "command": settings.command,
+        **{name: getattr(settings, name) for name in own},
+        "seeds": list(settings.seed_numbers),
+        "extra": list(settings.extra),
         "machine": machine(),
-        "preset": settings.preset,
-        "steps": settings.steps,
-        "nodes": settings.nodes,
-        "ranks_per_node": settings.ranks_per_node,
         "link": settings.parse_link().text,
-        "mtu": settings.mtu,
-        "distance": cluster.link.distance,
-        "delay_s": cluster.link.delay,
-        "jitter_s": cluster.link.jitter,
-        "loss_share": cluster.link.loss,
-        "reorder_share": cluster.link.reorder,
+        "distance": link.distance,
+        "delay_s": link.delay,
+        "jitter_s": link.jitter,
+        "loss_share": link.loss,
+        "reorder_share": link.reorder,
+        "rate_bits_per_s": link.rate,
         "delayed_by": cluster.delayed_by,
         "forwarded": cluster.forwarded(),
-        "rate_bits_per_s": cluster.link.rate,
         "emulated_network": cluster.emulated,
-        "seeds": list(settings.seed_numbers),
-        "fail_above": settings.fail_above,
-        "extra": list(settings.extra),
     }
 
 

@@ -3,15 +3,13 @@
     14 Ethernet + 20 IPv4 + 32 TCP (20, and 12 of the timestamp option) + 1448 payload = 1514 bytes per full frame
 
 The receiver answers two full segments with one acknowledgement of 66 bytes (an empty segment), which travels the other
-way and is counted there. Where traffic flows both ways, an acknowledgement often rides on a data frame instead, so the
-true count lies between ``frames`` alone and ``frames`` plus ``acks``. Preamble, checksum and gap (24 bytes per frame on
-a real cable) are seen neither by the counters nor by the rate limit.
+way and is counted there. Where traffic flows both ways, an acknowledgement often rides on a data frame instead.
+Preamble, checksum and gap (24 bytes per frame on a real cable) are seen neither by the counters nor by the rate limit.
 """
 
 from __future__ import annotations
 
 HEADERS = 14 + 20 + 32
-SEGMENTS_PER_ACK = 2
 
 
 def segment(mtu: int = 1500) -> int:
@@ -32,8 +30,3 @@ def efficiency(mtu: int = 1500) -> float:
 def frames(payload: float, mtu: int = 1500) -> float:
     """Return the bytes on the wire in the direction of the data."""
     return payload / efficiency(mtu)
-
-
-def acks(payload: float, mtu: int = 1500) -> float:
-    """Return the bytes on the wire in the other direction, at most (traffic one way)."""
-    return payload / segment(mtu) / SEGMENTS_PER_ACK * HEADERS

@@ -66,8 +66,8 @@ def faster(pairs: Pairs) -> Span:
 
 def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
     times = [row["step_ms"] for row in rows]
-    settled = times[2:] if len(times) > 4 else times  # as the median in summary.json
-    cuts = statistics.quantiles(settled, n=4) if len(settled) > 1 else settled
+    steady = times[2:] if len(times) > 4 else times  # as the median in summary.json
+    cuts = statistics.quantiles(steady, n=4) if len(steady) > 1 else steady
     return cuts[0], cuts[-1]
 
 

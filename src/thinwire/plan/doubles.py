@@ -1,11 +1,11 @@
-"""Doubles for a dry run on tensors without storage, and a count of the kernels and bytes that real ones would take."""
+"""Doubles for a dry run on tensors without storage, and a count of the bytes that real ones would take."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import weakref
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,35 +15,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from thinwire.core.state import State
-from thinwire.ops.backends import launches
 
 
 class Watch(TorchDispatchMode):
-    """Counts kernels, and adds up the storages of meta tensors that are made while it is on, while each lives."""
+    """Adds up the storages of meta tensors that are made while it is on, while each lives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.launches: Counter[str] = Counter()
         self._sizes: dict[int, int] = {}
-
-    def __enter__(self) -> Watch:
-        self._token = launches.set(self.launches)
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        launches.reset(self._token)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         result = args[0] if _in_place(function) and args[0].is_meta else function(*args, **kwargs)
-        without_storage = _without_storage(result)
-        for tensor in without_storage:
-            self._note(tensor, tensor.untyped_storage().nbytes())
-        if not _is_free(function) and (without_storage or _without_storage(args)):
-            self.launches[f"aten.{function.overloadpacket.__name__}"] += 1
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                self._note(leaf, leaf.untyped_storage().nbytes())
         return result
+
+    def end_step(self, share: float) -> None:
+        """Begin the peak of the next step: one that stands for ``share`` of the steady state is over."""
+        self.peak = self.live
 
     def lend(self, *tensors: Tensor) -> None:
         """Leave out ``tensors``, which are the engine's."""
@@ -65,24 +57,12 @@ class Watch(TorchDispatchMode):
         self.live -= self._sizes.pop(key)
 
 
-def _without_storage(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_meta]
-
-
 @functools.cache
 def _in_place(function: Any) -> bool:
     """Tell whether a torch operation only changes the values of its first argument. Torch may take 1 ms over it."""
     schema = function._schema
     written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
     return schema.name.endswith("_") and written == [True] and torch.Tag.inplace_view not in function.tags
-
-
-@functools.cache
-def _is_free(function: Any) -> bool:
-    """Tell whether a torch operation launches no kernel: it makes memory, or another view of it."""
-    schema = function._schema
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
-    return views or schema.name.removeprefix("aten::").startswith(("empty", "new_empty", "detach", "_unsafe_view"))
 
 
 class CountedState(State):

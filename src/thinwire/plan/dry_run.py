@@ -1,4 +1,4 @@
-"""A dry run tells what a method will send, hold and launch: its own code without storage, over a counting network.
+"""A dry run tells what a method will send and hold: its own code without storage, over a counting network.
 
 No method says what it needs. A dry run plays steps of its steady state: its own code, buckets, state and codecs, on
 tensors that have a shape and no storage (torch's "meta" device), over groups whose size is a number. Nothing is
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Layout, Piece, Shard
+from thinwire.core.card import Card
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
@@ -53,67 +54,60 @@ class DryRun:
     Attributes:
         sent: bytes by link ("inter", "intra"), of gradients and all that goes with them (masks, the guard's flag).
         parameters: the same by parameter; what belongs to none alone is shared out by size.
-        weights: bytes sent for one gathering of the weights, where the engine shards them.
+        weights: bytes sent for one gathering of the weights, where the engine shards them. Exact with a ``watch`` only.
         collectives: calls by kind, without those for the weights.
-        launches: kernels by name: "aten.add_", "thinwire.ops.sparse.largest". What only makes a view is none.
-        memory: see :class:`Memory`; None where only what is sent was asked for, and no kernel was counted either.
+        memory: see :class:`Memory`; None without a ``watch``.
     """
 
     sent: Mapping[str, float]
     parameters: Mapping[str, float]
     weights: float
     collectives: Mapping[str, float]
-    launches: Mapping[str, float]
     memory: Memory | None
 
 
-def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), *, watched: bool = True) -> DryRun:
+def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None) -> DryRun:
     """Play the method of ``road`` in its steady state. Nothing of that size is allocated.
 
     Args:
         layout: the buffers that will come; bytes are told by parameter where each holds one (:func:`separate_buffers`).
         guards: the groups on which ranks agree whether a step counts.
-        watched: False: only bytes sent, in a quarter of the time: neither kernels nor memory.
+        watch: adds up memory; None: only what is sent of gradients, in a quarter of the time.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
-    watch = Watch()
     play = _Playback(layout, road, run, watch=watch, guards=guards)
-    method, ledger, card, peak = play.method, play.ledger, play.method.card, 0
-    sent, parameters, collectives, launches = (Counter[str]() for _ in range(4))
-    cycle, launch_shares = card.steady_steps, _launch_shares(method)
-    with torch.no_grad(), watch if watched else nullcontext():
+    ledger, card, peak = play.ledger, play.method.card, 0
+    sent, parameters, collectives = (Counter[str]() for _ in range(3))
+    with torch.no_grad(), watch or nullcontext():
         play.open()
-        watch.launches.clear()
         ledger.current = weights = Account()
-        for number in _steps(method, watched=watched):
+        for number in _steps(card, watched=watch is not None):
             play.gather(number)
             ledger.current = gradients = Account()
             sent_by_parameter = play.exchange(number)
             alone = card.alone(number)
             play.agree([comm for comm in guards if comm is not road.last.exchange.comm] if alone else guards)
             play.step(number)
-            share = cycle.get(number, 0.0)
+            share = card.steady_steps.get(number, 0.0)
             _add(sent, gradients.bytes, share)
             _add(parameters, sent_by_parameter, share)
             _add(collectives, gradients.calls, share)
-            _add(launches, watch.launches, launch_shares.get(number, 0.0))
             weight_bytes = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
-            peak = max(peak, watch.peak) if number >= card.steady else 0
-            watch.peak = watch.live
-            watch.launches.clear()
+            if watch is not None:
+                peak = max(peak, watch.peak) if number >= card.steady else 0
+                watch.end_step(share)
             ledger.current = weights = Account()
             play.sender.begin(number + 1)
     values = max(sum(parameter.local for parameter in run.parameters.values()), 1)
     unassigned = sum(sent.values()) - sum(parameters.values())
     by_name = {name: parameters[name] + unassigned * p.local / values for name, p in run.parameters.items()}
-    memory = Memory(watch.live, max(peak, watch.peak)) if watched else None
-    return DryRun(sent, by_name, weight_bytes, collectives, launches, memory)
+    memory = None if watch is None else Memory(watch.live, max(peak, watch.peak))
+    return DryRun(sent, by_name, weight_bytes, collectives, memory)
 
 
 def _add(total: Counter[str], counts: Mapping[str, float], share: float) -> None:
-    """Add ``share`` of ``counts`` to ``total``."""
     for name, count in counts.items() if share else ():
         total[name] += share * count  # type: ignore[assignment]
 
@@ -186,7 +180,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         with torch.no_grad():
             _move(device)
             play.open()
-            for number in _steps(play.method):
+            for number in _steps(play.method.card):
                 play.gather(number)
                 play.read_own(number)
                 play.exchange(number)
@@ -225,23 +219,15 @@ def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exch
     return Run(by_name, exchange, steps, optimizers=optimizers, weights=weights)
 
 
-def _steps(method: Method, *, watched: bool = True) -> list[int]:
+def _steps(card: Card, *, watched: bool = True) -> list[int]:
     """List the last step before the steady state, its first, those of ``cycle``, and the step before each of them.
 
     A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
     ``watched``: two steps more, in which memory may peak.
     """
-    first, cycle = method.card.steady, method.card.steady_steps
+    first, cycle = card.steady, card.steady_steps
     opening = range(first, first + (3 if watched else 1))
-    chosen = (*cycle, *_launch_shares(method)) if watched else tuple(cycle)
-    return sorted({max(first - 1, 0), *opening, *chosen, *(max(n - 1, 0) for n in cycle)})
-
-
-def _launch_shares(method: Method) -> Mapping[int, float]:
-    """Return ``Card.steady_steps`` for launches: where all are alike, the second, which finds memory and weights ready.
-    """
-    cycle = method.card.steady_steps
-    return {number + 1: share for number, share in cycle.items()} if len(cycle) == 1 else cycle
+    return sorted({max(first - 1, 0), *opening, *cycle, *(max(number - 1, 0) for number in cycle)})
 
 
 class _Playback:

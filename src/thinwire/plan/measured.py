@@ -14,12 +14,10 @@ from importlib.resources import files
 from typing import get_type_hints
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import knobs_of
+from thinwire.base.knobs import own_knobs_of
 from thinwire.core.method import Method
 from thinwire.methods import resolve
 
-CHOOSE = ("dense", "send", "smallest")
-"""Knobs that choose parameters, and are those of the model that was measured."""
 REGIMES = {"scratch": "from scratch", "long": "from scratch", "going-on": "going on", "finetune": "fine-tuning"}
 
 
@@ -62,7 +60,7 @@ def read_measured() -> tuple[MeasuredLoss, ...]:
 
 def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
     """Find up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
-    knobs = [knob.name for knob in knobs_of(method) if knob.name not in CHOOSE]
+    knobs = own_knobs_of(method)  # those that choose parameters are those of the model that was measured
     differing: dict[MeasuredLoss, int] = {}
     for row in read_measured():
         with suppress(ThinwireError):  # this version has not that method, or not that knob

@@ -21,7 +21,8 @@ from thinwire.core.road import Road, Stage
 from thinwire.core.selection import dense_among, keep_dense, unmatched
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
-from thinwire.network.ledger import Ledger
+from thinwire.network.ledger import KINDS, Ledger
+from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import DryRun, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.measured import describe_measured
 
@@ -74,7 +75,6 @@ class Plan:
         lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
         bucket_cap_mb: of DistributedDataParallel, which would suit the method: MB of gradients per bucket. None on
             other engines, where the method is not made to compress, and where ranks step alone.
-        memory_bytes: beyond the stock engine's; None where the engine's layout is not known.
     """
 
     def __init__(
@@ -154,20 +154,20 @@ class Plan:
 
     @functools.cached_property
     def dry_run(self) -> DryRun:
-        """The dry run with the buffers that the engine will hand out: memory, collectives, kernels.
+        """The dry run with the buffers that the engine will hand out: memory and collectives.
 
         Raises:
             ThinwireError: the engine's layout is not known.
         """
         if self._layout is None:
             raise ThinwireError("a plan without an engine's layout has no dry run of its buffers")
-        return dry_run(self._layout(), self._road, self._run, self._guards)
+        return dry_run(self._layout(), self._road, self._run, self._guards, Watch())
 
     @functools.cached_property
     def _by_parameter(self) -> DryRun:
         """The dry run with a buffer for each parameter."""
         layout = separate_buffers(self._parameters, self._road, self._wire_dtype)
-        return dry_run(layout, self._road, self._run, self._guards, watched=False)
+        return dry_run(layout, self._road, self._run, self._guards)
 
     @functools.cached_property
     def dense_from(self) -> int | None:
@@ -184,7 +184,7 @@ class Plan:
 
         def largest_bytes(size: int) -> float:
             exchange = on_comm(last.exchange, CountingComm(0, range(size), Ledger()))
-            dry = dry_run(layout, Road([replace(last, exchange=exchange)]), self._run, self._guards, watched=False)
+            dry = dry_run(layout, Road([replace(last, exchange=exchange)]), self._run, self._guards)
             return dry.parameters[largest.name] * size / (size - 1)
 
         single, double = largest_bytes(ranks), largest_bytes(2 * ranks)
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes that the method needs on this rank at its peak in the steady state, beyond the stock engine's."""
+        """The bytes that this rank needs at its peak, beyond the stock engine's; None: its layout is not known."""
         memory = None if self._layout is None else self.dry_run.memory
         return None if memory is None else memory.peak
 
@@ -288,6 +288,40 @@ class Plan:
         yield self.note
 
 
+@dataclass(frozen=True)
+class Report:
+    """A table of what was sent and where the time went, beside the plan. ``stats``: as ``Wire.stats`` gives them."""
+
+    stats: dict[str, Any]
+    plan: Plan
+
+    def __str__(self) -> str:
+        stats, sent, dense = self.stats, self.stats["wire_bytes_per_step"], self.stats["dense_bytes_per_step"]
+        for_weights, cut, planned = stats["weight_bytes_per_step"], stats["bound"], stats["memory_planned_bytes"]
+        rows = {
+            "sent across nodes": human(sent["inter"]),
+            "sent inside the node": human(sent["intra"]),
+            "  of that for weights": human(for_weights) if for_weights else None,
+            "dense would send": human(dense),
+            "share of dense": f"{sum(sent.values()) / dense:.1%}" if dense else "-",
+            "values compressed": None if self.plan.compressed is None else f"{self.plan.compressed:.1%}",
+            **{kind: f"{stats[f'{kind}_ms']:.2f} ms" for kind in KINDS},
+            **{name: f"{value:.4g}" for name, value in stats["method"].items()},
+            "gradients cut by the bound, so far": f"{cut['cut']}" if cut.get("cut") else None,
+            "  norm cut off": f"{cut['norm']:.4g}" if cut.get("cut") else None,
+            "skipped steps": str(stats["skipped"]),
+            "memory held": human(stats["memory_bytes"]),
+            "memory at its peak, as planned": None if planned is None else human(planned),
+        }
+        title = f"{self.plan.method} on {self.plan.engine}: {stats['steps']} steps, this rank"
+        table = extras.load("rich.table").Table("", title=title, caption=self.plan.note)
+        table.add_column("per step (times: median)", justify="right")
+        for name, text in rows.items():
+            if text is not None:
+                table.add_row(name, text)
+        return in_text(table, 100)
+
+
 def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
     """Make the plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
 
@@ -298,9 +332,7 @@ def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchang
     return Plan(road_of(method, parameters, *exchanges, intra=intra), run, "ddp" if intra is None else "hsdp")
 
 
-def road_of(
-    method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None
-) -> Road:
+def road_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Road:
     """Make the road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
     parameters, methods = list(parameters), [method] if intra is None else [intra, method]
     return Road([

@@ -82,7 +82,7 @@ def broken_laws(make: Callable[[], Method], setup: Setup) -> list[tuple[str, str
     steps = first.method.card.steady + 1 + WINDOW
     plain = play(make, setup, steps)
     laws = [("ranks", _ranks(plain)), ("promise", _promise(plain)), ("bytes", _bytes(plain, first.plan.wire_bytes))]
-    if plain.method.card.promise.kind == "lossy":
+    if first.method.card.promise.kind == "lossy":
         silent = play(make, setup, 2, gradient=lambda rank, step, numel: torch.zeros(numel))
         laws.append(("promise", _lossy(plain, silent)))
     broken = [(law, detail) for law, details in laws for detail in details]
@@ -276,7 +276,7 @@ def _bytes(recording: Recording, planned: float) -> Iterator[str]:
     """Check bytes over whole periods of the steady state, without its first step, which may still settle something."""
     for number, rank in enumerate(recording.ranks):
         sent = [record.sent for record in rank][-WINDOW:]
-        if recording.method.card.bytes_follow_data:
+        if recording.first.method.card.bytes_follow_data:
             if max(sent) > planned * (1 + U):
                 yield f"rank {number} sends {max(sent)} in a step, and at most {planned} are planned"
             continue

@@ -83,10 +83,6 @@ class Recording:
     ranks: list[list[StepRecord]]
     first: Rank
 
-    @property
-    def method(self) -> Method:
-        return self.first.method
-
 
 Gradient = Callable[[int, int, int], Tensor]
 """(rank, step, numel) -> (numel,) float32."""

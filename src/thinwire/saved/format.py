@@ -21,7 +21,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -356,8 +355,3 @@ def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Ten
         raise ThinwireError(f"{checkpoint} holds no state of a wire under the name '{name}'")
     dcp.load(state, storage_reader=reader, no_dist=True)
     return {key.removeprefix(f"{name}."): value for key, value in state.items()}
-
-
-def entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` by key without the rank: ``"residual/w"``."""
-    return {match[4] if (match := _KEY.fullmatch(key)) else key: value for key, value in state.items()}
