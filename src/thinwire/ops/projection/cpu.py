@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from thinwire.ops.kernels import by_row, njit
+from thinwire.ops.kernels import flat, njit
 from thinwire.ops.projection.reference import LANES
 
 
@@ -55,50 +55,59 @@ def _sum_times(a, b, factors, out):
         out[i] = (a[i] + b[i]) * factors[i]
 
 
-@by_row
-def _project(rows, residual, residual_out, payload, signs, chosen):
-    size, slot = signs.size, 0
+@njit
+def _project(rows, stride, residual, residual_stride, residual_out, out_stride, payload, payload_stride, count, n,
+             signs, chosen, feedback, keep):  # fmt: skip
+    size = signs.size
     tile = np.empty(size, np.float32)
-    for start in range(0, rows.size, size):
-        values = rows[start : start + size]
-        if residual is None:
-            _times(values, signs, tile)
-        else:
-            _sum_times(values, residual[start : start + size], signs, tile)
-        _transform(tile)
-        for i in chosen:
-            coefficients = tile[i * LANES : (i + 1) * LANES]
-            payload[slot : slot + LANES] = coefficients
-            coefficients[:] = np.float32(0)
-            slot += LANES
-        if residual_out is not None:
+    for row in range(count):
+        payload_offset = row * payload_stride
+        for start in range(0, n, size):
+            values = rows[row * stride + start : row * stride + start + size]
+            if feedback:
+                offset = row * residual_stride + start
+                _sum_times(values, residual[offset : offset + size], signs, tile)
+            else:
+                _times(values, signs, tile)
             _transform(tile)
-            _times(tile, signs, residual_out[start : start + size])
+            for i in chosen:
+                coefficients = tile[i * LANES : (i + 1) * LANES]
+                payload[payload_offset : payload_offset + LANES] = coefficients
+                coefficients[:] = np.float32(0)
+                payload_offset += LANES
+            if keep:
+                _transform(tile)
+                _times(tile, signs, residual_out[row * out_stride + start : row * out_stride + start + size])
 
 
-@by_row
-def _reconstruct(payload, out, signs, chosen):
-    size, slot = signs.size, 0
+@njit
+def _reconstruct(payload, payload_stride, out, stride, count, n, signs, chosen):
+    size = signs.size
     tile = np.empty(size, np.float32)
-    for start in range(0, out.size, size):
-        tile[:] = np.float32(0)
-        for i in chosen:
-            tile[i * LANES : (i + 1) * LANES] = payload[slot : slot + LANES]
-            slot += LANES
-        _transform(tile)
-        _times(tile, signs, out[start : start + size])
+    for row in range(count):
+        payload_offset = row * payload_stride
+        for start in range(0, n, size):
+            tile[:] = np.float32(0)
+            for i in chosen:
+                tile[i * LANES : (i + 1) * LANES] = payload[payload_offset : payload_offset + LANES]
+                payload_offset += LANES
+            _transform(tile)
+            _times(tile, signs, out[row * stride + start : row * stride + start + size])
 
 
-def _wide(signs: Tensor) -> Tensor:
+def _wide(signs: Tensor) -> np.ndarray:
     """Return signs and the norm of H in one factor for every value of a tile, so that whole vectors are multiplied."""
-    return signs.mul(signs.numel() ** -0.5).repeat_interleave(LANES)
+    return signs.mul(signs.numel() ** -0.5).repeat_interleave(LANES).numpy()
 
 
 def srht_project(
     rows: Tensor, residual: Tensor | None, signs: Tensor, chosen: Tensor, payload: Tensor, residual_out: Tensor | None
 ) -> None:
-    _project(rows, residual, residual_out, payload, _wide(signs), chosen.int())
+    old = flat(rows if residual is None else residual)
+    new = flat(rows if residual_out is None else residual_out)  # not written to unless kept
+    _project(*flat(rows), *old, *new, *flat(payload), *rows.shape, _wide(signs), chosen.numpy(),
+             residual is not None, residual_out is not None)  # fmt: skip
 
 
 def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> None:
-    _reconstruct(payload, out, _wide(signs), chosen.int())
+    _reconstruct(*flat(payload), *flat(out), *out.shape, _wide(signs), chosen.numpy())
