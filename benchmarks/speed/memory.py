@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def measure(rank: int, store: str, engine: str, method: str, stock: bool, option
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks
     )
-    kind = thinwire.AdamS if method.startswith("scape") else torch.optim.AdamW
+    kind: Any = thinwire.AdamS if method.startswith("scape") else partial(torch.optim.AdamW, foreach=False)
 
     def prepared(preset: str) -> tuple[Callable[[int], None], Any]:
         """A function that trains so many steps, and the wire."""
@@ -66,7 +67,7 @@ def measure(rank: int, store: str, engine: str, method: str, stock: bool, option
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        optimizer = kind(model.parameters(), lr=1e-4, foreach=False)
+        optimizer = kind(model.parameters(), lr=1e-4)
         wire = None if stock else thinwire.compress(model, optimizer, method)
         tokens = torch.randint(0, 256, (options.batch_size, shape.context + 1), device=device)
 
