@@ -38,7 +38,7 @@ LIMITS: dict[str, float] = {
 """The goals. A measure without one is printed for information."""
 
 TODAY: dict[str, float] = {
-    "lines of source": 29_380,
+    "lines of source": 26_760,
 }
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
