@@ -21,26 +21,25 @@ if TYPE_CHECKING:
 
 
 Meet = Callable[[], None]
-"""Called by an engine once it has looked at its model, before it makes groups of its own: collective."""
+"""An engine calls it after it has read its model, before it makes groups of its own: collective."""
 
 
 class Engine:
-    """PyTorch's own way to train in parallel, translated: what hands out gradients, and where their means go.
+    """An adapter of PyTorch's parallel training: it hands out gradients and takes their means back.
 
-    Functions that do nothing here are for engines that gather weights, or keep gradients back.
+    Methods that do nothing here are for engines that gather weights or keep gradients back.
 
     Attributes:
         kind: "ddp", "fsdp2" or "hsdp". model: the wrapped model.
         parameters: each trained parameter's description, by id.
-        hops: the exchanges of the road, first to last; the last one is the method's.
-        levels: how a buffer goes through two hops; None: there is one, or torch calls each by itself (HSDP).
+        hops: the exchanges of the road, in order; the last one is the method's. levels: see ``Road``.
         chunk: see :class:`thinwire.core.method.Run`.
         comms: the groups on which ranks agree whether a step counts. beside: those of them whose ranks hold other parts
             of the parameters for another reason than data parallelism.
-        rank: of this process among the data-parallel ones.
-        wire_dtype: of the engine's buffers; None: as the parameters.
-        gathers: dtypes in which sharded weights are gathered; none where they are not sharded.
-        exchanges: are we called at all? Not where torch leaves out what a single rank would exchange with itself.
+        rank: this process's number among the data-parallel ones.
+        wire_dtype: the dtype of the engine's buffers; None: that of the parameters.
+        gathers: dtypes in which sharded weights are gathered; empty where they are not sharded.
+        exchanges: False where torch leaves out what a single rank would exchange with itself, so we are never called.
     """
 
     kind: str
@@ -60,7 +59,7 @@ class Engine:
         """Send every gradient down ``road``, and tell ``turn``, the model's ``StepLoop``."""
 
     def layout(self) -> Layout:
-        """Return the buffers that will be handed out."""
+        """Return the buffers that the engine will hand out."""
         raise NotImplementedError
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
@@ -72,11 +71,11 @@ class Engine:
         return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     def accumulated(self) -> bool:
-        """Has this rank gradients that torch keeps from the optimizer?"""
+        """Does this rank have gradients that torch keeps from the optimizer?"""
         return False
 
     def cut_short(self) -> bool:
-        """Has torch exchanged some gradients of the last backward pass, and left others as each rank has them?"""
+        """Did torch exchange only some gradients of the last backward pass, and leave the others local?"""
         return False
 
     def missing(self) -> str | None:
@@ -86,7 +85,7 @@ class Engine:
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
 
-        ``look``: at their values too, whether they were set to zero.
+        ``look``: check also whether they were set to zero.
         """
         raise NotImplementedError
 
@@ -100,29 +99,26 @@ class Engine:
         """Note that an optimizer has given the weights new values."""
 
     def send_weights(self, step: int) -> None:
-        """Let weights leave before the next forward pass needs them: optimizers have taken ``step`` steps.
-
-        Collective.
-        """
+        """Send weights ahead of the next forward pass; optimizers have taken ``step`` steps. Collective."""
 
     def wait_for_weights(self) -> None:
-        """Wait for the weights that have left."""
+        """Wait for the weights that ``send_weights`` sent."""
 
     def weights_changed(self) -> None:
-        """Note that the weights were given other values than an optimizer's."""
+        """Note that something else than an optimizer changed the weights."""
 
     def close(self) -> None:
-        """End threads. Hooks stay, so that nothing is exchanged without a word, until ``renew``."""
+        """End threads. Hooks stay until ``renew``, so that no exchange passes unnoticed."""
 
     @staticmethod
     def renew(model: Any) -> None:
-        """Take away the hooks that a closed engine has left on ``model``: another one comes."""
+        """Remove the hooks that a closed engine left on ``model``, before another engine comes."""
 
 
 def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> bool:
-    """Have these ``gradients`` been thrown away, by None or by zeros?
+    """Are all ``gradients`` None or zero? Waits for the device.
 
-    Collective over ``comms`` unless all are None, because a rank may own nothing but zeros. Waits for the device.
+    Collective over ``comms`` unless all are None, because a rank may own nothing but zeros.
     """
     present = [local(gradient) for gradient in gradients if gradient is not None]
     if not present:
@@ -134,7 +130,7 @@ def all_zero(gradients: Iterable[Tensor | None], comms: Sequence[Comm] = ()) -> 
 
 
 def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool:
-    """Follow the user, else the method; in any case only where both levels have several ranks."""
+    """Follow the user, else the method; use two levels only where both have several ranks."""
     nodes = len(set(comm.nodes))
     return (method.two_level if two_level is None else two_level) and 1 < nodes < comm.size
 

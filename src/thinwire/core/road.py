@@ -2,11 +2,11 @@
 
     engine hook -> Bucket -> Method.reduce -> exchange(rows, codec) -> back into the engine
 
-A hop is a stage of the road. Most roads have one. Where there are several nodes of several ranks, the first may average
-inside the node and the second, the method's own, across nodes:
+A hop is a stage of the road. Most roads have one. With several nodes of several ranks, a first stage may average inside
+the node, and the second, which is the method's own, across nodes:
 
     HSDP    my node's rows -> reduce-scatter -> my shard -> all-reduce across; torch calls each stage itself
-    DDP     the same, and an all-gather of the shards inside the node behind it
+    DDP     the same, then an all-gather of the shards inside the node
     FSDP2   rows -> reduce-scatter inside -> my node's rows -> reduce-scatter across -> my row
 """
 
@@ -37,9 +37,9 @@ from thinwire.network.ledger import Ledger
 T = TypeVar("T")
 Pieces = tuple[Piece, ...]
 Carry = Callable[[Tensor, Pieces, Tensor], object]
-"""A stage: a function of an engine's buffer, its pieces, and the tensor that receives the means."""
+"""A stage as a function of an engine's buffer, its pieces, and the tensor that receives the means."""
 Send = Callable[[Bucket, Exchange], None]
-"""Exchanges a bucket, which holds zeros, in place of ``Method.reduce``."""
+"""Exchanges a bucket of zeros in place of ``Method.reduce``."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Stage:
     """A hop: a method, and the topology that it is handed.
 
     Attributes:
-        dense: names of the parameters that travel beside the compressed ones, in fp32.
-        guard: told of every buffer. counts_dense: the engine by itself would send this buffer over this hop, too.
-        bound: of what a step may put into the method's state, if it has any.
-        scale: gives the factor, 0-dim, that a GradScaler has multiplied the gradients with, which the method sees
-            without; None: nothing has.
+        dense: names of the parameters that travel in fp32 beside the compressed ones.
+        counts_dense: the engine without us would send this buffer over this hop, too.
+        bound: limits what a step may put into the method's state.
+        scale: gives the factor, 0-dim, that a GradScaler has multiplied the gradients with; it is divided out before
+            the method sees them. None: there is no GradScaler.
         step: optimizer steps taken so far; skipped ones do not count.
-        flush_at: the step whose exchange is dense and delivers all that waits.
+        flush_at: the step whose exchange is dense and delivers all waiting values.
     """
 
     method: Method
@@ -69,15 +69,15 @@ class Stage:
 
     def __post_init__(self) -> None:
         self._buckets: _Compositions[list[_PackedBuckets]] = _Compositions()
-        # What stays dense beside compressed parameters is summed in rank order too: then no bit depends on how the
-        # engine happened to cut its buckets, and a resumed run is the same run.
+        # Parameters that stay dense are summed in rank order too: then no bit depends on how the engine happened to cut
+        # its buckets, and a resumed run is the same run.
         self._side = Fp32()
 
     def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks of this hop.
 
-        The mean goes to ``out``: ``flat`` itself, or this rank's row where the exchange leaves one to each. Neither are
-        gradients recorded nor is anything cast, whatever mode the engine's hook runs in.
+        Write the mean to ``out``: ``flat`` itself, or this rank's row where each rank gets one row. Record no gradients
+        and cast nothing, whatever mode the engine's hook runs in.
         """
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
             self.guard.observe(flat)
@@ -93,9 +93,9 @@ class Stage:
                 out.mul_(loss_scale)
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
-        """Reduce without looking at the values, and without counting.
+        """Reduce without checking the values or counting bytes.
 
-        ``send``: fills the method's buckets instead of the method, between steps; what stays dense becomes zero.
+        ``send`` exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
         """
         for packed, buckets in self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
             packed.load(flat, out)
@@ -112,7 +112,7 @@ class Stage:
             packed.release()
 
     def _split(self, flat: Tensor, pieces: Pieces) -> list[_PackedBuckets]:
-        """Make a bucket for what is compressed, and one beside it for what stays dense."""
+        """Make a bucket for the compressed parameters, and one for the dense ones."""
         compressed = [piece for piece in pieces if piece.name not in self.dense]
         dense = [piece for piece in pieces if piece.name in self.dense]
         by_method = ((self.method, compressed), (self._side, dense))
@@ -129,26 +129,23 @@ class Stage:
 
 
 class _PackedBuckets(NamedTuple):
-    """Buckets of a buffer that are packed and unpacked together, and each with the method that reduces it."""
+    """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it."""
 
     packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
 
 
 class _Compositions(Generic[T]):
-    """A cache by the composition of a buffer, and the memory in which buffers take turns.
-
-    ``arena``: a stage's buffers come one after the other, on one thread or stream.
-    """
+    """A cache by the composition of a buffer, and an arena: a stage's buffers take turns, on one thread or stream."""
 
     def __init__(self) -> None:
         self.arena = Arena()
         self._cached: dict[tuple[Pieces, torch.dtype], T] = {}
 
     def once(self, pieces: Pieces, dtype: torch.dtype, make: Callable[[], T]) -> T:
-        """Return what ``make()`` gave for ``pieces`` in ``dtype``.
+        """Cache ``make()`` for ``pieces`` in ``dtype``; free older entries with any of these parameters.
 
-        What was made for older compositions with any of these parameters is freed: DDP rebuilds its buckets once.
+        DDP rebuilds its buckets once.
         """
         key = (pieces, dtype)
         if key not in self._cached:
@@ -162,10 +159,10 @@ class _Compositions(Generic[T]):
 
 @dataclass
 class Road:
-    """The stages of all buffers, one behind the other; the last one is the method's.
+    """The stages of all buffers, in order; the last one is the method's.
 
     Attributes:
-        levels: how a buffer goes through two stages. None: there is one, or the engine calls each by itself (HSDP).
+        levels: takes a buffer through two stages. None: there is one stage, or the engine calls each by itself (HSDP).
     """
 
     stages: Sequence[Stage]
@@ -173,12 +170,10 @@ class Road:
 
     @property
     def last(self) -> Stage:
-        """The stage of the method itself."""
         return self.stages[-1]
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken so far; skipped ones do not count."""
         return self.last.step
 
     @step.setter
@@ -189,7 +184,7 @@ class Road:
     def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor | None = None) -> Tensor:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks, stage by stage.
 
-        Returns ``flat``, overwritten by the mean; or ``out`` (this rank's row) if the exchange leaves one row to each.
+        Return ``flat``, overwritten by the mean; or ``out``, this rank's row, where each rank gets one row.
         """
         out = flat if out is None else out
         if self.levels is not None:
@@ -199,7 +194,7 @@ class Road:
         return out
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
-        """Reduce without looking at the values, and without counting; ``send``: as the last stage has it."""
+        """Reduce as ``Stage.carry`` does, stage by stage; ``send`` is for the last one."""
         last = functools.partial(self.last.carry, send=send)
         self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
 
@@ -213,14 +208,14 @@ class Road:
             flat, pieces = out, shard_of(pieces)
 
     def piece(self, parameter: Parameter) -> Piece:
-        """Return ``parameter`` in a buffer of its own, as the engine would hand it out."""
+        """Place ``parameter`` in a buffer of its own, as the engine would hand it out."""
         entry = self.stages[0].exchange if self.levels is None else self.levels.stock
         if entry.owner:
             return Piece(parameter.name, 0, parameter.local * entry.ranks, entry.ranks, parameter.local)
         return Piece(parameter.name, 0, math.prod(parameter.rank_shape))
 
     def dense_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
-        """Count the bytes that the engine by itself would send of ``parameter``."""
+        """Count the bytes that the engine without us would send of ``parameter``."""
         if self.levels is not None:
             return dense_bytes(self.levels.stock, self.piece(parameter).numel, dtype)
         hops = [stage.exchange for stage in self.stages]
@@ -228,17 +223,13 @@ class Road:
 
 
 def shard_of(pieces: Pieces) -> Pieces:
-    """Return the parameters' pieces in the row of ``pieces`` that a reduce-scatter leaves."""
+    """Return the pieces of the one row that a reduce-scatter of ``pieces`` leaves."""
     return tuple(Piece(piece.name, piece.offset, piece.numel // piece.rows) for piece in pieces)
 
 
 @dataclass
 class Levels(ABC):
-    """The way of an engine's buffer through two stages, and back.
-
-    Attributes:
-        stock: the exchange of the engine itself, in one hop over all ranks.
-    """
+    """Takes an engine's buffer through two stages. ``stock``: the engine's own exchange, one hop over all ranks."""
 
     stock: Exchange
 
@@ -249,19 +240,19 @@ class Levels(ABC):
     def through(
         self, flat: Tensor, pieces: Pieces, out: Tensor, first: Carry, second: Carry, dtype: torch.dtype
     ) -> None:
-        """Carry ``flat`` inside the node (``first``), then across nodes; ``dtype``: of the buffers in between."""
+        """Carry ``flat`` inside the node (``first``), then across nodes; buffers in between are of ``dtype``."""
 
     def on(self, double: Callable[[Comm], Comm]) -> Levels:
-        """Return the same on ``double`` of each group."""
+        """Return a copy that uses ``double`` of each group."""
         return replace(self, stock=on_comm(self.stock, double(self.stock.comm)))
 
 
 @dataclass
 class ScatterAndShare(Levels):
-    """DDP: each of a node's L ranks takes a shard of every parameter across, and they share what comes back.
+    """DDP: each of a node's L ranks averages a shard of every parameter across nodes, and then shares the mean.
 
-    A shard is one of L equal chunks of dim 0, the last one padded with zeros, as with FSDP2: so what travels across
-    nodes, and what waits there, is what HSDP has. The means are shared as they are.
+    A shard is one of L equal chunks of dim 0, the last one padded with zeros, as with FSDP2: so traffic and waiting
+    values across nodes are those of HSDP. The means are shared uncompressed.
 
     Attributes:
         intra: the ranks of this node. widths: values of each parameter's shard, by name.
@@ -284,7 +275,7 @@ class ScatterAndShare(Levels):
         return replace(self, stock=on_comm(self.stock, double(self.stock.comm)), intra=double(self.intra))
 
     def _make(self, flat: Tensor, pieces: Pieces, dtype: torch.dtype) -> tuple[Bucket, Pieces, Pieces]:
-        """Make the bucket that packs ``flat`` as rows (L, n), the pieces of those, and of a shard."""
+        """Make the bucket that packs ``flat`` as rows (L, n), and the pieces of the rows and of one shard."""
         ranks, spans = self.intra.size, [self.widths[piece.name] for piece in pieces]
         bucket = Bucket(
             pieces, rows=ranks, owner=False, group=1, dtype=dtype, device=flat.device, spans=spans,
@@ -297,7 +288,7 @@ class ScatterAndShare(Levels):
 
 @dataclass
 class Regroup(Levels):
-    """FSDP2: what local rank l of any node owns lies side by side for the first stage, as rows for the second.
+    """FSDP2: puts the shards of local rank l of all nodes side by side for stage one, as rows for stage two.
 
     With L = ``local`` ranks per node and M = ``nodes``, row a * L + l belongs to local rank l of node a.
     """
@@ -323,7 +314,7 @@ class Regroup(Levels):
         second(node_rows.view(-1), across, out)
 
     def _make(self, flat: Tensor, pieces: Pieces) -> tuple[Pieces, Pieces]:
-        """Return the parameters' pieces in the first stage's rows (L, M * n), and in the second one's (M, n)."""
+        """Return the pieces in the first stage's rows (L, M * n), and in the second one's (M, n)."""
         local, nodes = self.local, self.nodes
         n = flat.numel() // (local * nodes)
         inside, across = [], []
@@ -337,8 +328,8 @@ class Regroup(Levels):
 class Worker:
     """Runs jobs in the order in which they come, beside the backward pass.
 
-    On CPU: one thread, which alone talks on its process group, so that exchanges of several stages never interleave
-    (collectives inside a future's callback hang on gloo). On CUDA: one side stream, filled from the calling thread.
+    On CPU, one thread alone talks on its process group, so that exchanges of several stages never interleave
+    (collectives inside a future's callback hang on gloo). On CUDA, the calling thread fills one side stream.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -350,7 +341,7 @@ class Worker:
         self._failed: BaseException | None = None
 
     def submit(self, job: Callable[[], Tensor], device: torch.device, *, last: bool) -> torch.futures.Future:
-        """Return a future of ``job()``. ``last``: no more jobs in this step, the engine waits (exposed time)."""
+        """Queue ``job`` and return its future. ``last``: the engine now waits for it (exposed time)."""
         if devices.streams(device) is not None:
             return self._enqueue(job, device, last)
         if self._thread is None:
@@ -362,7 +353,7 @@ class Worker:
         return future
 
     def drain(self) -> None:
-        """Wait for all that was submitted. Raises what a job has raised; the jobs behind it were not run."""
+        """Wait for all jobs. Raise what a job has raised; the jobs behind it were not run."""
         try:
             if self._last is not None:
                 self._last.wait()
@@ -370,7 +361,7 @@ class Worker:
             self._last = self._failed = None
 
     def close(self) -> None:
-        """Finish all that was submitted and end the thread."""
+        """Finish all jobs and end the thread."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

@@ -2,9 +2,9 @@
 
     exchange (engine) -> before (the first optimizer of the step: one agreed flag) -> optimizers -> after (the last one)
 
-Everything that makes a step more than that line is decided here: several optimizers, a second exchange before the step,
-gradients that were thrown away in between (a GradScaler does that), all of them or some parameters', a step without an
-exchange, a step that is skipped, an optimizer that nobody told us of, weights that were put back.
+This module handles every case beyond that line: several optimizers, a second exchange before the step, some or all
+gradients thrown away in between (a GradScaler does that), a step without an exchange, a skipped step, an optimizer that
+compress() was not told of, weights that were put back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from thinwire.core.state import State, next_exchange
 from thinwire.network.comm import local
 
 FRAMES = 16
-"""The number of callers of ``optimizer.step()`` among which a GradScaler is looked for."""
+"""The number of callers of ``optimizer.step()`` searched for a GradScaler."""
 
 
 _LATE = (
@@ -56,8 +56,8 @@ class StepLoop:
     """The loop of optimizer steps of one model.
 
     Attributes:
-        skipped: steps that were skipped on all ranks, or by this one where ranks go their own ways.
-        norm, clip_factor: those of the averaged gradients, 0-dim, once the user has clipped them in this step.
+        skipped: steps skipped on all ranks, or by this one where ranks go their own ways.
+        norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
         closed: no exchange is due now: micro-batches are being accumulated.
         weight_watch: notices that weights were put back.
         ended: there will be no more steps.
@@ -82,8 +82,8 @@ class StepLoop:
             if id(weight) not in engine.parameters
         }
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
-        self._open: Step | None = None  # begun by one optimizer, others are to follow
-        self._waiting: set[int] = set()  # for these
+        self._open: Step | None = None  # begun by one optimizer; others are to follow
+        self._waiting: set[int] = set()  # optimizers that are to follow
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
         self._settled = False  # the last exchange has been stepped with, or skipped
         self._warned = False
@@ -127,11 +127,11 @@ class StepLoop:
         return self.road.step + self.skipped + 1
 
     def exchanging(self, payload: str, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Inside, the ``payload`` of the parameters ``names`` is exchanged: the error of a rank lost there says so."""
+        """Name the exchange of ``payload`` of the parameters ``names`` in the error of a rank lost inside."""
         return name_exchange(self.number, lambda: f"the exchange of {payload} of {_some(list(names))}")
 
     def inside(self, call: str) -> AbstractContextManager[None]:
-        """Inside, this rank is in a ``call`` of the user's, to which all ranks come."""
+        """Name the user's ``call``, which all ranks make, in the error of a rank lost inside."""
         return name_exchange(self.number, lambda: call)
 
     @property
@@ -144,31 +144,31 @@ class StepLoop:
         return name in self._exchanged
 
     def name_of(self, weight: Tensor) -> str | None:
-        """Name the trained parameter ``weight``, if it is one."""
+        """Name ``weight`` if it is a trained parameter."""
         return self._names.get(id(weight))
 
     def exchanged(self) -> list[Tensor]:
-        """Return the parameters that have been exchanged since the last step."""
+        """Return the parameters exchanged since the last step."""
         return [self.weights[name] for name in self._exchanged]
 
     def begin_micro_batch(self) -> None:
         """Begin the forward and backward pass of a micro-batch."""
-        if self.ended:  # one that is not the last exchanges nothing, so that nobody else would say so
+        if self.ended:  # only the last micro-batch exchanges, so no later check would raise for the others
             raise ThinwireError(_ENDED.format(what="a micro-batch begins"))
         self._leave()
         if self._exchanged and all_zero(self.engine.gradients(), self.engine.comms):
             self._abandon()
 
     def finish(self) -> None:
-        """End a step that some optimizer has not joined: its state is about to be saved."""
+        """End a step that some optimizer has not joined, before its state is saved."""
         if self._open is not None:
             self._finish()
 
     def stranger(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at ``optimizer``, any in this process, which is about to step.
+        """Check ``optimizer``, any in this process, which is about to step.
 
         Raises:
-            ThinwireError: it holds a trained parameter with a gradient, and is none of those that we were told of.
+            ThinwireError: it holds a trained parameter with a gradient, and compress() was not told of it.
         """
         if self.ended or any(inner in self.optimizers for inner in unwrapped(optimizer)):
             return
@@ -177,7 +177,7 @@ class StepLoop:
             raise ThinwireError(_STRANGER.format(kind=type(optimizer).__name__, name=self._names[id(weight)]))
 
     def reset(self) -> None:
-        """Forget the step under way: another state is about to be loaded."""
+        """Forget the step under way, before another state is loaded."""
         self.weight_watch.trust()
         self.guard.forget()
         self.state.rollback()
@@ -186,7 +186,7 @@ class StepLoop:
         self._forget()
 
     def _leave(self) -> None:
-        """Leave the step under way, as the next one begins: an optimizer that has not stepped does not step in it."""
+        """Leave the step under way, as the next one begins: an optimizer that has not stepped misses it."""
         if self._open is None:
             return
         if self._waiting and not self.method.card.adds_up:
@@ -198,7 +198,7 @@ class StepLoop:
         self._finish()
 
     def _again(self, name: str) -> None:
-        """Allow or refuse that ``name`` is exchanged a second time in one step."""
+        """Allow or refuse a second exchange of ``name`` in one step."""
         advice = (
             f"{name} is exchanged a second time before optimizer.step(): put every backward pass of a step but the "
             "last into `with wire.accumulate(last=False):`"
@@ -217,12 +217,12 @@ class StepLoop:
     # What the optimizers say.
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Prepare a step of ``optimizer``. The first of a step agrees with all ranks on whether the step counts.
+        """Prepare a step of ``optimizer``. The first optimizer agrees with all ranks on whether the step counts.
 
-        Where each rank goes its own way (``Card.alone``) it agrees with those only that hold the same replica.
+        Where each rank goes its own way (``Card.alone``) it agrees only with those that hold the same replica.
 
-        A closure makes the gradients: it runs here, before their check. Returns the arguments that ``step`` gets in
-        place of ``args`` and ``kwargs``, if it had one.
+        Run a closure here, before the check of the gradients that it makes, and return the arguments that ``step`` gets
+        in place of ``args`` and ``kwargs``; without a closure return None.
         """
         if torch._C._current_graph_task_id() != -1:
             raise ThinwireError(
@@ -242,7 +242,7 @@ class StepLoop:
         )
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Does the step count? If not, ``optimizer`` finds no gradients."""
+        """Check whether the step counts; if not, drop the gradients of ``optimizer``."""
         if not self._exchanged and self._open is None and _makes_state(optimizer):
             return
         self._look_for_scaler()
@@ -258,7 +258,7 @@ class StepLoop:
         self.engine.stepping()
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Note that ``optimizer`` has stepped. The last one of a step lets the method look at what they did."""
+        """Note that ``optimizer`` has stepped. After the last one of a step, call ``Method.after_step``."""
         if self._open is not None:
             self.engine.stepped()
             self._waiting.discard(id(optimizer))
@@ -268,7 +268,7 @@ class StepLoop:
 
     def _begin(self) -> bool:
         """Agree with all ranks that take the step whether it counts, before any optimizer or state changes."""
-        if self.engine.cut_short():  # the others are not asked: they may be waiting for this rank in the exchange
+        if self.engine.cut_short():  # no agreement: the other ranks may be waiting for this one in the exchange
             raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, ())
@@ -303,7 +303,7 @@ class StepLoop:
         return True
 
     def _cancel(self) -> None:
-        """Roll back parameters whose gradient was thrown away after its exchange; those that rest keep what waits."""
+        """Roll back parameters whose gradient was thrown away after its exchange; resting ones keep waiting values."""
         if self.method.card.alone(self.road.step):
             return
         step_maker = self.method.card.step_maker
@@ -321,7 +321,7 @@ class StepLoop:
         return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree)
 
     def _agree(self, values: Iterable[Tensor]) -> bool:
-        """Agree for a method, beside a step's own flag, whether all ``values`` are finite on all ranks."""
+        """Agree, for a method, whether all ``values`` are finite on all ranks."""
         self.guard.observe_all(values)
         return self.guard.agree(self._device)[0]
 
@@ -342,13 +342,13 @@ class StepLoop:
         self._look(number)
 
     def _look(self, number: int) -> None:
-        """Compare replicas, as step ``number`` is over."""
+        """Compare replicas after step ``number``."""
         if self._replica_check is not None:
             with name_exchange(number, lambda: "the comparison of replicas"):
                 self._replica_check.look(number)
 
     def _diverged(self, number: int) -> str:
-        """Explain why there will be no more steps, while their gradients are still there."""
+        """Explain why training cannot go on. The gradients must still be there."""
         begun = number - self._in_a_row + 1
         named = [(f"the weights {name}", weight) for name, weight in self.weights.items()]
         named += [(f"the gradient of {name}", weight.grad) for name, weight in self.weights.items()
@@ -362,10 +362,7 @@ class StepLoop:
         )
 
     def _skip(self, *, was_due: bool = False) -> None:
-        """Skip a step, which does not move the methods' clock: it is as if it had not happened.
-
-        ``was_due``: the optimizers were about to take it.
-        """
+        """Skip a step, without counting it for the method. ``was_due``: the optimizers were about to take it."""
         self._skipping = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self.state.rollback()
         if self.bound is not None:
@@ -378,7 +375,7 @@ class StepLoop:
         self._end(skipped=True)
 
     def _abandon(self) -> None:
-        """Abandon gradients that were exchanged, and thrown away instead of stepped with."""
+        """Skip a step whose exchanged gradients were thrown away."""
         self.guard.forget()
         self._skip()
         self._skipping.clear()
@@ -402,7 +399,7 @@ class StepLoop:
             self.bound.commit()
 
     def _trouble(self) -> str | None:
-        """Explain why this rank cannot step, if it cannot."""
+        """Explain why this rank cannot step; None if it can."""
         has_gradients = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
         if has_gradients and not self._exchanged and self.engine.exchanges:
             missing = self.engine.missing()
@@ -411,7 +408,7 @@ class StepLoop:
                 "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
                 + (f"; and {_MISSING.format(name=missing)}" if missing else "")
             )
-        # DDP does not exchange what was frozen when it was made: each rank would go its own way.
+        # DDP does not exchange parameters that were frozen when it was made: each rank would go its own way.
         for name, weight in self._frozen.items():
             thawed = weight.requires_grad and weight.grad is not None
             if thawed and any(weight is member for optimizer in self.optimizers for member in _parameters(optimizer)):
@@ -427,10 +424,10 @@ class StepLoop:
         self._knows_scaler = True
 
 def unwrapped(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers inside of wrappers.
+    """Yield the optimizers inside wrappers.
 
-    Accelerate's and Lightning's wrapper has one ``optimizer`` and never calls the hooks of its own ``step``,
-    torchtitan's container has several ``optimizers``.
+    Accelerate's and Lightning's wrapper has one ``optimizer`` and never calls its own ``step`` hooks; torchtitan's
+    container has several ``optimizers``.
     """
     inner = getattr(optimizer, "optimizers", getattr(optimizer, "optimizer", None))
     if isinstance(optimizer, list | tuple):
@@ -443,7 +440,7 @@ def unwrapped(optimizer: Any) -> Iterator[Any]:
 
 
 def _under_scaler() -> bool:
-    """Is it a GradScaler that steps the optimizer? It leaves no trace but itself among the callers of ``step``."""
+    """Does a GradScaler step the optimizer? Its only trace is its frame among the callers of ``step``."""
     frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), FRAMES)
     callers = (frame.f_locals.get("self") for frame, _ in frames)
     return any(isinstance(caller, torch.amp.GradScaler) and caller.is_enabled() for caller in callers)
@@ -454,7 +451,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _give_once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Make a closure in place of one that has been run: it gives ``optimizer`` its ``loss``, once."""
+    """Make a closure that returns ``loss`` once, in place of the one that was run for ``optimizer``."""
     losses = [loss]
 
     def closure() -> Any:
@@ -473,14 +470,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Is it a first step of nothing? ``torch.distributed.checkpoint`` takes one, to have a state to load into."""
+    """Is this an empty first step? ``torch.distributed.checkpoint`` takes one, to have a state to load into."""
     if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
         return False
     return _has_gradients(optimizer) and all_zero(parameter.grad for parameter in _parameters(optimizer))
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Drop gradients: an optimizer leaves a parameter without one, and its moments and step count, as they are."""
+    """Drop gradients: an optimizer leaves such parameters, their moments and their step counts as they are."""
     for parameter in _parameters(optimizer):
         parameter.grad = None
 
