@@ -1,16 +1,16 @@
-"""Codec x topology: the only place that knows how a codec's wire travels.
+"""Codec x topology: only this module knows how a codec's wire travels.
 
 * :class:`AllReduce`: every rank gets every row of the mean (DDP; HSDP across nodes).
 * :class:`ReduceScatter`: rank r gets row r of the mean (FSDP2).
 
-A *linear* codec rides the network's own sum. The others, and the linear ones if the sum is wanted in fp32, go
+The network itself sums the wires of a *linear* codec. Other wires, and linear ones if the sum is wanted in fp32, go
 all-to-all, are decoded and summed in fp32 in rank order, and, for an all-reduce, are encoded again and all-gathered:
-all ranks decode the same bytes and so hold the same bits. No codec at all means the engine's own dtype and the
-network's own sum: the dense baseline, bit for bit what the stock engine does.
+all ranks decode the same bytes and so hold the same bits. Without a codec, the network sums in the engine's own dtype:
+the dense baseline, bit for bit what the stock engine does.
 
-Nothing is lost: with ``residual``, what a rank's encoding left out (input minus what its peers can decode) is written
-to its ``new``, and what the second encoding left out of this rank's row of the mean is added, N times (the next mean
-divides it by N again). So the sum over ranks of input + old - new is N times the mean that everybody got.
+``residual.new`` receives the encoding's error (input minus what the peers can decode), plus N times the second
+encoding's error in this rank's row of the mean (the next mean divides it by N again). So nothing is lost: the sum over
+ranks of input + old - new is N times the mean that all ranks got.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from thinwire.network.comm import Comm, Work
 
 @dataclass
 class Payload:
-    """Values that are exchanged in a bucket's place, with its workspace under other keys.
+    """Values exchanged in place of a bucket's, with the bucket's scratch memory under other keys.
 
     Attributes:
         rows: (R, k) the values sent of each row. mean: receives the mean: ``rows`` itself, or (1, k) at a row's owner.
@@ -51,16 +51,15 @@ Rows = Bucket | Payload
 
 
 def scratch(bucket: Rows) -> Space:
-    """Return what gives a codec the scratch memory of ``bucket``."""
+    """Return a codec's access to the scratch memory of ``bucket``."""
     return lambda use, shape, dtype: bucket.scratch(("codec", use), shape, dtype)
 
 
 class Exchange(ABC):
-    """A topology, handed to the method by the engine: a method is written once and does not ask which it is.
+    """A topology, which the engine hands to the method: a method is written once, for any topology.
 
     Attributes:
-        comm: the ranks that it connects.
-        owner: this rank keeps one row of the result only.
+        owner: this rank keeps only one row of the result.
         divide: without a codec, the mean's 1/N comes "before" the network's sum (stock DDP) or "after" it (FSDP2).
     """
 
@@ -77,12 +76,11 @@ class Exchange(ABC):
 
     @property
     def rank(self) -> int:
-        """The number of this rank among them."""
         return self.comm.rank
 
     @property
     def own_row(self) -> int:
-        """The row of a bucket whose mean this rank gets: its own, or the first where every rank gets all rows."""
+        """The first row of a bucket whose mean this rank gets."""
         return self.rank if self.owner else 0
 
     @property
@@ -105,15 +103,15 @@ class Exchange(ABC):
         ``residual.new`` becomes what the encoding left out.
 
         Args:
-            codec: None for the engine's own dtype, summed by the network.
-            on_wire: let the network sum a linear codec's wire; where every rank gets the whole mean, a codec that is
-                not linear sends its one row to everybody, who sums them all (R == 1). False: sum in fp32 at the owner
-                of each row (R == N).
-            seed: of a codec that draws random bits.
-            shared: without a codec, ``bucket.rows`` are ``prescale`` times the values already.
+            codec: None: the network sums in the engine's own dtype.
+            on_wire: let the network sum a linear codec's wire; if the codec is not linear and every rank gets the whole
+                mean, each rank sends its one row (R == 1) to all ranks and sums all rows. False: sum in fp32 at the
+                owner of each row (R == N).
+            seed: for a codec that draws random bits.
+            shared: without a codec, ``bucket.rows`` are already multiplied by ``prescale``.
         """
         if codec is None:
-            if residual is not None:  # without a codec nothing is left out
+            if residual is not None:  # without a codec there is no error
                 if residual.old is not None:
                     bucket.rows.add_(residual.old)
                 residual.new.zero_()
@@ -121,7 +119,7 @@ class Exchange(ABC):
             return
         wire = self._encode(bucket, bucket.rows, codec, "wire", residual, seed)
         if codec.linear and on_wire:
-            exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided where dense divides
+            exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided at the same place as dense
             reduced = bucket.scratch("row", (1, wire.shape[1]), wire.dtype) if self.owner else wire
             self._reduce(wire, reduced, "mean" if exact else "sum")
             self._decode(bucket, reduced, codec, bucket.mean, 1.0 if exact else 1 / self.ranks)
@@ -130,21 +128,21 @@ class Exchange(ABC):
 
     @abstractmethod
     def _reduce(self, values: Tensor, out: Tensor, op: str, *, shared: bool = False) -> None:
-        """Let the network reduce ``values`` (R, m), by "sum" or "mean", to ``out``: ``values``, or an owner's (1, m).
+        """Let the network reduce ``values`` (R, m) by ``op``, "sum" or "mean", to ``out``.
 
-        ``shared``: they are divided already, where that comes before the sum.
+        ``out`` is ``values``, or an owner's (1, m). ``shared``: ``values`` are already multiplied by ``prescale``.
         """
 
     @abstractmethod
     def _sum_at_ranks(
         self, bucket: Rows, wire: Tensor, codec: Codec, *, on_wire: bool, residual: Residual | None, seed: Seeds | None
     ) -> None:
-        """Send this rank's ``wire`` (R, m), and write the mean of all ranks' to ``bucket.mean``: summed in fp32."""
+        """Send ``wire`` (R, m), sum all ranks' wires in fp32, and write their mean to ``bucket.mean``."""
 
     def _encode(
         self, bucket: Rows, values: Tensor, codec: Codec, key: str, residual: Residual | None, seed: Seeds | None
     ) -> Tensor:
-        """Encode ``values`` (R, n) into a wire (R, m): a workspace of the bucket, or ``values`` themselves."""
+        """Encode ``values`` (R, n) into a wire (R, m): scratch memory of the bucket, or ``values`` themselves."""
         if codec.verbatim and residual is None and values.dtype == codec.wire_dtype and values.is_contiguous():
             return values
         wire = bucket.scratch(key, (len(values), codec.wire_numel(values.shape[1])), codec.wire_dtype)
@@ -159,33 +157,33 @@ class Exchange(ABC):
                 out.mul_(scale)
 
     def _decode_mean(self, bucket: Rows, wires: Tensor, codec: Codec, out: Tensor) -> None:
-        """Decode all ranks' ``wires`` (N, m) of a row, and sum them in rank order, to ``out`` (1, n), their mean."""
+        """Decode all ranks' ``wires`` (N, m) of a row, sum them in rank order, and write the mean to ``out`` (1, n)."""
         with self.span("decode", out[0]):
             codec.decode_sum(wires, out[0], 1 / self.ranks, space=scratch(bucket))
 
     def _from_peers(self, bucket: Rows, wire: Tensor) -> Tensor:
-        """Exchange ``wire`` (N, m) all-to-all; return the peers' wires of this rank's row, in rank order."""
+        """Exchange ``wire`` (N, m) all-to-all; return all ranks' wires of this rank's row, in rank order."""
         received = bucket.scratch("received", wire.shape, wire.dtype)
         return self.comm.all_to_all(received, wire)
 
     def serve(self, bucket: Bucket, codec: Codec, *, residual: Residual | None = None) -> Tensor:
-        """Return (1, n), the mean of this rank's own row alone, on any topology: for a method that goes on from there.
+        """Return the mean (1, n) of this rank's own row alone, on any topology.
 
-        Rank r sends row j of its rows to rank j, encoded, where they are summed in fp32.
+        Each rank sends row j of its rows, encoded, to rank j, which sums in fp32.
         """
         mean = bucket.mean if self.owner else bucket.scratch("served", (1, bucket.shape[1]), torch.float32)
         ReduceScatter(self.comm).mean(Payload(bucket.rows, mean, bucket), codec, on_wire=False, residual=residual)
         return mean
 
     def span(self, kind: str, tensor: Tensor) -> AbstractContextManager[None]:
-        """Count what a method does itself to ``tensor`` as ``kind`` ("encode", "decode", "exposed") in the ledger."""
+        """Time a method's own work on ``tensor`` as ``kind`` ("encode", "decode", "exposed") in the ledger."""
         return self.comm.ledger.span(kind, tensor)
 
     def union(self, bucket: Rows, words: Tensor) -> Tensor:
-        """Return (R, w), the bitwise or of all ranks' ``words`` (R, w), integers: a workspace of ``bucket``.
+        """Return the bitwise or (R, w) of all ranks' integer ``words`` (R, w), in scratch memory of ``bucket``.
 
-        Rank r makes the r-th of N chunks of it, and all gather these: what an all-reduce sends. (NCCL reduces numbers,
-        not bits.)
+        Rank r reduces the r-th of N chunks, and all ranks gather the chunks: the bytes of an all-reduce. (NCCL has no
+        bitwise reduction.)
         """
         comm = self.comm
         shape = comm.size, -(-words.nbytes // comm.size)
@@ -195,7 +193,7 @@ class Exchange(ABC):
         result.copy_(words)
         comm.all_to_all(received, chunks)
         remaining = comm.size
-        while remaining > 1:  # halves, so that there are few launches
+        while remaining > 1:  # by halves: few launches
             half = -(-remaining // 2)
             received[: remaining - half] |= received[half:remaining]
             remaining = half
@@ -203,7 +201,7 @@ class Exchange(ABC):
         return result
 
     def share(self, rows: Tensor) -> Tensor:
-        """Give row r of every rank's ``rows`` (R, w) the values of rank r, in place, where each rank owns a row."""
+        """Replace row r of ``rows`` (R, w) by rank r's row r, in place, where each rank owns a row."""
         if self.owner:
             comm = self.comm
             comm.all_gather(rows, rows[comm.rank].clone())
@@ -226,7 +224,6 @@ class AllReduce(Exchange):
     """Every rank gets the whole mean."""
 
     def __init__(self, comm: Comm, divide: str = "before") -> None:
-        """``divide``: see :class:`Exchange`."""
         super().__init__(comm)
         self.divide = divide
 
@@ -255,7 +252,7 @@ class AllReduce(Exchange):
     def _encode_mean(
         self, bucket: Rows, received: Tensor, codec: Codec, residual: Residual | None, seed: Seeds | None
     ) -> Tensor:
-        """Encode this rank's row of the mean, from its peers' wires ``received`` (N, m), into a wire (1, m)."""
+        """Encode this rank's row of the mean of all ranks' wires ``received`` (N, m) into a wire (1, m)."""
         shape = 1, bucket.rows.shape[1]
         if residual is None:
             mean_wire = bucket.scratch("mean wire", (1, received.shape[1]), received.dtype)
@@ -280,32 +277,32 @@ class ReduceScatter(Exchange):
         self._decode_mean(bucket, self._from_peers(bucket, wire), codec, bucket.mean)
 
 
-# What a topology means for buckets, plans and dry runs.
+# Functions for buckets, plans and dry runs.
 
 
 def bucket_rows(exchange: Exchange, on_wire: bool) -> int:
-    """Count the rows that a bucket needs for ``exchange``, if the network sums (``on_wire``) or the ranks do."""
+    """Count the rows of a bucket for ``exchange``; ``on_wire``: the network sums, not the ranks."""
     return exchange.ranks if exchange.owner or not on_wire else 1
 
 
 def count_columns(exchange: Exchange, local: int, rows: int) -> int:
-    """Count the columns in a bucket of ``rows`` of a parameter of which this rank has ``local`` values, unpadded."""
+    """Count the unpadded columns of a parameter in a bucket of ``rows``; this rank has ``local`` of its values."""
     return local if exchange.owner else -(-local // rows)
 
 
 def prescale(exchange: Exchange) -> float:
-    """Return what a rank's values are multiplied by before the network sums them, where it is asked for their mean."""
+    """Return the factor of a rank's values before the network sums them for a mean."""
     return 1 / exchange.ranks if exchange.divide == "before" else 1.0
 
 
 def dense_bytes(exchange: Exchange, numel: int, dtype: torch.dtype) -> float:
-    """Count the bytes that one rank sends of an engine's buffer of ``numel`` values that goes out as it is."""
+    """Count the bytes that one rank sends for an uncompressed engine buffer of ``numel`` values."""
     verb = "reduce_scatter" if exchange.owner else "all_reduce"
     return exchange.comm.ring_bytes(verb, numel * dtype.itemsize)
 
 
 def on_comm(exchange: Exchange, comm: Comm) -> Exchange:
-    """Return the same topology on another ``comm``."""
+    """Copy ``exchange`` onto another ``comm``."""
     double = copy.copy(exchange)
     double.comm = comm
     return double

@@ -1,6 +1,6 @@
 """A method's memory between steps: per parameter and per rank, committed only when the step counts.
 
-Methods use the class; the functions below it are for those who run methods.
+Methods use the class; the functions below it are for the code that runs methods.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ class State:
     """Named tensors that live in the form of a bucket's rows and are keyed by parameter name.
 
     A method reads the committed values and writes the next ones beside them; ``commit`` makes those current once all
-    ranks agree that the step was finite, ``rollback`` forgets them. When parameters come in other buckets than before
-    (DDP rebuilds its buckets after the first step, FSDP2 leaves out parameters without a gradient), or after a
-    checkpoint was loaded, values follow their parameters.
+    ranks agree that the step was finite, ``rollback`` forgets them. Values follow their parameters into other buckets
+    (DDP rebuilds its buckets after the first step, FSDP2 leaves out parameters without a gradient, a checkpoint loads).
 
-    Within one pass over the buckets ``read`` and ``get`` give committed values. If the same step exchanges a second
-    time (:func:`next_exchange`), they give what the first exchange wrote: so nothing is lost or sent twice.
+    ``read`` and ``get`` return committed values; in a second exchange of the same step (:func:`next_exchange`) they
+    return what the first one wrote, so nothing is lost or sent twice.
 
-    One residual of W values costs 2 * 4 * W bytes: the price of skipping a step without a trace. (A step that exchanges
-    twice needs 4 * W more.)
+    One residual of W values costs 2 * 4 * W bytes, so that a step can be skipped without a trace; a step that exchanges
+    twice needs 4 * W more.
 
-    Kinds named in ``offload`` live in (pinned) CPU memory: what ``read`` and ``write`` give is then one of two staging
-    buffers on the bucket's device, good until the next ``read``, and :func:`put_back` empties the second one.
+    Kinds named in ``offload`` live in (pinned) CPU memory: ``read`` and ``write`` then return one of two staging
+    buffers on the bucket's device, valid until the next ``read``, and :func:`put_back` empties the second one.
 
     Attributes:
         loads: how often a saved state was loaded.
@@ -47,7 +46,7 @@ class State:
         self._loose: dict[tuple[str, str], Tensor] = {}  # loaded, not yet placed in a bucket: (R, span)
         self._current: dict[tuple[str, object], Tensor] = {}
         self._staged: dict[tuple[str, object], Tensor] = {}
-        self._earlier: dict[tuple[str, object], Tensor] = {}  # of this step's exchanges before the present one
+        self._earlier: dict[tuple[str, object], Tensor] = {}  # written by earlier exchanges of this step
         self._spare: dict[tuple[str, object], Tensor] = {}
         self._small: dict[tuple[str, str], Tensor] = {}
         self._small_staged: dict[tuple[str, str], Tensor | None] = {}
@@ -56,7 +55,7 @@ class State:
     def get(self, kind: str, name: str) -> Tensor | None:
         """Return the committed ``kind`` of parameter ``name``, not to be written to; None where there is none.
 
-        A value that was ``put`` or kept has any shape and dtype; one that lives in a bucket is (R, span), float32.
+        A value from ``put`` or ``keep`` has any shape and dtype; one in a bucket is (R, span), float32.
         """
         value = self._small_earlier.get((kind, name), self._small.get((kind, name)))
         if value is not None or (kind, name) not in self._home:
@@ -65,11 +64,11 @@ class State:
         return _columns(self._current[kind, home], segment)
 
     def put(self, kind: str, name: str, value: Tensor | None) -> None:
-        """Let ``get`` give ``value`` (not copied; None: nothing) from the next ``commit`` on."""
+        """Make ``get`` return ``value`` (not copied) from the next ``commit`` on; None removes it."""
         self._small_staged[kind, name] = value
 
     def keep(self, kind: str, name: str, value: Tensor | None) -> None:
-        """Let ``get`` give ``value`` (not copied; None: nothing) from now on: it belongs to no step."""
+        """Make ``get`` return ``value`` (not copied) from now on, whatever the step; None removes it."""
         if value is not None:
             self._small[kind, name] = value
             return
@@ -79,7 +78,7 @@ class State:
     def read(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
         """Return the committed values of ``kind`` for ``bucket``: (R, n) float32, zeros at first, not to be written to.
 
-        ``rows``: the number of rows of this kind, where not that of the bucket; always the same for a kind.
+        ``rows``: the number of rows of this kind, if not the bucket's; always the same for a kind.
         """
         key = (kind, bucket.key)
         if key not in self._current:
@@ -93,7 +92,7 @@ class State:
         return self._stage("read", values, bucket.device).copy_(values, non_blocking=True)
 
     def write(self, kind: str, bucket: Bucket, rows: int | None = None) -> Tensor:
-        """Return memory for the next values, (R, n) float32, to be filled whole. Nothing changes until ``commit``."""
+        """Return memory (R, n) float32 for the next values, to be filled whole. Nothing changes until ``commit``."""
         key = (kind, bucket.key)
         if key not in self._current:
             self.read(kind, bucket, rows)
@@ -103,7 +102,7 @@ class State:
         return self._stage("write", spare, bucket.device) if kind in self._offload else spare
 
     def drop(self, kind: str) -> None:
-        """Forget all of ``kind`` that lives in buckets, with its memory: the run needs it no more."""
+        """Forget all values of ``kind`` in buckets, and free their memory."""
         for values in (self._home, self._loose):
             for key in [key for key in values if key[0] == kind]:
                 del values[key]  # type: ignore[attr-defined]
@@ -115,14 +114,14 @@ class State:
         return devices.host_memory(shape, device)
 
     def _stage(self, use: str, values: Tensor, device: torch.device) -> Tensor:
-        """View the staging buffer on ``device`` in ``values``' shape; everything that uses it is on one stream."""
+        """View the staging buffer on ``device`` in the shape of ``values``; all its users are on one stream."""
         stage = self._stages.get((use, device))
         if stage is None or stage.numel() < values.numel():
             stage = self._stages[use, device] = torch.empty(values.numel(), dtype=torch.float32, device=device)
         return stage[: values.numel()].view(values.shape)
 
     def commit(self) -> None:
-        """Make current what was written since the last commit."""
+        """Make the values written since the last commit current."""
         next_exchange(self)
         for key, written in self._earlier.items():
             self._spare[key], self._current[key] = self._current[key], written
@@ -132,9 +131,9 @@ class State:
             self.keep(kind, name, value)
 
     def rollback(self, names: Collection[str] | None = None, kinds: Collection[str] | None = None) -> None:
-        """Forget what was written since the last commit.
+        """Forget the values written since the last commit.
 
-        ``names``: of these parameters alone. ``kinds``: and then of these kinds alone, which live in buckets.
+        ``names``: only those of these parameters. ``kinds``: only those of these kinds, which live in buckets.
         """
         next_exchange(self)
         if names is None:
@@ -153,7 +152,7 @@ class State:
                 del self._small_earlier[key]
 
     def _move(self, kind: str, bucket: Bucket, segment: Segment) -> bool:
-        """Take the parameter's values into ``bucket`` from wherever they were; False if ``bucket`` has them already."""
+        """Move the parameter's values into ``bucket``; return False if they are there already."""
         name = (kind, segment.name)
         home = self._home.get(name)
         if home is not None and home[0] == bucket.key:
@@ -184,7 +183,7 @@ class State:
         return True
 
     def _other(self, key: tuple[str, object]) -> Tensor:
-        """Take a buffer like the current one that is not in use."""
+        """Take an unused buffer like the current one."""
         spare = self._spare.pop(key, None)
         current = self._current[key]
         return self._new(key[0], current.shape, current.device) if spare is None else spare
@@ -203,12 +202,12 @@ def _columns(values: Tensor, segment: Segment) -> Tensor:
 
 
 def find_entries(state: State, prefix: str = "") -> list[tuple[str, str, Tensor]]:
-    """List (kind, name, value) of all that was ``put`` or kept with a kind that begins with ``prefix``."""
+    """List (kind, name, value) of all values from ``put`` or ``keep`` whose kind begins with ``prefix``."""
     return [(kind, name, value) for (kind, name), value in state._small.items() if kind.startswith(prefix)]
 
 
 def read_existing(state: State, kind: str, bucket: Bucket) -> Tensor | None:
-    """Read ``kind`` with as many rows as there are; None where the state has nothing of ``kind`` for ``bucket``."""
+    """Read ``kind`` with the rows that it has; None where the state has nothing of ``kind`` for ``bucket``."""
     for segment in bucket.segments:
         name = kind, segment.name
         if name in state._loose:
@@ -219,14 +218,14 @@ def read_existing(state: State, kind: str, bucket: Bucket) -> Tensor | None:
 
 
 def put_back(state: State, kind: str, bucket: Bucket) -> None:
-    """Send an offloaded ``kind`` to CPU memory: what ``state.write`` gave for ``bucket`` has been filled."""
+    """Copy an offloaded ``kind`` to CPU memory, once the memory from ``state.write`` for ``bucket`` is filled."""
     if kind in state._offload:
         staged = state._staged[kind, bucket.key]
         staged.copy_(state._stage("write", staged, bucket.device), non_blocking=True)
 
 
 def next_exchange(state: State) -> None:
-    """Begin another exchange of the same step, which goes on from what the ones before it wrote."""
+    """Begin another exchange of the same step, which reads what the earlier ones wrote."""
     for key, staged in state._staged.items():
         if key in state._earlier:
             state._spare[key] = state._earlier[key]
@@ -237,7 +236,7 @@ def next_exchange(state: State) -> None:
 
 
 def dump_state(state: State) -> dict[str, Tensor]:
-    """Copy this rank's committed values by "kind/parameter": (R, span) without padding, and those that were ``put``."""
+    """Copy this rank's committed values by "kind/parameter": (R, span) without padding, and those from ``put``."""
     for use, device in state._stages:
         if use == "write":
             devices.wait(device)  # copies to CPU memory may be under way
@@ -249,7 +248,7 @@ def dump_state(state: State) -> dict[str, Tensor]:
 
 
 def load_state(state: State, values: dict[str, Tensor]) -> None:
-    """Take what :func:`dump_state` gave; it moves into buckets as those are next seen."""
+    """Load ``values`` from :func:`dump_state`; each bucket takes its part when it is next read."""
     for store in (state._home, state._current, state._staged, state._earlier, state._spare, state._small_staged,
                   state._small_earlier, state._loose, state._small):  # fmt: skip
         store.clear()

@@ -92,7 +92,7 @@ class StepLoop:
         watched = list(self.weights.values()) if self.method.card.keeps_state else []
         self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
 
-    # What the engines say.
+    # Calls from the engines.
 
     def enter(self, names: Sequence[str]) -> None:
         """Begin to exchange the gradients of ``names``. Collective, in the same order on all ranks."""
@@ -214,7 +214,7 @@ class StepLoop:
         next_exchange(self.state)
         self._exchanged.clear()
 
-    # What the optimizers say.
+    # Calls from the optimizers' hooks.
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Prepare a step of ``optimizer``. The first optimizer agrees with all ranks on whether the step counts.
