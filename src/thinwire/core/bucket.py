@@ -1,14 +1,14 @@
 """The engine's flat buffer seen as padded rows, one row per owner, with the parameters' segments in it.
 
 All padding happens here. A *segment* is one parameter's columns in every row; its width is padded to the codec's group,
-so that one kernel launch serves a whole bucket while no group ever straddles two parameters.
+so that one kernel launch serves a whole bucket while no group straddles two parameters.
 
     engine buffer (flat)                         bucket.rows (R, n)
     | w1 ............... | w2 ........ |   ->    row 0 | w1[0:a]   0 | w2[0:b]   0 |
                                                  row 1 | w1[a:2a]  0 | w2[b:2b]  0 |   ...
 
-R is 1 where the result belongs to everybody and the network may sum (an all-reduce of a linear codec), the number of
-owners otherwise.
+R is 1 where every rank gets the whole result and the network may sum (an all-reduce of a linear codec), otherwise the
+number of owners.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Piece:
     elements, run r at ``offset + r * stride`` (FSDP2: run r is rank r's shard).
 
     ``form``: shape and strides of a DDP gradient that is dense in memory but not contiguous (channels_last,
-    transposed). In a bucket its values are in the order of its indices, as everywhere else: what a method makes of a
-    parameter does not depend on how that lies in memory.
+    transposed). A bucket holds its values in the order of its indices, so a method does not see the memory format.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Piece:
 
     @property
     def columns(self) -> slice:
-        """The parameter's consecutive elements."""
         return slice(self.offset, self.offset + self.numel)
 
     def strided(self, flat: Tensor) -> Tensor:
@@ -78,18 +76,18 @@ class Segment:
         return slice(self.start, self.start + self.width)
 
     def groups(self, size: int) -> slice:
-        """The columns counted in groups of ``size`` values (mask words, scales); their ends are multiples of it."""
+        """The columns in units of ``size`` values (mask words, scales), which divides both ends."""
         return slice(self.start // size, (self.start + self.width) // size)
 
 
 class Arena:
-    """Scratch memory for buckets that take turns, on one thread or stream: for each use, the largest one's need."""
+    """Scratch memory for buckets that take turns, on one thread or stream: as much for each use as the largest needs."""
 
     def __init__(self) -> None:
         self._memory: dict[object, Tensor] = {}
 
     def borrow(self, key: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the use ``key``, not cleared: the same for all who ask with that key."""
+        """Return memory for the use ``key``, not cleared: the same memory for every call with that key."""
         size = math.prod(shape) * dtype.itemsize
         memory = self._memory.get(key)
         if memory is None or memory.numel() < size or memory.device != device:
@@ -99,7 +97,7 @@ class Arena:
         return memory[:size].view(dtype).view(*shape)
 
     def clear(self) -> None:
-        """Free all memory: it grows again to what is needed."""
+        """Free all memory."""
         self._memory.clear()
 
 
@@ -107,8 +105,8 @@ class Shard(NamedTuple):
     """The places of one module's parameters in a rank's shard of it, on a sharded engine.
 
     Attributes:
-        pieces: the trained ones. frozen: the others.
-        numel: n, values per rank, with the engine's padding. dtype: in which they are gathered.
+        pieces, frozen: the trained parameters, and the others.
+        numel: n, values per rank, with the engine's padding. dtype: of the gathered weights.
     """
 
     pieces: tuple[Piece, ...]
@@ -118,7 +116,7 @@ class Shard(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all its parameters: by them a module is known."""
+        """The names of all parameters, which identify the module."""
         return tuple(piece.name for piece in (*self.pieces, *self.frozen))
 
 
@@ -127,9 +125,8 @@ class Layout:
     """The buffers that an engine will hand out, as far as it knows before the first step.
 
     Attributes:
-        buffers: where the parameters lie in each flat buffer of a backward pass, in order. dtypes: of each.
-        shards: one of each sharded module.
-        comm: the ranks that the weights are sharded over.
+        buffers: the places of the parameters in each flat buffer of a backward pass, in order. dtypes: of the buffers.
+        shards: one for each sharded module. comm: the ranks that the weights are sharded over.
     """
 
     buffers: Sequence[tuple[Piece, ...]]
@@ -143,8 +140,7 @@ class Bucket:
 
     Attributes:
         rows: (R, n) the gradients to be averaged, float32 (or the engine's dtype, where nothing is encoded).
-        mean: where the exchange writes the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank
-            owns one row.
+        mean: receives the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank owns one row.
         segments: the parameters, in the engine's order.
         step: optimizer steps taken before this one, for random streams.
     """
@@ -161,10 +157,9 @@ class Bucket:
         spans: Sequence[int] = (),
         arena: Arena | None = None,
     ) -> None:
-        """``rows`` owners; ``owner``: this rank keeps one row only; ``group``: elements that a codec takes together.
+        """``owner``: this rank keeps one row only. ``group``: elements that a codec takes together.
 
-        ``spans``: of the pieces in a row, where they are not to be as short as can be. ``arena``: that it shares with
-        other buckets.
+        ``spans``: values of each piece in a row; without it as few as possible. ``arena``: shared with other buckets.
         """
         self.group, self.owner = group, owner
         self.segments = _segments(pieces, rows, group, spans)
@@ -180,9 +175,9 @@ class Bucket:
         self._cached: dict[object, tuple[tuple[object, ...], object]] = {}
 
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a workspace that lives as long as the bucket: the same tensor for the same ``key``, a use.
+        """Return a workspace for the use ``key`` that lives as long as the bucket: zeros at first.
 
-        Zeros at first, and whenever it was asked for in another shape or dtype than before.
+        Another shape or dtype than before makes a new one.
         """
         memory = self._buffers.get(key)
         if memory is None or memory.shape != torch.Size(shape) or memory.dtype != dtype:
@@ -192,30 +187,27 @@ class Bucket:
         return memory
 
     def scratch(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Lend a workspace for the use ``key`` between ``load`` and ``release``, not cleared: buckets share it."""
+        """Lend a workspace for the use ``key`` from ``load`` to ``release``, not cleared: buckets share it."""
         return self._arena.borrow(key, shape, dtype, self.device)
 
     def once(self, key: object, make: Callable[[], T], *dependencies: object) -> T:
-        """Return what ``make()`` gave, cached as long as the bucket lives and ``dependencies`` stay the same.
-
-        Tensors are the same if they are one object: what a method puts into its state anew is another one.
-        """
+        """Cache ``make()`` as long as the bucket lives and ``dependencies`` stay the same (tensors: the same objects)."""
         entry = self._cached.get(key)
         if entry is None or len(entry[0]) != len(dependencies) or not all(map(_same, entry[0], dependencies)):
             entry = self._cached[key] = (dependencies, make())
         return cast(T, entry[1])
 
     def clear_padding(self, values: Tensor) -> Tensor:
-        """Zero the columns of ``values`` (R, n) that stand for no parameter, where a codec may have written."""
+        """Zero the padding columns of ``values`` (R, n), where a codec may have written."""
         for segment in self.segments:
             if segment.width > segment.span:
                 values[:, segment.columns][:, segment.span :].zero_()
         return values
 
     def load(self, flat: Tensor, out: Tensor) -> None:
-        """Take the gradients from the engine's buffer ``flat`` (1-D); without a copy where it has the form of rows.
+        """Take the gradients from the engine's buffer ``flat`` (1-D), without a copy where it has the form of rows.
 
-        ``out``: where ``store`` will be asked to put the mean; this rank's row (1-D) if ``owner``, else ``flat``.
+        ``out``: the later argument of ``store``: this rank's row (1-D) if ``owner``, else ``flat``.
         """
         if self._same_form(flat):
             self.rows = flat.view(self.shape)
@@ -230,7 +222,7 @@ class Bucket:
             self.mean = self.scratch("mean", (1, self.shape[1]), self.dtype)
 
     def store(self, out: Tensor) -> None:
-        """Give the mean back: to the engine's buffer (as in ``load``), or to this rank's own row (1-D) if ``owner``."""
+        """Write the mean to ``out``, as in ``load``."""
         if self.owner:
             if same_memory(self.mean, out):
                 return
@@ -239,7 +231,7 @@ class Bucket:
             self.copies.unpack(self.rows, out)
 
     def release(self) -> None:
-        """Let go of the engine's buffer, which would live on in ``rows`` or ``mean``."""
+        """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
         self.rows = self.mean = torch.empty(0)
 
     def _same_form(self, flat: Tensor) -> bool:
@@ -256,12 +248,12 @@ class BucketCopies:
         self.segments, self.shape, self.device = segments, shape, device
 
     def pack(self, flat: Tensor, rows: Tensor) -> None:
-        """Copy the engine's buffer to rows (R, n), contiguous; zeros to the padding."""
+        """Copy the engine's buffer to contiguous rows (R, n); zero the padding."""
         ops.pack(flat, self.copy_table, rows.view(-1))
         self.pack_formed(flat, rows)
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
-        """Copy rows (R, n), contiguous, to the engine's buffer, without the padding."""
+        """Copy contiguous rows (R, n) without their padding to the engine's buffer."""
         ops.unpack(rows.view(-1), self.copy_table, flat)
         self.unpack_formed(rows, flat)
 
@@ -286,14 +278,14 @@ class BucketCopies:
 
     @functools.cached_property
     def own_copy_table(self) -> ops.CopyTable:
-        """The copies of all parameters in the row that the engine takes."""
+        """The copies of all parameters in this rank's own row."""
         spans = ((s, s.span) for s in self.segments)
         copies = [ops.CopySegment(s.piece.offset, n, n, s.start, s.width, n, 0, 1) for s, n in spans]
         return ops.CopyTable(copies, self.device)
 
     @functools.cached_property
     def contiguous(self) -> bool:
-        """Do the segments lie in a row just as they lie in the engine's buffer or shard?"""
+        """Do the segments lie in a row as in the engine's buffer or shard?"""
         return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
 
     @property
@@ -307,7 +299,7 @@ class BucketCopies:
 
 
 class BucketGroup:
-    """The buckets of one engine buffer: their rows lie in one memory, packed and unpacked in one pass."""
+    """The buckets of one engine buffer, whose rows lie in one memory and are packed and unpacked in one pass."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         """``buckets``: of one dtype, with one arena."""
@@ -319,31 +311,28 @@ class BucketGroup:
             self._means = _Stack("mean", head, [(1, n) for _, n in shapes], tables)
 
     def load(self, flat: Tensor, out: Tensor) -> None:
-        """Load all buckets, as ``Bucket.load`` does one."""
         ops.pack(flat, self._rows.copy_table, self._rows.borrow())
         for bucket, rows, mean in zip(self._buckets, self._rows.views(), self._means.views(), strict=True):
             bucket.rows, bucket.mean = rows, mean
             bucket.copies.pack_formed(flat, rows)
 
     def store(self, out: Tensor) -> None:
-        """Store all buckets, as ``Bucket.store`` does one."""
         ops.unpack(self._means.borrow(), self._means.copy_table, out)
         for bucket in self._buckets:
             bucket.copies.unpack_formed(bucket.rows, out)
 
     def release(self) -> None:
-        """Release all buckets."""
         for bucket in self._buckets:
             bucket.release()
 
 
 class _Stack:
-    """Rows of several ``shapes`` (R, n) in one memory, each from a multiple of 64 elements on, and their copies."""
+    """Rows of several ``shapes`` (R, n) in one memory, each aligned to 64 elements, and their copies."""
 
     def __init__(
         self, use: str, head: Bucket, shapes: Sequence[Sequence[int]], tables: Sequence[ops.CopyTable]
     ) -> None:
-        """``use``: of ``head``'s scratch memory. ``tables``: the copies of the rows of each shape alone."""
+        """``use``: the key in ``head``'s scratch memory. ``tables``: the copies for each shape alone."""
         self._use, self._head, self._shapes = use, head, shapes
         *self._starts, self._size = itertools.accumulate((padded(rows * n, 64) for rows, n in shapes), initial=0)
         copies = [
@@ -354,11 +343,9 @@ class _Stack:
         self.copy_table = ops.CopyTable(copies, head.device)
 
     def borrow(self) -> Tensor:
-        """Return the memory, 1-D."""
         return self._head.scratch(self._use, (self._size,), self._head.dtype)
 
     def views(self) -> list[Tensor]:
-        """View the memory as the rows, one tensor for each shape."""
         memory = self.borrow()
         return [memory[i : i + r * n].view(r, n) for i, (r, n) in zip(self._starts, self._shapes, strict=True)]
 
@@ -379,6 +366,6 @@ def _same(a: object, b: object) -> bool:
 
 
 def same_memory(values: Tensor, out: Tensor) -> bool:
-    """Do ``values`` and ``out`` begin at one place of one memory? (Tensors without storage have no address.)"""
+    """Do ``values`` and ``out`` begin at the same place in memory? (Tensors without storage have no address.)"""
     same_storage = values.untyped_storage()._cdata == out.untyped_storage()._cdata
     return same_storage and values.storage_offset() == out.storage_offset()

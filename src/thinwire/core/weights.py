@@ -1,15 +1,14 @@
-"""All ranks' weights of a sharded module on this rank, and what has to travel for them: decided once per gather.
+"""All ranks' weights of a sharded module on this rank, and the traffic that they need.
 
 A sharded engine gathers a module's weights before it computes with them, mostly twice per optimizer step. Where a
-method sends something else than the weights, one of three things is due:
+method does not send the weights themselves, a :class:`Replica` chooses for each gather one of three:
 
-    nothing     the weights of this optimizer step are there
-    whole       a plain all-gather: the first time, after a change by hand, after a state was loaded, and where the
-                method's message cannot bring what is there up to date
-    message     what the method writes of this rank's shard, gathered, and read by all
+    nothing     this rank has the weights of this optimizer step already
+    whole       a plain all-gather: the first time, after a change by hand or a loaded state, and where the method's
+                message cannot bring the present weights up to date
+    message     an all-gather of the messages that the method writes and reads (:class:`Message`)
 
-The method writes and reads (:class:`Message`); all else about it is here (:class:`Replica`). A message need not wait
-until it is asked for: it can leave when the optimizers have stepped (:class:`EarlySender`).
+A message can leave as soon as the optimizers have stepped (:class:`EarlySender`).
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Message(ABC):
     """A method's message about the weights of one module: two functions, one for each end.
 
     Attributes:
-        resident: a message moves on what the last gather left, which therefore stays in memory. False: it brings the
-            weights by itself, whatever was there, and is sent in every gather.
-        exact: the others come to hold this rank's weights as they are. False: what they make of its messages, and this
-            rank computes with the same.
+        resident: a message updates the weights from the last gather, which therefore stay in memory. False: it carries
+            the weights by itself and is sent in every gather.
+        exact: the other ranks hold this rank's weights as they are. False: they hold an approximation made from its
+            messages, and this rank computes with the same one.
     """
 
     resident: bool = True
@@ -49,7 +48,7 @@ class Message(ABC):
 
     @abstractmethod
     def write(self, own_weights: Tensor, peers_copy: Tensor | None, step: int) -> Tensor:
-        """This rank's message (m,), uint8 or float32; m is the same on all ranks.
+        """Write this rank's message (m,), uint8 or float32; m is the same on all ranks.
 
         Args:
             own_weights: (n,). peers_copy: (n,) these weights as the other ranks hold them; None if they hold nothing
@@ -59,18 +58,18 @@ class Message(ABC):
 
     @abstractmethod
     def read(self, peers: slice, messages: Tensor, rows: Tensor, peers_copy: Tensor | None) -> None:
-        """Bring ``rows`` (P, n) up to date: the weights of the ranks ``peers``, whose ``messages`` are (P, m).
+        """Bring ``rows`` (P, n), the weights of the ranks ``peers``, up to date with their ``messages`` (P, m).
 
-        It follows a ``write`` of the same step. ``peers_copy``: (n,) as in ``write``, brought up to date too, and this
-        rank's row, which holds its weights, becomes the same; unless the message is ``exact``.
+        It follows a ``write`` of the same step. Unless ``exact``, it also updates ``peers_copy``, (n,) as in ``write``,
+        and this rank's row, which holds its weights, becomes the same.
         """
 
 
 class Columns:
-    """Copies pieces of shards (P, n) to columns of rows (P, m), such as messages are, and back: in one launch each."""
+    """Copies pieces of shards (P, n) to columns of rows (P, m), such as messages, and back: in one launch each."""
 
     def __init__(self, placements: Sequence[tuple[Piece, int, int]]) -> None:
-        """``placements``: pieces, each with its first column and its width; what a piece does not fill is padding."""
+        """``placements``: pieces, each with its first column and its width, whose rest is padding."""
         self._pieces = placements
         self._tables: dict[tuple[object, ...], ops.CopyTable] = {}
 
@@ -102,7 +101,7 @@ class Columns:
 
 
 def lay_out(pieces: Iterable[tuple[Piece, int]], start: int = 0) -> tuple[list[tuple[Piece, int, int]], int]:
-    """Place ``pieces``, with their widths, side by side from column ``start`` on; return them and their end."""
+    """Place ``pieces`` with their widths side by side from column ``start`` on; return the placements and their end."""
     placements = []
     for piece, width in pieces:
         placements.append((piece, start, width))
@@ -111,10 +110,7 @@ def lay_out(pieces: Iterable[tuple[Piece, int]], start: int = 0) -> tuple[list[t
 
 
 class _MessageUnderWay(NamedTuple):
-    """A message under way: its step, this rank's (m,), all ranks' (N, m), and the work to wait for.
-
-    ``stream``: the one on which it was sent, on a GPU, which waits by itself.
-    """
+    """A message under way: ``message`` (m,), ``all_messages`` (N, m), the work to wait for; on a GPU, its ``stream``."""
 
     step: int
     message: Tensor
@@ -124,22 +120,22 @@ class _MessageUnderWay(NamedTuple):
 
 
 class Replica:
-    """The weights of one module of a sharded engine as this rank has them: its own shard, and the other ranks'.
+    """All ranks' shards of one module of a sharded engine, as this rank holds them.
 
         replica = Replica(method.weight_message(shard, comm.rank), method.state, shard, comm, device)
         out = replica.allocate()            # (N * n,); put this rank's weights into its row
         work = replica.gather(out, step)    # the others' rows are filled when that is over
 
-    Where the message is due it may have left before (``send``). Until it is read it has changed nothing: it can be
-    dropped on all ranks, as it is where weights were changed or a state was loaded since.
+    ``send`` may let a message leave before the gather. It changes nothing until it is read, so all ranks can drop it,
+    and do where weights were changed or a state was loaded since.
 
-    What the others hold of this rank's weights is saved with the method's state, where it differs from the weights
-    ("replica", and its step, "replica step"): a loaded run goes on with what it had.
+    The method's state keeps the other ranks' copy of this rank's weights, where it differs from the weights ("replica",
+    and its step, "replica step"): a loaded run goes on with that copy.
 
     Attributes:
-        step: optimizer steps taken when the weights were last brought up to date; None: never, or they are no longer
-            to be relied on.
-        changed: this rank's weights were given other values since the last gather, and not by an optimizer.
+        step: optimizer steps taken when the weights were last brought up to date; None: never, or the weights are no
+            longer valid.
+        changed: something else than an optimizer changed this rank's weights since the last gather.
     """
 
     def __init__(
@@ -152,7 +148,7 @@ class Replica:
         version: Callable[[], int] = lambda: 0,
         weights: Callable[[], Sequence[Tensor]] = lambda: (),
     ) -> None:
-        """``version``: rises with every change of this rank's ``weights`` that the engine can see."""
+        """``version`` rises with every change of this rank's ``weights`` that the engine can see."""
         self.message, self.shard, self.comm, self.device = message, shard, comm, device
         self.step: int | None = None
         self.changed = False
@@ -160,64 +156,63 @@ class Replica:
         self._version, self._seen_version = version, version()
         self._fingerprint = Fingerprint(weights)
         self._fingerprint.take()
-        self._row: Tensor | None = None  # this rank's weights as the others hold them, where those differ
-        self._ahead: _MessageUnderWay | None = None  # left before it was asked for
+        self._row: Tensor | None = None  # the others' copy of this rank's weights, if it differs
+        self._ahead: _MessageUnderWay | None = None  # sent before its gather
         self._out = self._empty() if self.message.resident else None
 
     def allocate(self) -> Tensor:
-        """Return memory (N * n,) in which the next gather finds this rank's weights, and puts the others'."""
+        """Return memory (N * n,) for the next gather, which reads this rank's row and fills the others."""
         return self._empty() if self._out is None else self._out
 
     @property
     def resident(self) -> Tensor | None:
-        """The weights (N * n,) between two gathers, the same on all ranks of ``comm``; None where none stay."""
+        """The weights (N * n,) kept between gathers, the same on all ranks of ``comm``; None where none are."""
         return None if self.step is None else self._out
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of all ranks' weights."""
         return self.comm.size * self.shard.numel * self.shard.dtype.itemsize
 
     @property
     def bytes_ahead(self) -> int:
-        """The bytes of messages that have left, and wait to be read."""
+        """The bytes of received messages that are still to be read."""
         return 0 if self._ahead is None else self._ahead.all_messages.nbytes
 
     def look(self) -> None:
-        """Note whether something has changed the weights since the last look."""
+        """Note whether the weights have changed since the last look."""
         version = self._version()
         self.changed, self._seen_version = self.changed or version != self._seen_version, version
 
     def stepped(self) -> None:
-        """Trust the weights: an optimizer has just changed them."""
+        """Accept the weights' present values, which an optimizer has just made."""
         self._seen_version = self._version()
         self._fingerprint.take()
 
     def changed_unseen(self) -> bool:
-        """Were this rank's weights changed in a way that torch does not count, through ``.data``? Waits for the device.
+        """Were this rank's weights changed through ``.data``, which torch does not count? Waits for the device.
 
-        The ranks need not agree: other values may have come to some shards alone.
+        The answer may differ between ranks: some shards alone may have changed.
         """
         self.look()
         return not self.changed and self._fingerprint.differs()
 
     def sends(self, step: int) -> bool:
-        """Can the message of ``step`` leave before it is asked for? Not where the weights have to be gathered whole."""
+        """Can the message of ``step`` leave before its gather? Not where the weights have to be gathered whole."""
         self.look()
         doubted = self.changed or self._loads != self._state.loads
         return not doubted and self._ahead is None and self._due(step) == "message"
 
     def send(self, own_weights: Tensor, step: int) -> None:
-        """Let the message of ``step`` leave: the next ``gather`` reads it. ``own_weights``: (n,)."""
+        """Send the message of ``step``, which the next ``gather`` reads. ``own_weights``: (n,)."""
         self._ahead = self._exchange(own_weights, step, async_op=True)
 
     def wait_for_message(self) -> None:
-        """Wait for a message that has left ahead; it is not read."""
+        """Wait for a message sent ahead, without reading it."""
         if self._ahead is not None and self._ahead.work is not None:
             self._ahead.work.wait()
 
     def drop(self) -> None:
-        """Wait for a message that has left ahead, and forget it."""
+        """Wait for a message sent ahead, and forget it."""
         self.wait_for_message()
         self._ahead = None
 
@@ -226,8 +221,8 @@ class Replica:
 
         Args:
             step: optimizer steps taken so far.
-            unsettled: some optimizers have taken the next one and others have not.
-            async_op: a work may be returned, whose ``wait`` completes ``out``.
+            unsettled: some optimizers have taken the next step and others have not.
+            async_op: may return a work, whose ``wait`` completes ``out``.
         """
         own_weights = out.view(self.comm.size, -1)[self.comm.rank]
         self._doubt(unsettled)
@@ -247,7 +242,7 @@ class Replica:
         return self._receive(self._exchange(own_weights, step, async_op), out, async_op)
 
     def _doubt(self, unsettled: bool) -> None:
-        """Doubt the resident weights once a state was loaded or the weights were changed."""
+        """Invalidate the resident weights if a state was loaded or the weights were changed."""
         self.look()
         changed, self.changed = self.changed or unsettled, unsettled
         if changed:
@@ -271,7 +266,7 @@ class Replica:
         return "message" if self.message.reaches(self.step, step) else "whole"
 
     def _gather_whole(self, out: Tensor, own_weights: Tensor, step: int) -> None:
-        """Gather the weights; or, where others hold something else of them, that: as it was saved, if it was."""
+        """Gather the weights; or, unless ``exact``, the other ranks' copy of them, where one was saved."""
         if self.message.exact:
             self.comm.all_gather(out, own_weights)
             self.step = step
@@ -308,7 +303,7 @@ class Replica:
             message = self.message.write(own_weights, self._row, step)
         all_messages = message.new_empty((self.comm.size, len(message)))
         streams = devices.streams(message.device)
-        # On a GPU everything is in the order of the engine's own stream: there is nothing to wait for on the host.
+        # On a GPU everything is in the order of the engine's own stream: the host has nothing to wait for.
         work = self.comm.all_gather(all_messages, message, async_op=async_op and streams is None)
         return _MessageUnderWay(step, message, all_messages, work, streams and streams.current_stream(message.device))
 
@@ -333,7 +328,7 @@ class Replica:
     def _read(self, messages: Tensor, rows: Tensor) -> None:
         rank, size = self.comm.rank, self.comm.size
         for peers in (slice(0, rank), slice(rank + 1, size)) if self.message.exact else (slice(0, size),):
-            if peers.start < peers.stop:  # its own message only if it needs what that comes to
+            if peers.start < peers.stop:  # its own message only if not exact
                 self.message.read(peers, messages[peers], rows[peers], self._row)
 
     def _empty(self) -> Tensor:
@@ -341,31 +336,30 @@ class Replica:
 
 
 class EarlySender:
-    """Messages that leave once the optimizers have stepped, in the order in which the last step asked for the weights.
+    """Sends messages once the optimizers have stepped, in the order of the last step's gathers, on all ranks the same.
 
-    What has left and is not read yet takes less memory than the largest module does when it is gathered whole, but for
-    one message; the others follow as these are read. The order of sending is the same on all ranks, because that of
-    asking is.
+    Unread messages take less memory than the largest module gathered whole, except for the last message sent; further
+    messages follow as these are read.
     """
 
     def __init__(self) -> None:
-        self._asked: dict[Replica, Callable[[int], None]] = {}  # in this step, and what sends its message
+        self._asked: dict[Replica, Callable[[int], None]] = {}  # in this step, each with the function that sends its message
         self._next: dict[Replica, Callable[[int], None]] = {}  # still to leave
         self._sent: list[Replica] = []
         self._step = 0
 
     def asks(self, replica: Replica, send: Callable[[int], None]) -> None:
-        """Note that the engine is about to gather ``replica``; ``send(step)`` lets its message leave, if one can."""
+        """Note that the engine is about to gather ``replica``; ``send(step)`` sends its message, if it may leave."""
         self._asked.setdefault(replica, send)
         self._next.pop(replica, None)
 
     def begin(self, step: int) -> None:
-        """Begin to send: all optimizers have stepped, ``step`` times so far."""
+        """Begin to send, after all optimizers have stepped for the ``step``-th time."""
         self._step, self._next, self._asked, self._sent = step, self._asked, {}, []
         self.go_on()
 
     def go_on(self) -> None:
-        """Let as many messages leave as there is room for."""
+        """Send as many messages as there is room for."""
         if not self._next:
             return
         room = max(replica.whole_bytes for replica in (*self._next, *self._sent))
@@ -375,7 +369,7 @@ class EarlySender:
             self._next.pop(replica)(self._step)
 
     def stop(self) -> None:
-        """Drop all that is under way; nothing more leaves in this step."""
+        """Drop all messages under way, and send no more in this step."""
         for replica in self._sent:
             replica.drop()
         self._next, self._sent = {}, []
