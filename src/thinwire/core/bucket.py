@@ -81,7 +81,7 @@ class Segment:
 
 
 class Arena:
-    """Scratch memory for buckets that take turns, on one thread or stream: as much for each use as the largest needs."""
+    """Scratch memory for buckets that take turns, on one thread or stream: for each use the largest need."""
 
     def __init__(self) -> None:
         self._memory: dict[object, Tensor] = {}
@@ -159,7 +159,7 @@ class Bucket:
     ) -> None:
         """``owner``: this rank keeps one row only. ``group``: elements that a codec takes together.
 
-        ``spans``: values of each piece in a row; without it as few as possible. ``arena``: shared with other buckets.
+        ``spans``: values of each piece in a row; default: as few as possible. ``arena``: shared with other buckets.
         """
         self.group, self.owner = group, owner
         self.segments = _segments(pieces, rows, group, spans)
@@ -175,10 +175,7 @@ class Bucket:
         self._cached: dict[object, tuple[tuple[object, ...], object]] = {}
 
     def buffer(self, key: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a workspace for the use ``key`` that lives as long as the bucket: zeros at first.
-
-        Another shape or dtype than before makes a new one.
-        """
+        """Return the bucket's own workspace for ``key``, a use: zeros at first and after a change of shape or dtype."""
         memory = self._buffers.get(key)
         if memory is None or memory.shape != torch.Size(shape) or memory.dtype != dtype:
             self._buffers.pop(key, None)  # before the next one is allocated
@@ -191,7 +188,7 @@ class Bucket:
         return self._arena.borrow(key, shape, dtype, self.device)
 
     def once(self, key: object, make: Callable[[], T], *dependencies: object) -> T:
-        """Cache ``make()`` as long as the bucket lives and ``dependencies`` stay the same (tensors: the same objects)."""
+        """Return ``make()``, cached while ``dependencies`` stay the same (tensors: the same objects)."""
         entry = self._cached.get(key)
         if entry is None or len(entry[0]) != len(dependencies) or not all(map(_same, entry[0], dependencies)):
             entry = self._cached[key] = (dependencies, make())

@@ -83,10 +83,7 @@ class Engine:
         return None
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        """Have the gradients of ``weights``, exchanged in an earlier backward pass of this step, been thrown away?
-
-        ``look``: check also whether they were set to zero.
-        """
+        """Were gradients of ``weights``, exchanged earlier in this step, thrown away? ``look``: check for zeros too."""
         raise NotImplementedError
 
     def end_step(self) -> None:

@@ -1,7 +1,6 @@
 """The interface of a method, and its base class: the dense baseline.
 
-A method needs one import: what it is told (``run.py``), and what it says of itself (``card.py``, ``promise.py``), are
-here too.
+This module re-exports what a method needs from ``run.py``, ``card.py`` and ``promise.py``.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ __all__ = ["ANEW", "CONSERVES", "EQUAL", "EXACT", "Card", "Fp32", "Holder", "Met
            "Rounding", "Run", "StateKind", "Step", "find_holders"]  # fmt: skip
 
 SMALL = 64 * 1024
-"""Elements below which a tensor is not worth compressing: 0.3% of a model's values, most of an 8-bit wire's error."""
+"""Tensors with fewer elements stay dense: they are 0.3% of a model's values, and make most of an 8-bit wire's error."""
 MATRIX = 1024
-"""Elements below which nothing is a matrix of a model's: all others are sent where what is sent are steps."""
+"""Methods that send steps send every tensor from this many elements on; a smaller one is no matrix of a model."""
 
 Smallest = Annotated[int, Within(lambda elements: elements >= 0, "must be 0 or more elements")]
 Density = Annotated[float, Within(lambda share: 0 < share <= 1, "is the share of values sent, above 0 and up to 1")]
@@ -56,9 +55,7 @@ class Method:
     * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite.
     * ``weight_message(shard, rank)``: weights, where the engine shards them.
 
-    What holds of it all the time is on its ``card``.
-
-    What it remembers between steps goes to ``self.state``, which forgets a step that turned out not to be finite.
+    Its ``card`` has its constant properties. ``self.state`` is its memory between steps and forgets a non-finite step.
 
     Args:
         dense: patterns (``fnmatch``) of parameter names that stay dense whatever the policy says.
@@ -66,18 +63,18 @@ class Method:
     """
 
     name: ClassVar[str] = "dense"
-    """As written on the command line."""
+    """The name on the command line."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "hsdp")
     ELSEWHERE: ClassVar[str] = ""
     """The reason why it does not run on other engines, and what to take there."""
     two_level: ClassVar[bool] = False
-    """Made for two levels: used wherever there are several nodes of several ranks, unless the user says no."""
+    """Use two levels wherever there are several nodes of several ranks, unless the user says no."""
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
-    """The optimizer that it is made for, where nobody says otherwise."""
+    """The default optimizer, for which the method is made."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings: ``"radius:paper"`` on the command line, further knobs in parentheses behind it."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
-    """Knobs of the base class that this method has not, and why: setting one is refused, and they are not listed."""
+    """Knobs of the base class that this method lacks, and why: they are not listed, and setting one is refused."""
 
     dense: tuple[str, ...] = ()
     send: tuple[str, ...] = ()
@@ -96,21 +93,21 @@ class Method:
         self.codec: Codec | None = self.make_codec()
 
     def make_codec(self) -> Codec | None:
-        """The codec of the compressed parameters; None: nothing is encoded."""
+        """Make the codec of the compressed parameters; None: nothing is encoded."""
         return None
 
     def begin(self, run: Run) -> None:
-        """Called once by ``compress()``, before the plan is made. Raises ThinwireError for what cannot be done."""
+        """Prepare for ``run``, once, before ``compress()`` makes the plan. Raise ThinwireError for what cannot work."""
         self.run = run
         self.__dict__.pop("card", None)  # the run decides some of it
 
     @cached_property
     def card(self) -> Card:
-        """The card that the method ``describe``s: made when it is first asked for, and anew once ``begin`` is over."""
+        """The card from ``describe``, made at its first use, and again after ``begin``."""
         return self.describe()
 
     def describe(self) -> Card:
-        """Make the card: ``replace(super().describe(), ...)`` with what is different in this class."""
+        """Make the card: ``replace(super().describe(), ...)`` with the differences of this class."""
         return Card() if self.codec is None else Card(native=False, group=self.codec.group)
 
     @property
@@ -119,7 +116,7 @@ class Method:
         return True
 
     def policy(self, parameter: Parameter) -> str | None:
-        """The method's rule for parameters that no pattern names. The base class encodes nothing, exempts nothing."""
+        """Return why ``parameter``, which no pattern names, stays dense; None: it is compressed."""
         return None
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
@@ -127,29 +124,29 @@ class Method:
         exchange.mean(bucket, self.codec, on_wire=self.card.summed_by_network)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``reduce`` in a step that is dense, after which nothing waits."""
+        """Reduce in a dense step, after which nothing waits."""
         send_all(self.card.promise.waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
-        """Called once per optimizer step, when its gradients are known to be finite, before the step is taken."""
+        """Called once before each optimizer step, when its gradients are known to be finite."""
 
     def after_step(self, step: Step) -> None:
-        """Called when that step has been taken. What it puts into the state is kept at once."""
+        """Called after that step. Values that it puts into the state are committed at once."""
 
     def after_skip(self, step: Step) -> None:
-        """Called in place of both when the step did not count: after ``undo``, with weights as they were.
+        """Called in place of both when the step did not count: after ``undo``, with unchanged weights.
 
-        What it puts into the state is kept at once. Not called where gradients were thrown away, and no step was due.
+        Values that it puts into the state are committed at once. Not called for gradients thrown away with no step due.
         """
 
     def undo(self) -> None:
-        """The step under way does not count. What ``reduce`` noted elsewhere than in the state is forgotten."""
+        """Forget what ``reduce`` noted outside the state: the step under way does not count."""
 
     def finish(self) -> None:
-        """Wait for what the method has under way between steps; called before its state is read."""
+        """Wait for the method's own work between steps; called before its state is read."""
 
     def facts(self) -> dict[str, float]:
-        """Figures of the method's own for the report, by what they are called there."""
+        """Return the method's own figures for the report, by their names there."""
         return {}
 
     def weight_message(self, shard: Shard, rank: int) -> Message:
@@ -157,7 +154,7 @@ class Method:
         raise NotImplementedError
 
     def state_changed(self) -> None:
-        """``state`` was loaded from a checkpoint."""
+        """Called after ``state`` was loaded from a checkpoint."""
 
     def __str__(self) -> str:
         knobs = [knob for knob in fields(self) if knob.init]
@@ -184,12 +181,12 @@ class Fp32(Method):
 
 
 def carrier_of(method: Method) -> Method:
-    """Return the method that encodes what travels: ``method``, or the one that it hands it to."""
+    """Return the method that encodes: the card's carrier, else ``method``."""
     return method.card.carrier or method
 
 
 def intra_of(method: Method) -> Method:
-    """Return the method of the hop inside a node, where there are two hops: dense unless the card names another."""
+    """Return the method of the hop inside a node, if there are two hops: dense unless the card names another."""
     return method.card.intra or Method()
 
 
@@ -197,10 +194,7 @@ def bucket_of(
     method: Method, pieces: Sequence[Piece], exchange: Exchange, device: torch.device, arena: Arena | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Bucket:  # fmt: skip
-    """Make the bucket for ``pieces`` that ``method`` reduces over ``exchange``.
-
-    ``arena``: the memory that the bucket shares with others.
-    """
+    """Make the bucket for ``pieces`` that ``method`` reduces over ``exchange``."""
     rows = bucket_rows(exchange, method.card.summed_by_network)
     return Bucket(
         pieces, rows=rows, owner=exchange.owner, group=method.card.group, dtype=dtype, device=device, arena=arena
@@ -208,9 +202,9 @@ def bucket_of(
 
 
 def send_all(waits: Mapping[str, float], state: State, bucket: Bucket, exchange: Exchange) -> None:
-    """Set ``bucket.mean`` to the mean over ranks of ``bucket.rows`` and of all that ``waits``; nothing waits then.
+    """Add all values that wait (kinds ``waits``) to ``bucket.rows``, write the mean to ``bucket.mean``, and zero them.
 
-    It is one dense exchange. The rows are in the unit of what waits; between steps they are zeros.
+    It is one dense exchange. The rows are in the unit of the waiting values; between steps they are zeros.
     """
     for kind, weight in waits.items():
         waiting = read_existing(state, kind, bucket)
@@ -218,7 +212,7 @@ def send_all(waits: Mapping[str, float], state: State, bucket: Bucket, exchange:
             continue
         if len(waiting) == len(bucket.rows):
             bucket.rows.add_(waiting, alpha=weight)
-        else:  # an owner's, which stands for all ranks
+        else:  # an owner's row, which stands for all ranks
             bucket.rows[exchange.rank].add_(waiting[0], alpha=exchange.ranks * weight)
         state.write(kind, bucket, len(waiting)).zero_()
         put_back(state, kind, bucket)
@@ -227,7 +221,7 @@ def send_all(waits: Mapping[str, float], state: State, bucket: Bucket, exchange:
 
 
 def drop_waiting(method: Method) -> None:
-    """Drop what waits on this rank, and what else belongs to weights that are no more."""
+    """Drop this rank's waiting values, and other state that belongs to weights that are gone."""
     for kind in method.card.promise.waits:
         method.state.drop(kind)
     for pattern, kinds in method.card.state_kinds.items():
@@ -236,7 +230,7 @@ def drop_waiting(method: Method) -> None:
 
 
 def refuse_chunks(method: str, run: Run) -> None:
-    """For a ``method`` that works on the optimizer's moments: DDP has them whole, and two levels carry chunks there."""
+    """Refuse two levels on DDP for a ``method`` on the optimizer's moments: DDP has them whole, levels send chunks."""
     if run.chunk is not None:
         raise ThinwireError(
             f"{method} on DDP takes one level: leave two_level=True out, or use fully_shard on a ('replicate', "
@@ -245,7 +239,7 @@ def refuse_chunks(method: str, run: Run) -> None:
 
 
 def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
-    """The optimizer step that ``value`` means: a share of the run's ``steps`` below 1, a number of steps from 1 on.
+    """Convert ``value`` to an optimizer step: below 1 a share of the run's ``steps``, from 1 on a number of steps.
 
     Raises:
         ThinwireError: the share of an unknown number of steps; a step beyond the end of the run.
@@ -259,12 +253,12 @@ def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
 
 
 def count_of(density: float, values: int) -> int:
-    """Count how many of so many ``values`` a ``density`` sends: one at least."""
+    """Count how many of ``values`` a ``density`` sends: at least one."""
     return max(int(density * values), 1)
 
 
 def exempt_small(parameter: Parameter, smallest: int) -> str | None:
-    """The common policy of lossy methods: norms, biases, other 1-D tensors, routers and small tensors stay dense."""
+    """Apply the common policy of lossy methods: norms, biases, other 1-D, routers' and small tensors stay dense."""
     if parameter.role in ("norm", "bias", "router"):
         return parameter.role
     if len(parameter.shape) < 2:

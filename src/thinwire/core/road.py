@@ -143,10 +143,7 @@ class _Compositions(Generic[T]):
         self._cached: dict[tuple[Pieces, torch.dtype], T] = {}
 
     def once(self, pieces: Pieces, dtype: torch.dtype, make: Callable[[], T]) -> T:
-        """Cache ``make()`` for ``pieces`` in ``dtype``; free older entries with any of these parameters.
-
-        DDP rebuilds its buckets once.
-        """
+        """Return ``make()``, cached; free older entries with any of these parameters (DDP rebuilds buckets once)."""
         key = (pieces, dtype)
         if key not in self._cached:
             names = {piece.name for piece in pieces}

@@ -165,10 +165,9 @@ class StepLoop:
             self._finish()
 
     def stranger(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check ``optimizer``, any in this process, which is about to step.
+        """Check any ``optimizer`` of this process before it steps.
 
-        Raises:
-            ThinwireError: it holds a trained parameter with a gradient, and compress() was not told of it.
+        Raise ThinwireError if it holds a trained parameter with a gradient, and compress() was not told of it.
         """
         if self.ended or any(inner in self.optimizers for inner in unwrapped(optimizer)):
             return

@@ -110,7 +110,7 @@ def lay_out(pieces: Iterable[tuple[Piece, int]], start: int = 0) -> tuple[list[t
 
 
 class _MessageUnderWay(NamedTuple):
-    """A message under way: ``message`` (m,), ``all_messages`` (N, m), the work to wait for; on a GPU, its ``stream``."""
+    """A message under way: ``message`` (m,), ``all_messages`` (N, m), the work to wait for; on a GPU its ``stream``."""
 
     step: int
     message: Tensor
@@ -175,7 +175,7 @@ class Replica:
 
     @property
     def bytes_ahead(self) -> int:
-        """The bytes of received messages that are still to be read."""
+        """The bytes of messages sent ahead and not read yet."""
         return 0 if self._ahead is None else self._ahead.all_messages.nbytes
 
     def look(self) -> None:
@@ -343,7 +343,7 @@ class EarlySender:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[Replica, Callable[[int], None]] = {}  # in this step, each with the function that sends its message
+        self._asked: dict[Replica, Callable[[int], None]] = {}  # in this step, each with its ``send``
         self._next: dict[Replica, Callable[[int], None]] = {}  # still to leave
         self._sent: list[Replica] = []
         self._step = 0

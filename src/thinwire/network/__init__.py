@@ -1,1 +1,1 @@
-"""The one door to the network: collectives, what they send, whether ranks are still there."""
+"""The only access to the network: collectives, what they send, whether ranks are still there."""

@@ -1,7 +1,7 @@
-"""A checksum behind every row that one rank sends another: xxh3_64 of its bytes, eight more on the wire.
+"""A checksum behind every row that one rank sends another: xxh3_64 of its bytes, eight more bytes on the wire.
 
-The checksum finds what a link, a switch or memory has changed on the way. What the network sums itself (all-reduce and
-reduce-scatter of floats) cannot carry one.
+It finds what a link, a switch or memory changed on the way. Values that the network sums (all-reduce and reduce-scatter
+of floats) cannot carry one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BYTES = 8
 
 
 def seal(rows: Tensor) -> Tensor:
-    """Copy the bytes of each of ``rows`` (R, n), with their checksum behind: (R, m + 8) uint8."""
+    """Copy the bytes of each of ``rows`` (R, n) and append its checksum: (R, m + 8) uint8."""
     size = rows.shape[1] * rows.itemsize
     sealed = torch.empty((len(rows), size + BYTES), dtype=torch.uint8, device=rows.device)
     if not rows.is_meta:
@@ -39,5 +39,5 @@ def unseal(sealed: Tensor, rows: Tensor) -> int | None:
 
 
 def _digest(octets: np.ndarray) -> np.ndarray:
-    """Compute a checksum, (8,) uint8."""
+    """Compute a checksum (8,) uint8."""
     return np.frombuffer(load("xxhash").xxh3_64_digest(octets), dtype=np.uint8)

@@ -1,8 +1,8 @@
-"""The one door to the network: nothing else in Thinwire names a ``torch.distributed`` collective.
+"""The only access to the network: nothing else in Thinwire names a ``torch.distributed`` collective.
 
 A :class:`Comm` is a group of ranks with a handful of verbs. Each verb counts the bytes that this rank hands to the
-network, by link, where they leave. Doubles with the same verbs stand in for the network elsewhere: ranks as threads in
-:mod:`thinwire.proof.ranks`, a counter without data for predictions.
+network, by link. Doubles with the same verbs stand in for the network: ranks as threads in :mod:`thinwire.proof.ranks`,
+a counter without data for predictions.
 
 Legend for the whole library: N ranks, L ranks per node, n elements per row, m elements of a row's wire.
 """
@@ -30,9 +30,9 @@ from thinwire.network.checksum import seal, unseal
 from thinwire.network.ledger import Ledger
 
 Work = dist.Work
-"""A collective under way, which ``wait()`` ends."""
+"""A collective under way; ``wait()`` completes it."""
 
-# torch 2.13 renamed the two and warns at the old names; 2.11 and 2.12 know only those.
+# torch 2.13 renamed the two and warns at the old names; 2.11 and 2.12 know only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -40,10 +40,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceO
 
 
 class Comm(ABC):
-    """A group of ranks: ``rank`` of ``size``, ``nodes[r]`` the node that rank r lives on; are they all on ``one_node``?
+    """A group of ranks: this is ``rank`` of ``size``; rank r is ``ranks[r]`` in the job, and on node ``nodes[r]``.
 
-    ``ranks`` are their numbers in the job. All call the same verbs in the same order, which never depends on data or on
-    the rank.
+    All ranks call the same verbs in the same order, which never depends on data or on the rank.
     """
 
     def __init__(self, rank: int, nodes: Sequence[int], ledger: Ledger) -> None:
@@ -53,7 +52,7 @@ class Comm(ABC):
         self._peers = Counter(self.link(peer) for peer in range(self.size) if peer != rank)
 
     checksums = False
-    """Is every row that one rank sends another followed by its checksum (:mod:`thinwire.network.checksum`)?"""
+    """Append a checksum to every row that one rank sends another (:mod:`thinwire.network.checksum`)."""
     reduce_scatter_is_all_reduce = False
     """True where the backend's reduce-scatter moves as many bytes as an all-reduce (gloo's does)."""
 
@@ -110,18 +109,18 @@ class Comm(ABC):
         return out
 
     def _unseal(self, received: Tensor, out: Tensor, verb: str) -> None:
-        """Raise DamagedMessage if a row is not what its sender has sent."""
+        """Raise DamagedMessage if a row differs from the one sent."""
         damaged = unseal(received, out.view(self.size, -1))
         if damaged is not None:
             raise DamagedMessage(self.ranks[self.rank], self.ranks[damaged], verb)
 
     def ring_bytes(self, verb: str, nbytes: int) -> float:
-        """Count the bytes that each rank hands to its neighbour where a ring reduces ``nbytes``."""
+        """Count the bytes that each rank hands to its neighbour when a ring reduces ``nbytes``."""
         passes = 2 if verb == "all_reduce" or self.reduce_scatter_is_all_reduce else 1
         return passes * (self.size - 1) / self.size * nbytes
 
     def _count_ring(self, verb: str, nbytes: int) -> None:
-        """Count what reduces ``nbytes`` on the link to one neighbour, to whom a ring hands everything."""
+        """Count a ring's reduction of ``nbytes`` on the link to one neighbour, which gets all of this rank's bytes."""
         self.ledger.call(verb)
         self.ledger.count(self.link((self.rank - 1) % self.size), self.ring_bytes(verb, nbytes))
 
@@ -133,11 +132,7 @@ class Comm(ABC):
 
     @contextmanager
     def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
-        """Inside, this rank waits for the others of the group, or for rank ``peer`` of it, in a ``verb``.
-
-        Raises:
-            LostRank: in the place of what the network raises when they do not come.
-        """
+        """Wrap a wait in ``verb`` for all ranks or ``peer``; raise LostRank in place of the network's own error."""
         yield
 
     @abstractmethod
@@ -156,13 +151,13 @@ class Comm(ABC):
 _IDLE: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]
 ] = WeakKeyDictionary()
-"""The groups made for some ranks of a group that nobody uses now."""
+"""The unused groups made for some ranks of a group."""
 
 
 class CountingComm(Comm):
-    """A group on which everybody says what this rank says: it counts what would be sent, and sends nothing.
+    """A group whose other ranks are taken to send what this rank sends: it counts the bytes and sends nothing.
 
-    ``size`` is a number here, not processes. On tensors without storage ("meta") nothing is computed either.
+    There are no other processes. On tensors without storage ("meta") it computes nothing either.
     """
 
     @classmethod
@@ -192,12 +187,12 @@ class CountingComm(Comm):
 class GroupComm(Comm):
     """The verbs on a ``torch.distributed`` process group (gloo on CPU, NCCL on CUDA).
 
-    gloo's own all-to-all posts each send before the receive, so the word "ready to receive" queues behind the data and
-    the two directions of a link take turns: half of its rate (all-gather: two thirds). On gloo we therefore send point
-    to point, receives first, which fills the link (``benchmarks/speed/gloo.py`` prints both).
+    gloo's own all-to-all posts each send before the receive, so "ready to receive" queues behind the data and the two
+    directions of a link take turns: half of its rate (all-gather: two thirds). On gloo we therefore send point to
+    point, receives first, which fills the link (``benchmarks/speed/gloo.py`` prints both).
 
     Attributes:
-        timeout: how long one waits for the others; None where torch does not say.
+        timeout: how long a rank waits for the others; None where torch does not say.
     """
 
     def __init__(
@@ -207,12 +202,12 @@ class GroupComm(Comm):
         nodes: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``device``: of the tensors that will travel; a group may have a backend for each.
+        """``device``: of the tensors sent; a group may have a backend for each.
 
-        ``nodes``: None: LOCAL_WORLD_SIZE ranks per node, in order; without it all links are ``inter``.
+        ``nodes`` None: LOCAL_WORLD_SIZE ranks per node, in order; if that is not set, all links are ``inter``.
         """
         if nodes is None:  # torch's group, or the user's
-            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's nodes are of consecutive ranks
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's nodes have consecutive ranks
             nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
             _inherit_timeout(group)
         super().__init__(dist.get_rank(group), nodes, ledger)
@@ -222,28 +217,24 @@ class GroupComm(Comm):
         self._point_to_point = self.reduce_scatter_is_all_reduce and self.device.type == "cpu"
         self.timeout = timeout_of(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self._idle: list[dist.ProcessGroup] | None = None  # where it goes when it is given back
+        self._idle: list[dist.ProcessGroup] | None = None  # where ``release`` puts the group
 
     @classmethod
     def aside(cls, group: dist.ProcessGroup) -> GroupComm:
-        """Make a group for words between the ranks of ``group`` beside the exchange.
-
-        They are counted nowhere, and travel from a device that it can talk from.
-        """
+        """Make a double of ``group`` for uncounted messages beside the exchange, on a device that it supports."""
         kinds = {device.type for device in _devices(group)}
         return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
 
     def twin(self) -> GroupComm:
-        """Give the same ranks a process group of their own, so that another thread may use it beside this one."""
+        """Make another process group of the same ranks, which another thread may use beside this one."""
         return self.subset(range(self.size))
 
     def subset(self, chosen: Sequence[int]) -> GroupComm:
-        """Make a process group of ``chosen`` ranks, each with a group of its own in the same call; this one among them.
+        """Make a process group, with this group's timeout, of the ``chosen`` ranks, this rank among them.
 
-        It waits as long as ours. Collective over the chosen ranks only: other ranks of the job need not take part. The
-        group lives until the job's ``destroy_process_group()``: torch names it by its ranks and the number of groups
-        alive, and would meet the keys of a destroyed one in the store, and wait for ever. So one that was given back
-        (``release``) is taken again.
+        Collective over the chosen ranks only: other ranks of the job need not take part. The group lives until the
+        job's ``destroy_process_group()``, and is used again after ``release``: torch names a group by its ranks and the
+        number of groups alive, and would meet the keys of a destroyed one in the store and wait for ever.
         """
         ranks = [self.ranks[rank] for rank in chosen]
         idle = _IDLE.setdefault(self.group, {}).setdefault((tuple(ranks), self.timeout), [])
@@ -253,9 +244,9 @@ class GroupComm(Comm):
         return double
 
     def release(self) -> None:
-        """Give back this group, which came from ``subset``: the next one of these ranks is it.
+        """Give back this group from ``subset``, which returns it to the next call for these ranks.
 
-        All of its ranks give it back, or none may ask for one again.
+        If one rank gives it back, all of its ranks must before any of them asks again.
         """
         if self._idle is not None:
             self._idle.append(self.group)
@@ -263,19 +254,19 @@ class GroupComm(Comm):
 
     @staticmethod
     def idle_groups(group: dist.ProcessGroup) -> int:
-        """Count the parts of ``group`` that were given back, and wait to be used again: as many on all ranks."""
+        """Count the released subsets of ``group``: as many on all ranks."""
         return sum(map(len, _IDLE.get(group, {}).values()))
 
     def patient(self, seconds: float) -> GroupComm:
-        """Give the same ranks a gloo group of their own, for CPU tensors, that waits ``seconds`` for a rank.
+        """Make a gloo group of the same ranks, for CPU tensors, that waits ``seconds`` for a rank. Collective.
 
-        It is for talk beside the training, where a rank may be busy with files. Collective.
+        It is for messages beside the training, when a rank may be busy with files.
         """
         return GroupComm(self._new(self.ranks, "gloo", timedelta(seconds=seconds)), self.ledger, self.nodes)
 
     def _new(self, ranks: Sequence[int], backend: str, limit: timedelta | None) -> dist.ProcessGroup:
-        # After init_process_group(device_id=...) torch would split it off the job's communicator, in which every rank
-        # of the job has to take part.
+        # After init_process_group(device_id=...) torch would split it off the job's communicator, which every rank of
+        # the job has to join.
         whole: Any = dist.group.WORLD
         bound, whole.bound_device_id = whole.bound_device_id, None
         try:
@@ -325,7 +316,7 @@ class GroupComm(Comm):
     def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _PeerMessages:
         """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
 
-        Messages between two ranks with one tag arrive in the order in which both post them.
+        Messages of one tag between two ranks arrive in the order in which both post them.
         """
         if dropped := _DROPPED.pop(self.group, None):  # they come before ours, on all ranks
             _PeerMessages(self, verb, dropped).wait()
@@ -341,14 +332,14 @@ class GroupComm(Comm):
 
 
 class _PeerMessages(Work):
-    """The messages from and to all peers, as one work. Each is waited for as long as the group's timeout says.
+    """The messages from and to all peers, as one work, with the group's timeout for each.
 
-    (gloo's own limit for a message is that of the group's birth, whatever its timeout was set to later.)
+    (Without it gloo uses the group's first timeout, whatever it was set to later.)
 
-    Nobody may ever wait for it: a backward pass that raises leaves the gather of weights for its next layer behind. But
-    gloo forgets a message whose buffer is gone, and has told the peer already that it may come: the next message would
-    be sent in its place, and the one after that waited for by both for ever. So what is dropped is kept for the group's
-    next exchange, which waits for it first.
+    It may be dropped without a wait: a backward pass that raises leaves its next gather of weights behind. gloo forgets
+    a message whose buffer is gone, but has already told the peer to send: the next message would take its place, and
+    both ranks would wait for the one after that for ever. So dropped messages are kept for the group's next exchange,
+    which waits for them first.
     """
 
     def __init__(self, comm: GroupComm, verb: str, works: Sequence[tuple[int, Work | None]]) -> None:
@@ -370,11 +361,11 @@ class _PeerMessages(Work):
 
 
 _DROPPED: WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, Work | None]]] = WeakKeyDictionary()
-"""Messages of each group that were posted and never waited for."""
+"""Each group's messages that were posted and never waited for."""
 
 
 class ChainedWork(Work):
-    """A work, and a callback when it is over, for whoever waits for it."""
+    """A work whose ``wait`` then calls ``callback``."""
 
     def __init__(self, work: Work, callback: Callable[[], None]) -> None:
         super().__init__()
@@ -393,23 +384,20 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def local(weight: Tensor) -> Tensor:
-    """Return this rank's part of a parameter or of its moments: itself, or a DTensor's shard."""
+    """Return this rank's part of a parameter or of its moments: the tensor itself, or a DTensor's shard."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Read how long a rank waits for the others of ``group``, which torch shows in the backend's options alone.
-
-    The shortest of its backends'; None where none of them says.
-    """
+    """Read the shortest timeout of ``group``'s backends (torch shows it only in their options); None: none says."""
     limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Let ``group`` wait as long as the job's own group, if torch made it and left it at its default.
+    """Give ``group`` the timeout of the job's own group, if it has torch's default.
 
-    ``init_device_mesh`` does not hand on what ``init_process_group(timeout=...)`` was told.
+    ``init_device_mesh`` does not pass on ``init_process_group(timeout=...)``.
     """
     whole, limit = timeout_of(dist.group.WORLD), timeout_of(group)  # type: ignore[arg-type]
     if whole is None or limit is None or limit not in _DEFAULTS:
@@ -431,12 +419,12 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Does ``error``, torch's own, say that other ranks cannot be reached?"""
+    """Does torch's ``error`` say that other ranks cannot be reached?"""
     text = str(error).lower()
     return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "timeout", "socket"))
 
 
 def network_words(error: BaseException) -> str:
-    """Return the network's own words, without the place in its source and without its advice."""
+    """Return the network's own message, without the place in its source and without its advice."""
     words = str(error).strip().splitlines()[0].split("This is typically caused")[0]
     return re.sub(r"^\[[^]]*\] *", "", words).strip().rstrip(".")[:200]

@@ -15,7 +15,7 @@ class Guard:
 
     ``observe`` reads each buffer once (a norm: no allocation of its size, no host sync) *before* a method sees it,
     since a mask or a quantizer can hide a NaN; and the mean's norm, or the means themselves, *after*, since a sum can
-    overflow. ``agree`` makes one flag of all ranks' flags; it is the step's only host sync of ours.
+    overflow. ``agree`` combines all ranks' flags; it is Thinwire's only host sync in a step.
     """
 
     def __init__(self, comms: Sequence[Comm], enabled: bool = True) -> None:
@@ -25,24 +25,24 @@ class Guard:
     def observe(self, values: Tensor) -> None:
         """Note whether ``values`` (any shape) are finite, by their norm.
 
-        A norm of finite values that overflows counts as not finite: no optimizer survives such a gradient, nor does
-        what a method keeps of it.
+        A norm of finite values that overflows counts as not finite: neither an optimizer nor a method's state survives
+        such a gradient.
         """
         if not self.enabled or values.numel() == 0:
             return
         total = torch.linalg.vector_norm(values, dtype=_wide([values])).float()
-        # inf - inf is NaN and NaN stays NaN: the sum of all (x - x) is 0 while everything is finite, NaN else. They are
-        # added up in the end, because what observes may be on different streams, of which none waits for another.
+        # inf - inf is NaN and NaN stays NaN: the sum of all (x - x) is 0 while everything is finite, NaN else. It
+        # is left to ``agree``, because observations may be on different streams, of which none waits for another.
         self._residues.append(total - total)
 
     def forget(self) -> None:
-        """Drop what was observed: the step that it belongs to was never taken."""
+        """Drop all observations."""
         self._residues.clear()
 
     def observe_all(self, gradients: Iterable[Tensor | None]) -> None:
-        """Observe the averaged ``gradients``, which may have overflowed on the way, or never came by (one rank alone).
+        """Observe the averaged ``gradients``, which may have overflowed, or were never exchanged (one rank alone).
 
-        By their norms, as clipping does: a gradient whose square is infinite stops Adam's second moment for good.
+        It takes their norms, as clipping does: a gradient whose square is infinite stops Adam's second moment for good.
         """
         present = [local(gradient) for gradient in gradients if gradient is not None]
         if self.enabled and present:
@@ -52,16 +52,16 @@ class Guard:
     def agree(
         self, device: torch.device, trouble: bool = False, comms: Sequence[Comm] | None = None
     ) -> tuple[bool, bool]:
-        """Was every value observed on every rank finite; is any rank in ``trouble``?
+        """Return whether all values observed on all ranks were finite, and whether any rank is in ``trouble``.
 
-        Collective over ``comms`` (None: all of its own); forgets what was observed. One host sync. Switched off, it
-        knows of this rank alone.
+        Collective over ``comms`` (None: ``self.comms``), with one host sync. Forgets all observations. If not
+        ``enabled``, it returns True and this rank's own ``trouble``.
         """
         if not self.enabled:
             return True, trouble
         residues = self._residues or [torch.zeros((), dtype=torch.float32, device=device)]
         flag = torch.stack(residues).sum().isnan().float().reshape(1)
-        if trouble:  # in which case nobody asks for the rest
+        if trouble:  # finite or not no longer matters
             flag.fill_(2.0)
         for comm in self.comms if comms is None else comms:
             comm.all_reduce(flag, "max")
@@ -71,5 +71,5 @@ class Guard:
 
 
 def _wide(values: Sequence[Tensor]) -> torch.dtype | None:
-    """Choose the dtype of a norm: float16 has no room for one."""
+    """Choose the dtype of a norm, which would overflow in float16."""
     return torch.float32 if any(tensor.dtype == torch.float16 for tensor in values) else None

@@ -18,12 +18,12 @@ from thinwire.base import device as devices
 LINKS = ("inter", "intra")
 KINDS = ("encode", "wire", "decode", "exposed")
 WINDOW = 1000
-"""The number of steps whose times are kept; bytes are summed over all. So a long run takes no more memory."""
+"""The number of steps whose times are kept, so that memory stays bounded; bytes are summed over all steps."""
 
 
 @dataclass
 class Account:
-    """The account of optimizer ``steps`` on this rank: bytes by link, collectives called by kind, and times."""
+    """Bytes by link, collective calls by kind, and times of optimizer ``steps`` on this rank."""
 
     steps: int = 1
     skipped: int = 0
@@ -35,14 +35,14 @@ class Account:
     dense_bytes: float = 0.0
 
     def read_events(self) -> None:
-        """Turn device events into seconds (waits for the device, so: at the end of a step's life, not inside it)."""
+        """Convert device events to seconds. It waits for the device, so call it only after a step."""
         for kind, start, end in self.events:
             end.synchronize()
             self.seconds[kind] += max(start.elapsed_time(end), 0.0) / 1e3  # the end may have come first
         self.events.clear()
 
     def add(self, step: Account) -> None:
-        """Add ``step``, but for its calls and times."""
+        """Add ``step`` without its calls and times."""
         self.steps, self.skipped = self.steps + step.steps, self.skipped + step.skipped
         for link, nbytes in step.bytes.items():
             self.bytes[link] += nbytes
@@ -54,10 +54,10 @@ class Ledger:
     """Bytes sent by this rank and time spent, per step.
 
     ``inter`` are links between nodes, ``intra`` links within one. Bytes are payload: what the collective's algorithm
-    hands to the network for this rank, without TCP/IP framing (``thinwire.lab.framing`` has that arithmetic).
-    Times: *encode*, *wire*, *decode* are spent in those stages (on another thread or stream than the backward pass
-    where the engine allows it); *exposed* is what of them the training loop had to wait for. By the clock, *wire* is
-    the time in which anything was under way: weights and gradients that travel side by side do not count twice.
+    hands to the network for this rank, without TCP/IP framing (``thinwire.lab.framing`` computes that).
+    *encode*, *wire* and *decode* times are spent in those stages (beside the backward pass where the engine allows it);
+    the training loop waited for the *exposed* part of them. By the clock, *wire* is the time with any message under
+    way: weights and gradients that travel side by side do not count twice.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Ledger:
         self.reset()
         self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
         self._thread_state = threading.local()
-        self._under_way, self._since = 0, 0.0  # messages, and up to when their time is counted
+        self._under_way, self._since = 0, 0.0  # messages, and the time up to which they are counted
 
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
@@ -82,7 +82,7 @@ class Ledger:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Count inside, on this thread, weights (sharded engines gather them), not gradients."""
+        """Count bytes of this thread inside as weights (sharded engines gather them), not gradients."""
         outer, self._thread_state.weights = getattr(self._thread_state, "weights", False), True
         try:
             yield
@@ -90,7 +90,7 @@ class Ledger:
             self._thread_state.weights = outer
 
     def count_dense(self, nbytes: float) -> None:
-        """Add the bytes that dense training of the engine's own would have sent instead."""
+        """Add the bytes that the engine's own dense training would have sent."""
         with self._lock:
             self.current.dense_bytes += nbytes
 
@@ -100,7 +100,7 @@ class Ledger:
 
     @contextmanager
     def span(self, kind: str, tensor: torch.Tensor | None = None) -> Iterator[None]:
-        """Time a stage: by events on the current stream on a GPU (no host sync), by the clock otherwise."""
+        """Time a stage: on a GPU by events on the current stream (no host sync), otherwise by the clock."""
         step = self.current
         start = None if tensor is None else devices.mark(tensor.device)
         if tensor is not None and start is not None:
@@ -127,11 +127,11 @@ class Ledger:
             self._under_way += change
 
     def between(self, kind: str, start: Any, end: Any) -> None:
-        """Add the time from one event to another, nothing where the other came first."""
+        """Add the time from ``start`` to ``end``, zero if ``end`` came first."""
         self.current.events.append((kind, start, end))
 
     def close_step(self, *, skipped: bool = False) -> None:
-        """End the current step: what follows belongs to the next."""
+        """End the current step."""
         self.last.read_events()
         self._under_way_now(0)
         self.current.skipped = int(skipped)
@@ -147,7 +147,7 @@ class Ledger:
     def stats(self, *, last: bool = False) -> dict:
         """Report mean bytes and median times per step since the last :meth:`reset`, or of the ``last`` step alone.
 
-        Medians, because the first step also pays for compiling kernels and filling caches; of ``WINDOW`` steps at most.
+        Medians, over at most ``WINDOW`` steps, because the first step also compiles kernels and fills caches.
         """
         total, timed = (self.last, [self.last]) if last else (self.total, list(self.steps))
         for step in timed:
