@@ -105,7 +105,7 @@ class Run:
     def holders(self) -> dict[str, Holder]:
         """The optimizer that steps each of ``weights``, and the group there as it is now.
 
-        Do not keep a group over a step: ``optimizer.load_state_dict()`` replaces the dicts of the groups, and schedulers
+        Do not keep a group over a step: ``optimizer.load_state_dict()`` replaces the groups' dicts, and schedulers
         change the new ones.
         """
         return self._holders.look()
@@ -140,5 +140,5 @@ class Step:
 
     @functools.cached_property
     def holders(self) -> dict[str, Holder]:
-        """As ``Run.holders``."""
+        """The optimizer that steps each of ``weights``, and the group there as it is now."""
         return find_holders(self.optimizers, self.weights)

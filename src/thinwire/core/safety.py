@@ -23,8 +23,8 @@ class Safety:
             Methods that keep nothing have no clip, nor has local-steps, whose gradients are clipped before it keeps
             anything.
         max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
-            ends sooner. None: it never does. (Steps that a GradScaler skips do not count. Ranks that step alone count
-            their own; the others miss a rank that raised at the end of the round.)
+            ends sooner. None: never raise. (Steps that a GradScaler skips do not count. A rank that steps alone counts
+            its own and raises alone; the others lose it at the end of the round.)
         check_every: optimizer steps between two comparisons of hashes of what ranks must hold in common: weights,
             masks, gathered weights. They show what no setting does, such as a scheduler that differs. Lower =>
             differences are noticed sooner, at a higher cost. None: never.

@@ -28,7 +28,7 @@ def dense_among(method: Method, parameters: Iterable[Parameter]) -> frozenset[st
 
 
 def unmatched(method: Method, names: Iterable[str]) -> str | None:
-    """Return the user's first pattern that matches none of the parameters ``names``; None if all match.
+    """Name the user's first pattern that matches none of the parameters ``names``; None if all match.
 
     Patterns of a preset are for any model and may match nothing (``dense=("*bias",)`` without biases).
     """
