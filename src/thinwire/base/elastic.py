@@ -2,7 +2,7 @@
 
 torchrun keeps one store for all attempts, and torch (2.13) lets every attempt write to the same place in it: a rank may
 find the addresses of an earlier attempt and try in vain to reach them. So the ranks of an attempt first agree on a
-place of their own. Its number would not do: each node's agent counts its own, and not those that another one begins.
+place of their own. The attempt's number would not do: each node's agent counts only the restarts that it begins itself.
 """
 
 from __future__ import annotations
