@@ -34,7 +34,7 @@ from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, trans
 
 FORMAT = 1
 PAGE = 4096
-"""``about`` fills whole pages, so that headers that differ have the same size for a reader that loads in place."""
+"""``about`` fills whole pages: a reader that loads in place meets equal sizes, and our checks find the difference."""
 _KEY = re.compile(r"(rank-(\d+)-of-(\d+))/(.+)", re.DOTALL)
 
 
@@ -157,7 +157,7 @@ class Header:
 
 
 def _translate(knobs: Mapping[str, str]) -> dict[str, str]:
-    """Translate old states' knobs ``portion``, ``direction`` and ``beta1`` (a carrier's: "topk's portion")."""
+    """Translate old states' ``portion``, ``direction`` and ``beta1`` to ``feedback`` (a carrier's: "topk's portion")."""
     translated = dict(knobs)
     for key in [key for key in knobs if key.endswith("portion")]:
         owner = key.removesuffix("portion")

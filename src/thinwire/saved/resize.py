@@ -3,7 +3,7 @@
 A step delivers the mean over the N ranks that exchange, so what waits on rank n enters the mean as e_n / N. The move
 keeps the *contribution*
 
-    C = sum_n e_n / N          (HSDP and two levels: over the N nodes, shard by shard; an owner's row counts for all: s)
+    C = sum_n e_n / N          (HSDP and two levels: over the N nodes, shard by shard; C = s for an owner's row s)
 
 rather than the sum of e_n, which stands for the same only if N does not change. Every new rank gets e' = C, so that
 C' = sum_n' C / N' = C: no rank's part grows, and no rank has to inherit another's. The same holds for an average that
