@@ -87,8 +87,7 @@ def compress(
         stages: under pipeline parallelism, the group of the ranks that hold the other stages of this replica
             (``mesh["pp"].get_group()``): a step is skipped on all stages or none, and gradients are clipped by the
             norm of all stages. Other dimensions of the parameters' own mesh (tensor parallelism) are detected.
-        scaler: the ``GradScaler`` that scales the loss, if any. A method then keeps its state free of the changing
-            scale.
+        scaler: the ``GradScaler`` of the loss, if any. A method then keeps its state free of the scale, which changes.
         safety: the guard against values that are not finite, and other protections.
 
     Raises:
@@ -439,7 +438,7 @@ class Wire:
         weights are as if none had waited. With any other method gradients wait, which need an optimizer:
 
         ``with_next``: the next step that counts delivers them. Call it before that step's last backward pass: the
-        step's exchange is dense, whatever the method, and counts as sent. With local-steps it ends the round.
+        step's exchange is dense, whatever the method, and its bytes are counted. With local-steps it ends the round.
 
         Raises:
             ThinwireError: the method keeps nothing that waits, or needs ``with_next=True``; or the next step's

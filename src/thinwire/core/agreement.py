@@ -81,7 +81,7 @@ class Agreement:
         """Check that all ranks have the same ``facts``, and those ``beside`` the same ``shared`` ones.
 
         Raises:
-            ThinwireError: they differ, or a rank has failed; the message, equal on all other ranks, names rank and why.
+            ThinwireError: they differ, or a rank has failed. All ranks that have not failed name the same rank and why.
         """
         rows = self.collect(facts, shared or {})
         if rows is None:
@@ -132,7 +132,7 @@ class Difference(NamedTuple):
 
 
 def find_difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
-    """Find the first fact in which ``rows`` of (rank, facts) differ, and a rank outside the majority."""
+    """Find the first fact in which ``rows`` of (rank, facts) differ, and a rank outside the largest party."""
     for name in dict.fromkeys(name for _, facts in rows for name in facts):
         values = [(rank, facts.get(name, "nothing")) for rank, facts in rows]
         usual, count = Counter(value for _, value in values).most_common(1)[0]

@@ -23,8 +23,7 @@ class StateKind:
             contributes as much to the next mean as before.
         rank_equal: it is the same on all ranks that the exchange connects (no pattern; kinds that begin so).
         offloaded: it lives in CPU memory (no pattern).
-        of_weights: it belongs to the present weights, and is dropped with what waits when they are replaced (no
-            pattern).
+        of_weights: it belongs to the present weights and is dropped with what waits if they are replaced (no pattern).
         fault: (a saved state, its keys as in ``State.state_dict``) -> what of this kind is unusable and why, or "".
             Called before anything is loaded, mainly to check integers that would become addresses.
     """

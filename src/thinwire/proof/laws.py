@@ -273,7 +273,7 @@ def _lossy(recording: Recording, silent: Recording) -> Iterator[str]:
 
 
 def _bytes(recording: Recording, planned: float) -> Iterator[str]:
-    """Check bytes over whole periods of the steady state, except its first step, which may still settle something."""
+    """Check bytes over whole periods of the steady state, without its first step, which may still settle something."""
     for number, rank in enumerate(recording.ranks):
         sent = [record.sent for record in rank][-WINDOW:]
         if recording.first.method.card.bytes_follow_data:

@@ -58,7 +58,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rank's tensors after one step, flat. ``moments``: the optimizer's ``exp_avg``. ``stepped``: the weights after
+    """One rank's tensors after one step. ``moments``: the optimizer's ``exp_avg``, flat. ``stepped``: the weights after
     the optimizer. ``alone``: the rank stepped by itself. ``equal``: all ranks hold the same weights now."""
 
     hops: list[Hop]

@@ -157,7 +157,7 @@ class Header:
 
 
 def _translate(knobs: Mapping[str, str]) -> dict[str, str]:
-    """Translate old states' ``portion``, ``direction`` and ``beta1`` to ``feedback`` (a carrier's: "topk's portion")."""
+    """Turn old states' ``portion``, ``direction`` and ``beta1`` (a carrier's: "topk's portion") into ``feedback``."""
     translated = dict(knobs)
     for key in [key for key in knobs if key.endswith("portion")]:
         owner = key.removesuffix("portion")
