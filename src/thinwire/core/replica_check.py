@@ -68,7 +68,7 @@ class ReplicaCheck:
         """Compare after step ``number``, if a check is due and the ranks are together.
 
         Raises:
-            ThinwireError: replicas differ; raised on all ranks, and those in question name the first difference.
+            ThinwireError: replicas differ. All ranks raise; those of the group that differs name the first difference.
         """
         if number - self._last < self.every or not self._method.rank_equal:
             return
