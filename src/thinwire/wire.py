@@ -66,34 +66,33 @@ def compress(
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` from now on.
 
-    Collective: all ranks call it, with the same arguments, before the first step, and compare them, the model, the
-    optimizers' settings and versions. Where one differs or fails all raise (but for a model that one rank alone has not
-    wrapped: the others wait for the process group's timeout). Later changes, as of a learning rate, are not compared.
+    Collective: all ranks call it with the same arguments, before the first step. The ranks compare arguments, model,
+    optimizer settings and versions; if one rank differs or fails, all raise. (If one rank alone has not wrapped its
+    model, the others wait for the process group's timeout.) Later changes, such as a learning rate's, are not compared.
 
     Args:
         model: a ``DistributedDataParallel``; or a model after ``fully_shard`` on a 1-D mesh (FSDP2) or on a 2-D mesh,
             replicated across dim 0 and sharded along dim 1 (HSDP); compiled or not.
-        optimizer: any ``torch.optim.Optimizer``, or several, such as Muon for matrices and AdamW for the rest, which
-            hold every parameter that requires a gradient. They make one step together: it counts, or is skipped, for
-            all of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
+        optimizer: any ``torch.optim.Optimizer``, or several (Muon for matrices and AdamW for the rest, say), which hold
+            every parameter that requires a gradient. Several make one step together, which counts or is skipped for all
+            of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
         method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``.
         two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
-            node; needs torchrun's LOCAL_WORLD_SIZE). A method's residual is then kept per node, by the rank that sends
-            across. None: where the method was made for it (sdp4bit, zeropp).
+            node; needs torchrun's LOCAL_WORLD_SIZE). The rank that sends across then keeps the method's residual, one
+            per node. None: only for methods made for it (sdp4bit, zeropp).
         intra: the method of the hop inside a node, on HSDP or with two_level=True: "dense" (what None means for most
             methods), "bf16", "int8", ...: any method without error feedback.
-        steps: optimizer steps of the whole run, of which a start or warm-up below 1 is a share.
-        seed: of every random stream that a method draws from.
+        steps: optimizer steps of the whole run; a start or warm-up below 1 is a share of them.
+        seed: the seed of every random stream that a method draws from.
         stages: under pipeline parallelism, the group of the ranks that hold the other stages of this replica
             (``mesh["pp"].get_group()``): a step is skipped on all stages or none, and gradients are clipped by the
             norm of all stages. Other dimensions of the parameters' own mesh (tensor parallelism) are detected.
-        scaler: the ``GradScaler`` that scales the loss, if there is one: what a method keeps from step to step is then
-            free of the scale, which changes.
+        scaler: the ``GradScaler`` of the loss, if any. A method then keeps its state free of the scale, which changes.
         safety: the guard against values that are not finite, and other protections.
 
     Raises:
-        ThinwireError: for everything that cannot be carried, by name, with the alternative; for ranks that do not
-            agree, with the rank and what differs.
+        ThinwireError: something cannot be carried (the message names it and the alternative), or the ranks do not agree
+            (the message names the rank and what differs).
         LostRank: another rank does not come within the timeout of the process group.
     """
     engine_class, wrapped = _engine_class(model)
@@ -110,11 +109,7 @@ def compress(
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of ``compress()`` but for the model; ``intra`` is None where it was not given.
-
-    Raises:
-        ThinwireError: for those that are none.
-    """
+    """The arguments of ``compress()`` except the model, checked (ThinwireError); ``intra`` is None if not given."""
 
     method: Method
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -140,7 +135,7 @@ class Options:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {self.steps}")
 
     def facts(self, engine_class: EngineClass, model: Any) -> tuple[dict[str, str], dict[str, str]]:
-        """Describe in words what ranks that share gradients must have in common, and what the stages of a pipeline."""
+        """Describe in words what ranks that share gradients must have in common, and what pipeline stages must."""
         safety, groups = self.safety, engine_class.process_groups(model)
         two_level = self.method.two_level if self.two_level is None else self.two_level
         settings = {
@@ -168,7 +163,7 @@ def _require(value: object, kind: type, rule: str) -> None:
 
 
 def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Agreement) -> Wire:
-    """Build the engine, tell the method its run, and make the wire; the ranks compare their facts on the way."""
+    """Build the engine, begin the method and make the wire; the ranks compare their facts on the way."""
     ledger, method, scaler = Ledger(), options.method, options.scaler
     compare = functools.partial(agreement.compare, *options.facts(engine_class, model))
     _check_parameters(model, method)
@@ -194,9 +189,8 @@ def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Ag
 
 
 def _warn_of_plan(wire: Wire) -> None:
-    """Warn on rank 0 where the plan has something to warn of."""
     warning = None
-    with suppress(ThinwireError, NotImplementedError, RuntimeError):  # what it refuses, all ranks refuse in a step
+    with suppress(ThinwireError, NotImplementedError, RuntimeError):  # all ranks will refuse in a step what it refuses
         warning = wire.plan.warning if wire.engine.rank == 0 else None
     if warning:
         warnings.warn(warning, ThinwireWarning, stacklevel=3)
@@ -217,7 +211,7 @@ def _seal(engine: Engine, device: str) -> None:
 
 
 def _intra(engine: Engine, method: Method, intra: Method | None) -> Method | None:
-    """Choose the method of the hop inside the node, ``intra`` or ``method``'s own; None where there is no such hop."""
+    """Choose the method of the hop inside the node: ``intra`` or ``method``'s own; None without such a hop."""
     inner = intra_of(method) if intra is None else intra
     if intra is not None and len(engine.hops) == 1:
         raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
@@ -282,9 +276,9 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
 
 
 def _hook_on_all_optimizers(turn: StepLoop) -> RemovableHandle:
-    """Let ``turn`` see whatever optimizer of this process is about to step, and say whether it knows it.
+    """Show ``turn`` every optimizer of this process that is about to step.
 
-    torch's hook lives as long as the process: so it does not keep the model alive, and goes when that does.
+    torch's hook lives as long as the process. It must not keep the model alive, and is removed with it.
     """
     reference = weakref.ref(turn)
 
@@ -305,7 +299,7 @@ class Wire:
     """
 
     def __init__(self, engine: Engine, run: Run, options: Options, ledger: Ledger, inner: Method | None) -> None:
-        """Make a wire. ``inner``: the method of the hop inside the node, where that is one of its own."""
+        """``inner``: the method of the hop inside the node; None without such a hop."""
         method, safety, scaler = options.method, options.safety, options.scaler
         self.engine, self.method, self.ledger = engine, method, ledger
         self._run = run
@@ -338,7 +332,7 @@ class Wire:
         self._turn = StepLoop(engine, run, self._road, safety)
 
     def attach(self) -> None:
-        """Begin: ``compress()`` calls this once all ranks have come so far."""
+        """Hook into optimizers and engine; ``compress()`` calls this once all ranks have agreed."""
         for optimizer in self._turn.optimizers:
             self._hooks += [
                 optimizer.register_step_pre_hook(self._turn.before),
@@ -356,21 +350,21 @@ class Wire:
 
     @property
     def skipped(self) -> int:
-        """Optimizer steps that were skipped because a gradient was not finite, or was thrown away: on all ranks, or by
-        this rank alone where a method lets ranks go their own ways (local-steps)."""
+        """Optimizer steps that were skipped because a gradient was not finite or was thrown away: on all ranks, or on
+        this rank alone if the method lets ranks go their own ways (local-steps)."""
         return self._turn.skipped
 
     @property
     def _device(self) -> torch.device:
-        """The device of the weights, which may come there after ``compress()``."""
+        """The device of the weights, which may change after ``compress()``."""
         return next(iter(self._run.weights.values())).device
 
     @contextmanager
     def accumulate(self, *, last: bool = True) -> Iterator[None]:
         """Wrap forward and backward of a micro-batch: gradients are exchanged only in the ``last`` of a step.
 
-        Gradients that were exchanged, and then set to None or zero without ``optimizer.step()`` (a GradScaler skips a
-        step in this way), count as a skipped step: the next micro-batch starts from the state before them.
+        Gradients that are exchanged and then set to None or zero without ``optimizer.step()`` (as a GradScaler does)
+        count as a skipped step: the next micro-batch starts from the state before them.
         """
         self._turn.begin_micro_batch()
         self._turn.closed = not last
@@ -383,13 +377,13 @@ class Wire:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 
-        With a gradient that is not finite the norm is not either; the step is then skipped by the guard. What a method
-        has made a step of the weights already (feedback="updates") is left alone, since no step depends on the size of
-        its gradient; but that gradient is in the norm, so that ``max_norm`` means what it means without a method: with
-        r the share of the ranks' gradients that they have in common, r mean_n |g_n|^2 stands for |mean_n g_n|^2.
+        If a gradient is not finite, neither is the norm, and the guard skips the step. Gradients that a method has
+        already turned into steps of the weights (feedback="updates") are not scaled, since those steps do not depend on
+        their size. They do count in the norm, so that ``max_norm`` means what it means without a method: with r the
+        share of the ranks' gradients that they have in common, r mean_n |g_n|^2 stands for |mean_n g_n|^2.
 
         Raises:
-            ThinwireError: another ``norm_type`` than 2 where something is a step already: only 2 is known then.
+            ThinwireError: ``norm_type`` is not 2 and some gradients are steps already: their 2-norm alone is known.
         """
         power = self._power_of_moves()
         if power is not None and norm_type != 2:
@@ -423,13 +417,13 @@ class Wire:
         return norm
 
     def _power_of_moves(self) -> Tensor | None:
-        """Estimate the squared norm of the mean gradient of what is a step already, on all ranks, 0-dim."""
+        """Estimate the squared norm of the mean gradient of what became steps already, on all ranks, 0-dim."""
         step_maker = self.method.card.step_maker
         power = None if step_maker is None else step_maker.power()
         if power is None:
             return None
         power = power.reshape(1)
-        # A hop inside the node has left a part of each gradient to this rank, and so has tensor parallelism.
+        # A hop inside the node leaves this rank a part of each gradient, and so does tensor parallelism.
         with self._turn.inside("clip_grad_norm_()"):
             for comm in [*(hop.comm for hop in self.engine.hops[:-1]), *self.engine.beside]:
                 assert isinstance(comm, GroupComm)
@@ -437,18 +431,17 @@ class Wire:
         return power[0]
 
     def flush(self, *, with_next: bool = False) -> None:
-        """Deliver all that waits on all ranks. Collective, between two steps: where a method is to be left, say.
+        """Deliver everything that waits on all ranks, to stop using the method, say. Collective, between two steps.
 
-        Not before an evaluation in the middle of a run: delivered at once it is a step far too large (docs/state.md).
+        Do not flush for an evaluation in the middle of a run: delivered at once, what waits is a step far too large
+        (docs/state.md). With feedback="updates", steps of the weights wait: one dense exchange delivers them, and the
+        weights are as if none had waited. With any other method gradients wait, which need an optimizer:
 
-        With feedback="updates" what waits are steps of the weights: one dense exchange, and the weights are as if none
-        had waited. With any other method they are gradients, which only an optimizer can make steps of:
-
-        ``with_next``: the next step that counts delivers them. Call it before that step's last backward pass: its
-        exchange is dense, whatever the method, and counted as what it sends. With local-steps it ends the round.
+        ``with_next``: the next step that counts delivers them. Call it before that step's last backward pass: the
+        step's exchange is dense, whatever the method, and its bytes are counted. With local-steps it ends the round.
 
         Raises:
-            ThinwireError: nothing waits with this method, or what does takes ``with_next=True``; the next step's
+            ThinwireError: the method keeps nothing that waits, or needs ``with_next=True``; or the next step's
                 gradients have been exchanged already.
         """
         self._turn.finish()
@@ -475,7 +468,7 @@ class Wire:
 
     @property
     def _step_maker(self) -> StepMaker | None:
-        """Return what steps weights in the optimizer's place, once it has begun to."""
+        """The object that steps weights in the optimizer's place, once it has begun to."""
         card = self.method.card
         return None if self._road.step <= card.steady else card.step_maker
 
@@ -484,8 +477,8 @@ class Wire:
             raise ThinwireError(f"{call} after an exchange: call it before the step's backward pass")
 
     def _means(self, send: Callable[[Bucket, Exchange], None]) -> Iterator[tuple[str, Tensor]]:
-        """Each trained parameter, and what ``send`` of its bucket has brought, in the shape of this rank's part: an
-        exchange between two steps, of all that is compressed; zeros for what is not. Collective."""
+        """Exchange all compressed parameters with ``send``, between two steps; yield each trained parameter's name and
+        result in the shape of this rank's part (zeros for dense ones). Collective."""
         layout = self.engine.layout()
         for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True):
             flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=self._device)
@@ -496,12 +489,12 @@ class Wire:
                 yield piece.name, out[piece.columns][: shape.numel()].view(shape)
 
     def hand_over(self) -> None:
-        """Give the optimizer the moments that another one would go on with. Collective, between two steps.
+        """Give the optimizer the moments with which to go on without the method. Collective, between two steps.
 
-        With feedback="updates" the optimizer has no state of the compressed parameters: training that goes on from it
-        without the method would begin with steps of lr for each value. After this ``optimizer.state`` holds, until the
-        method's next step, the moments that docs/state.md describes. With other methods nothing is done.
-        ``optimizer.state_dict()`` alone, which is not collective, holds the same by this rank's own second moments.
+        With feedback="updates" the optimizer has no state of the compressed parameters: without the method, training
+        would go on with steps of lr for each value. After this call, ``optimizer.state`` holds the moments that
+        docs/state.md describes, until the method's next step. With other methods the call does nothing.
+        ``optimizer.state_dict()``, which is not collective, holds moments made of this rank's own second moments.
         """
         self._turn.finish()
         if (step_maker := self._step_maker) is not None:
@@ -510,11 +503,10 @@ class Wire:
                     step_maker.hand_over(name, second)
 
     def reset(self) -> None:
-        """Drop what waits to be sent; call it on all ranks, between two steps, where weights are put back.
+        """Drop what waits to be sent; call it on all ranks, between two steps, after putting earlier weights back.
 
-        What waits belongs to the weights of before. Averages stay (the second moments of feedback="updates", say). With
-        local steps a new round begins. Where ``wire.load_state_dict()`` puts back what belongs to the weights, this is
-        not needed.
+        What waits belongs to the replaced weights. Averages stay (the second moments of feedback="updates", say). With
+        local steps a new round begins. A ``wire.load_state_dict()`` that fits the weights makes this call unnecessary.
 
         Raises:
             ThinwireError: between ``backward()`` and ``optimizer.step()``.
@@ -539,21 +531,20 @@ class Wire:
                 state["state"][number] = moments
 
     def weights_changed(self) -> None:
-        """Say that weights were given other values than the optimizer's, on all ranks, through ``.data``.
+        """Call this on all ranks after changing weights through ``.data``; other changes in place are noticed.
 
-        Other changes in place, ``load_state_dict`` among them, are noticed. It matters to methods that send something
-        else than the values of sharded weights (sdp4bit, zeropp, qsdp, scape, trickle:merged):
-        what has left of them is gathered anew.
+        It matters to methods that do not send the values of sharded weights themselves (sdp4bit, zeropp, qsdp, scape,
+        trickle:merged): the weights are gathered anew.
         """
         self.engine.weights_changed()
         self._turn.weight_watch.trust()
 
     def report(self) -> Report:
-        """Bytes by link (mean) and time by stage (median) per step since the last ``reset_stats``; ``print`` it."""
+        """Return bytes by link (mean) and time by stage (median) per step since ``reset_stats``; ``print`` it."""
         return Report(self.stats(), self.plan)
 
     def stats(self) -> dict:
-        """The same as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
+        """Return the report as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
         for weights), dense_bytes_per_step, encode_ms, ...; memory_bytes held, memory_planned_bytes at the peak."""
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
         cut = {} if self._stage.bound is None else self._stage.bound.facts()
@@ -564,7 +555,7 @@ class Wire:
         return resident_bytes(self._device, self._road, getattr(self.engine, "replicas", None))
 
     def last_step(self) -> dict:
-        """As ``stats``, of the last optimizer step alone."""
+        """Return ``stats`` of the last optimizer step alone."""
         return {**self.ledger.stats(last=True), "method": self.method.facts()}
 
     def reset_stats(self) -> None:
@@ -572,11 +563,11 @@ class Wire:
         self.ledger.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what this rank has to keep for the method: a flat dict of tensors, of this rank's alone.
+        """Return this rank's own state of the method, a flat dict of tensors.
 
-        Keys are ``"rank-0003-of-0004/kind/parameter"`` (:mod:`thinwire.saved.format` lists them); they, shapes and
-        dtypes are the same in every step. What has not been exchanged yet is zero. ``torch.distributed.checkpoint``
-        takes the wire itself: ``dcp.save({"wire": wire})``.
+        Keys are ``"rank-0003-of-0004/kind/parameter"`` (see :mod:`thinwire.saved.format`). Keys, shapes and dtypes are
+        the same in every step; what does not exist yet is zero. ``torch.distributed.checkpoint`` takes the wire itself:
+        ``dcp.save({"wire": wire})``.
         """
         self._turn.finish()
         self.method.finish()
@@ -589,17 +580,16 @@ class Wire:
         """Go on from ``state_dict()`` of the same rank, with the same method, settings, model and ranks.
 
         Args:
-            state: this rank's; with ``resize`` those of all ranks that saved it, merged in one mapping, of which each
-                value is looked up once.
-            resize: what becomes of what waits, where the state was saved by another number of ranks or on another
-                engine. "redistribute": every rank takes over the mean of it, which is as much of the next mean as
-                before. "flush": the same, and the next step is dense and delivers all of it
-                (:meth:`flush`). "reset": it is dropped, with a warning. Where ranks and engine are the same, each rank
-                gets its own back.
+            state: this rank's state; with ``resize``, the states of all ranks that saved, merged in one mapping. Each
+                value of it is looked up once.
+            resize: how to treat what waits if another number of ranks, or another engine, saved the state.
+                "redistribute": every rank takes the mean of it, which contributes as much to the next mean as before.
+                "flush": the same, and the next step is dense and delivers it (:meth:`flush`). "reset": it is dropped,
+                with a warning. If ranks and engine are the same, each rank gets its own state back.
 
         Raises:
-            ThinwireError: it is another rank's or another run's, it lacks an entry or has one too many, or a value is
-                not finite; or it cannot be moved to these ranks. The wire is then as it was.
+            ThinwireError: the state is another rank's or run's, lacks an entry, has one too many or a value that is not
+                finite, or cannot be moved to these ranks. The wire is then as it was.
         """
         if resize not in (None, "flush", "redistribute", "reset"):
             raise ThinwireError(f"resize is 'flush', 'redistribute' or 'reset', got '{resize}'")
@@ -619,11 +609,11 @@ class Wire:
 
     @property
     def _waits(self) -> bool:
-        """Has the method anything that waits?"""
+        """Does the method keep state that waits?"""
         return any(key.partition("/")[0] in self.method.card.promise.waits for key in self._form.shapes)
 
     def _restore(self, values: dict[str, Tensor]) -> None:
-        """Go on from ``values``, by key without the rank, whose shapes have been checked."""
+        """Go on from ``values``, by key without the rank; their shapes have been checked."""
         if fault := self.method.card.fault_of(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
         self._turn.reset()
@@ -633,9 +623,9 @@ class Wire:
         bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
         if self._stage.bound is not None:
             self._stage.bound.load_state_dict(bound)
-        # A method reads its counters: on the device each would make the host wait.
+        # A method reads its counters; on the device, each read would make the host wait.
         host = {key for key, like in self._form.shapes.items() if like.device.type == "cpu"}
-        # What nothing waits in needs no memory before it is used.
+        # A tensor of zeros needs no memory before it is used.
         kept = {key: value for key, value in values.items() if key.startswith("=") or bool(value.any())}
         load_state(self._state, {key: value.to("cpu" if key in host else self._device) for key, value in kept.items()})
         self.method.state_changed()
@@ -649,18 +639,17 @@ class Wire:
 
     @functools.cached_property
     def _form(self) -> Form:
-        """The form of this rank's state, which a dry run finds out."""
+        """The form of this rank's state, found by a dry run."""
         shapes = largest_state(self.engine.layout(), self._road, self._run)
         return Form(self._about, {**self._counts(), **shapes})
 
     def close(self) -> None:
-        """End the worker thread and what is under way. ``accumulate`` raises then, as does a backward pass that would
-        exchange gradients, until ``compress()`` is called again with the same model. All ranks call it.
-        """
+        """End the worker thread and what is under way; all ranks call it. After it, ``accumulate`` and backward passes
+        that would exchange gradients raise, until ``compress()`` is called again with the same model."""
         self._turn.ended = True
         for hook in self._hooks:
             hook.remove()
-        with suppress(LostRank):  # what is under way comes from ranks that are there
+        with suppress(LostRank):  # ranks that are still there have sent what is under way
             try:
                 self.method.finish()
             finally:

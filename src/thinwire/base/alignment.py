@@ -11,5 +11,5 @@ def padded(span: int, group: int) -> int:
 
 
 def viewable(wire: Tensor) -> Tensor:
-    """Return ``wire`` (R, m) ready for view() to a wider dtype, which looks even at the stride of a single row."""
+    """Return ``wire`` (R, m) ready for view() to a wider dtype, which checks even a single row's stride."""
     return wire.as_strided(wire.shape, (wire.shape[1], 1)) if len(wire) == 1 or not wire.numel() else wire

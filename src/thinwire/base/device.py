@@ -1,4 +1,4 @@
-"""Devices that work through streams while the host goes on: only this module asks for CUDA."""
+"""Streams of devices that work while the host goes on; only this module asks for CUDA."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def streams(device: torch.device) -> Any:
-    """Return torch's module of ``device``'s streams and events; None where work is over when a call returns (CPU)."""
+    """Return torch's module for ``device``'s streams and events; None if work is over when a call returns (CPU)."""
     return torch.cuda if device.type == "cuda" else None
 
 
 def mark(device: torch.device) -> Any:
-    """Record a timed event on the current stream; None where there are no streams."""
+    """Record a timed event on the current stream and return it; None without streams."""
     if (backend := streams(device)) is None:
         return None
     event = backend.Event(enable_timing=True)
@@ -27,7 +27,7 @@ def mark(device: torch.device) -> Any:
 
 @contextmanager
 def on(stream: Any, device: torch.device) -> Iterator[None]:
-    """Run the work of the body on ``stream``, in the order of the current stream."""
+    """Run the body's work on ``stream``: after the current stream's earlier work and before its later work."""
     backend = streams(device)
     if backend is None or (current := backend.current_stream(device)) == stream:
         yield
@@ -39,30 +39,30 @@ def on(stream: Any, device: torch.device) -> Iterator[None]:
 
 
 def future(device: torch.device) -> torch.futures.Future:
-    """Make a future that is completed under a stream: a wait for it includes the work given to that stream before."""
+    """Make a future to complete under a stream: waiting for it includes the work given to that stream before."""
     return torch.futures.Future(devices=[device])
 
 
 def keep(tensor: Tensor) -> None:
-    """Keep the memory of ``tensor``, which another stream has allocated, until the current stream has used it."""
+    """Keep the memory of ``tensor``, allocated on another stream, until the current stream has used it."""
     if (backend := streams(tensor.device)) is not None:
         tensor.record_stream(backend.current_stream(tensor.device))
 
 
 def host_memory(shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Allocate zeros in CPU memory from and to which ``device`` copies while the host goes on."""
+    """Allocate zeros in CPU memory that ``device`` can copy from and to while the host goes on."""
     return torch.zeros(shape, dtype=dtype, pin_memory=streams(device) is not None)
 
 
 def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """Copy ``values``, 1-D, to ``device`` while the host goes on."""
     staged = host_memory((len(values),), device, dtype)
-    staged.numpy()[:] = values  # by the host alone
+    staged.numpy()[:] = values  # the host alone writes
     return staged.to(device, non_blocking=True)
 
 
 def uploaded(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Return what ``upload`` does, copied once per stream for values that come again. Do not write to the result."""
+    """Like ``upload``, but copy repeated values once per stream. Do not write to the result."""
     backend = streams(device)
     return _uploaded(tuple(values), device, dtype, None if backend is None else backend.current_stream(device))
 
@@ -73,6 +73,6 @@ def _uploaded(values: tuple[int, ...], device: torch.device, dtype: torch.dtype,
 
 
 def wait(device: torch.device) -> None:
-    """Let the host wait until ``device`` has done all that it was given."""
+    """Let the host wait until ``device`` has done all its work."""
     if (backend := streams(device)) is not None:
         backend.synchronize(device)

@@ -1,9 +1,8 @@
-"""Finding each other again after ``torchrun --max-restarts`` has started all ranks anew.
+"""Lets ranks find each other again after ``torchrun --max-restarts`` has restarted all of them.
 
 torchrun keeps one store for all attempts, and torch (2.13) lets every attempt write to the same place in it: a rank may
-find the addresses of the attempt before, and tries in vain to reach those. So the ranks of an attempt first agree on a
-place of their own. The number of the attempt would not do: each node's agent counts by itself, and one that only
-follows another's restart does not count.
+find the addresses of an earlier attempt and try in vain to reach them. So the ranks of an attempt first agree on a
+place of their own. The attempt's number would not do: each node's agent counts only the restarts that it begins itself.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ DEFAULT = timedelta(minutes=30)
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAULT) -> None:
-    """``torch.distributed.init_process_group`` in torchrun's environment, which works in every attempt of a job.
-
-    Collective.
+    """Call ``torch.distributed.init_process_group`` so that it works in every attempt of a torchrun job. Collective.
 
     Args:
-        backend: as torch has it. timeout: how long a rank waits for the others, here and in every collective.
+        backend: as in torch. timeout: how long a rank waits for the others, here and in every collective.
 
     Raises:
         torch.distributed.DistError: the others did not come in time.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the store is rank 0's own, and new
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0 makes a new store
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -41,10 +38,10 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Agree on a name that the ranks of this attempt share, and none of an earlier one knew. Collective.
+    """Agree on a name that only the ranks of this attempt know. Collective.
 
-    Each rank writes a token that is new. Rank 0 publishes its own as the name, with the tokens that it finds, until all
-    ranks have found theirs beside it: the entries of an earlier attempt hold none of them.
+    Each rank writes a new token. Rank 0 publishes its own as the name, with the tokens that it finds, until all ranks
+    have found theirs beside it; entries of earlier attempts hold none of them.
     """
     token, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     store.set(f"thinwire/word/{rank}", token)

@@ -1,4 +1,4 @@
-"""The exceptions, and the one warning, that a user of Thinwire is meant to read."""
+"""The exceptions and the warning that users of Thinwire see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class ThinwireError(Exception):
     """A request cannot be met. The message is one line: what is wrong, and what to do instead.
 
     Attributes:
-        status: with which the ``thinwire`` program ends.
+        status: the exit status of the ``thinwire`` program.
     """
 
     status = 2
@@ -20,9 +20,9 @@ class FailedExchange(ThinwireError):
     """An exchange with other ranks has failed.
 
     Attributes:
-        rank: this one's number in the job. verb: the collective that failed.
+        rank: this rank's number in the job. verb: the collective that failed.
         step: the optimizer step under way, from 1, skipped ones included; None: outside of one.
-        exchanged: "the exchange of gradients of ..."; "" where that is not known.
+        exchanged: "the exchange of gradients of ..."; "" if unknown.
     """
 
     rank: int
@@ -42,11 +42,11 @@ class FailedExchange(ThinwireError):
 class LostRank(FailedExchange):
     """Another rank has ended, or has not come within the group's timeout: this one cannot go on.
 
-    gloo says so here. With NCCL, torch's watchdog ends the process by itself.
+    gloo reports it so. With NCCL, torch's watchdog ends the process.
 
     Attributes:
-        lost: the ranks of which one at least is lost; all it may be, where the network does not tell.
-        seconds: that the collective had waited. cause: in the network's own words.
+        lost: the ranks of which at least one is lost; all candidates if the network does not tell.
+        seconds: how long the collective had waited. cause: the network's own words.
     """
 
     def __init__(self, rank: int, lost: Sequence[int], verb: str, seconds: float, cause: str) -> None:
@@ -82,7 +82,7 @@ class ThinwireWarning(UserWarning):
 
 @contextmanager
 def name_exchange(step: int, describe: Callable[[], str]) -> Iterator[None]:
-    """Tell an exchange that fails inside in which step it was, and by ``describe`` what was exchanged."""
+    """Note the step, and by ``describe`` what was exchanged, on a ``FailedExchange`` raised inside."""
     try:
         yield
     except FailedExchange as error:

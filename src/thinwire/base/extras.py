@@ -1,4 +1,4 @@
-"""Packages that are needed for some things only, and the extra that brings each."""
+"""Optional packages, and the extra that brings each."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ EXTRAS = {
 
 
 def load(module: str) -> ModuleType:
-    """``module``, imported.
+    """Import ``module``.
 
     Raises:
-        ThinwireError: it is not installed; with the command that installs it.
+        ThinwireError: it is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -44,7 +44,7 @@ def load(module: str) -> ModuleType:
 
 
 def missing(error: ModuleNotFoundError) -> Exception:
-    """Return the exception to raise for ``error``: one line with a command, if an extra brings the package."""
+    """Return the exception to raise for ``error``: one line with a command if an extra brings the package."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return error
@@ -52,7 +52,7 @@ def missing(error: ModuleNotFoundError) -> Exception:
 
 
 def save_file(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Call safetensors' ``save_file`` with the usual permissions: its own files are for their owner alone."""
+    """Call safetensors' ``save_file``, but give the file the usual permissions, not its owner's alone."""
     path.touch()
     mode = path.stat().st_mode
     load("safetensors.torch").save_file(tensors, path, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens, and errors of the disk that name the file."""
+"""Writes that leave a file whole or absent, whatever happens, and disk errors that name the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.base.errors import ThinwireError
 
 
 def remove(path: Path) -> None:
-    """Remove a folder so that a kill at any moment leaves it whole, or out of sight."""
+    """Remove a folder so that a kill at any moment leaves it whole or hidden."""
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
     path.rename(hidden)
     sync(path.parent)
@@ -21,7 +21,7 @@ def remove(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write ``text``: whatever happens, ``path`` holds all of it, or what it held before."""
+    """Write ``text`` so that ``path`` always holds all of it or what it held before."""
     partial = path.with_name(f".{path.name}.partial")
     with naming(path), partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -43,7 +43,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError from inside name ``path``, where the system, which knows a number only, has named nothing."""
+    """Let an OSError from inside name ``path`` if the system, which knows only a file's number, names no file."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def in_one_line(error: Exception) -> Exception:
-    """Give an OSError as one clear line; any other error as it is."""
+    """Turn an OSError into one clear line; return any other error as it is."""
     if not isinstance(error, OSError):
         return error
     return ThinwireError(f"cannot use {error.filename or 'a file'}: {error.strerror or error}")

@@ -1,7 +1,4 @@
-"""Settings: does a value fit its annotation, which knobs has a method, and why is one of its values refused.
-
-``check_types`` is for the knobs of methods and for the configuration of a run.
-"""
+"""Checks of settings against their annotations (a method's knobs, a run's configuration), and lists of knobs."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _WORDS = {
 
 
 class HasKnobs(Protocol):
-    """A dataclass, or an object of it, whose fields are knobs: a method."""
+    """A dataclass whose fields are knobs: a method."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     name: ClassVar[str]
@@ -31,7 +28,7 @@ class HasKnobs(Protocol):
 
 
 class Within(NamedTuple):
-    """A range of a knob's values, in its annotation: ``Annotated[int, Within(lambda k: k >= 1, "is 1 or more")]``."""
+    """A range of values in a knob's annotation: ``Annotated[int, Within(lambda k: k >= 1, "is 1 or more")]``."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -44,10 +41,10 @@ Share = Annotated[float, Within(lambda share: 0 < share <= 1, "is a share, above
 
 
 def check_types(settings: Any, label: Callable[[str], str]) -> None:
-    """Refuse the first field of the dataclass object ``settings`` whose value does not fit its annotation, or range.
+    """Refuse the first field of the dataclass object ``settings`` whose value does not fit its annotation or range.
 
-    Numbers are finite, a bool is no number, and a whole number is a float too. ``label``: a field's name, as the
-    user knows it.
+    Numbers are finite, a bool is no number, and a whole number is also a float. ``label``: field name -> the user's
+    name for it.
 
     Raises:
         ThinwireError: "LABEL is a whole number, got 1.5".
@@ -64,10 +61,10 @@ def check_types(settings: Any, label: Callable[[str], str]) -> None:
 
 
 def read_arguments(brackets: str) -> dict[str, Any]:
-    """Read ``"(knob=value, ...)"``, or "" for none, whose values are Python's literals.
+    """Read ``"(knob=value, ...)"``, whose values are Python literals, or "" for none.
 
     Raises:
-        ValueError, SyntaxError: it is no such text, or names a knob twice.
+        ValueError, SyntaxError: ``brackets`` has another form, or names a knob twice.
     """
     call = ast.parse(f"f{brackets or '()'}", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
@@ -79,24 +76,24 @@ def read_arguments(brackets: str) -> dict[str, Any]:
 
 
 def knobs_of(method: HasKnobs | type[HasKnobs]) -> list[Field[Any]]:
-    """Return the fields of ``method``, an object or a class, that a user can set."""
+    """Return the fields of ``method`` that a user can set."""
     return [knob for knob in fields(method) if knob.init and knob.name not in method.ABSENT]
 
 
 def own_knobs_of(method: HasKnobs | type[HasKnobs]) -> list[str]:
-    """Return the names of the knobs of ``method`` beside those that choose parameters."""
+    """Return the names of ``method``'s knobs, except those that choose parameters."""
     return [knob.name for knob in knobs_of(method) if knob.name not in ("dense", "send", "smallest")]
 
 
 def unknown_knob(cls: type[HasKnobs], knob: str) -> ThinwireError:
-    """Make the error for a ``knob`` that was set and that methods of class ``cls`` do not have."""
+    """Make the error for setting a ``knob`` that methods of class ``cls`` do not have."""
     reason = f" ({cls.ABSENT[knob]})" if knob in cls.ABSENT else ""
     names = ", ".join(field.name for field in knobs_of(cls)) or "none"
     return ThinwireError(f"{cls.name} has no knob '{knob}'{reason}; it has: {names}")
 
 
 def refuse_idle(method: HasKnobs, when: str, *knobs: str) -> None:
-    """Refuse those of ``method``'s ``knobs`` that are set: they do nothing ``when`` another is set so."""
+    """Refuse those of ``method``'s ``knobs`` that are set but do nothing with the setting ``when``."""
     for knob in knobs:
         if getattr(method, knob) != getattr(type(method), knob):
             raise ThinwireError(f"{method.name}: {knob} does nothing with {when}: leave it out")
@@ -108,7 +105,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _ranges(hint: Any) -> list[Within]:
-    """List the ranges in ``hint``, and in the types that it is a union of."""
+    """List the ranges in ``hint`` and its arguments."""
     own = [bounds for bounds in getattr(hint, "__metadata__", ()) if isinstance(bounds, Within)]
     return own + [bounds for argument in get_args(hint) for bounds in _ranges(argument)]
 

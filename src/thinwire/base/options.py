@@ -1,4 +1,4 @@
-"""Command lines: a dataclass of options is read by tyro, whose boxed errors become one line."""
+"""Reading a command line into a dataclass with tyro, whose boxed errors become one line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ T = TypeVar("T")
 
 
 def read_options(kind: type[T], arguments: list[str], program: str, *, default: T | None = None, source: str = "") -> T:
-    """Read the options of ``program``, a dataclass ``kind``, from its command line.
+    """Read the options of ``program``, a dataclass ``kind``, from ``arguments``.
 
-    Args:
-        source: the file that the options stand in, which an error then names.
-
-    Raises:
-        ThinwireError: one line in place of tyro's box.
+    ``source``: the file that the options come from, for error messages. Raises ThinwireError in place of tyro's exit.
     """
     printed, defaults = io.StringIO(), {} if default is None else {"default": default}
     cli: Any = tyro.cli
@@ -34,7 +30,7 @@ def read_options(kind: type[T], arguments: list[str], program: str, *, default: 
 
 
 def _unboxed(printed: str) -> str:
-    """Give tyro's boxed explanation as one line."""
+    """Turn tyro's boxed explanation into one line."""
     words = " ".join(line.strip("│╭╮╰╯─ \n") for line in printed.splitlines())
     words = " ".join(words.split())
     return words.removeprefix("Parsing error ").removeprefix("Unrecognized options ") or "cannot read the command line"

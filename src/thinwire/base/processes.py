@@ -1,4 +1,4 @@
-"""Processes of one machine: how they end with their parent, are waited for, find a port, and what the kernel counts."""
+"""Helpers for processes of one machine: ending with the parent, waiting, free ports, bytes counted by the kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_S = 0.05
 
 
 class Bytes(NamedTuple):
-    """Sent and received since the interface was made."""
+    """Bytes sent and received since the interface was made."""
 
     tx: int
     rx: int
@@ -29,17 +29,14 @@ class Bytes(NamedTuple):
 
 
 def interface_bytes(interface: str | None = None, pid: int | str = "self") -> Bytes | None:
-    """The counters of an interface, cumulative, in bytes.
+    """Read an interface's cumulative counters, in bytes; None if there is no such interface.
 
     Args:
         interface: its name; by default the one that gloo uses (GLOO_SOCKET_IFNAME).
-        pid: a process in the network namespace that is meant; by default this one's.
-
-    Returns:
-        None where there is no such interface, or none is named.
+        pid: a process in the interface's network namespace; by default this process.
     """
     interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
-    # /sys shows the namespace it was mounted in; /proc/PID/net always the process's own.
+    # /sys shows the namespace it was mounted in; /proc/PID/net always shows the process's own.
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]:
         name, _, columns = line.partition(":")
         if name.strip() == interface:
@@ -49,24 +46,24 @@ def interface_bytes(interface: str | None = None, pid: int | str = "self") -> By
 
 
 def free_port() -> int:
-    """Return a port that nobody uses on this machine's loopback now."""
+    """Return a port that is free on this machine's loopback now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def die_with_parent() -> None:
-    """Have Linux end this process when its parent is gone, even by SIGKILL."""
+    """Have Linux kill this process when its parent ends, even by SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wait(
     ranks: Sequence[subprocess.Popen[Any]], deadline: float | None = None, check: Callable[[], None] = lambda: None
 ) -> tuple[int, int] | None:
-    """Wait until all ranks have ended well (None), or one has failed: its number and exit status.
+    """Wait until all ranks have ended well (return None) or one has failed (return its number and exit status).
 
     Raises:
-        ThinwireError: it is later than ``deadline``, by the monotonic clock; or what ``check`` raises.
+        ThinwireError: ``deadline``, by the monotonic clock in s, has passed. What ``check`` raises is raised, too.
     """
     while True:
         check()

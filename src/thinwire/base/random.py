@@ -1,7 +1,7 @@
 """Random numbers from (seed, parameter name, step), the same on every rank, never from a global generator.
 
-The numbers are a function of a counter (splitmix64, Steele et al. 2014), in integer arithmetic that CPU and CUDA do
-alike: ranks with different devices draw the same signs and orders, and normal values equal to rounding.
+They are a function of a counter (splitmix64, Steele et al. 2014) in integer arithmetic, equal on CPU and CUDA: ranks
+with different devices draw the same signs and orders, and normal values equal to rounding.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from thinwire.base.device import streams, upload
 
 
 def seed_of(seed: int, name: str, step: int = 0) -> int:
-    """Return 63 bits for one parameter (or any other ``name``) at one step: unrelated for different arguments."""
+    """Return 63 bits for one parameter (or other ``name``) at one step, unrelated for different arguments."""
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def key_of(seed: int) -> int:
-    """Fold ``seed`` to 32 bits, as a signed integer: the key that kernels use."""
+    """Fold ``seed`` to a signed integer of 32 bits, the key that kernels use."""
     return _signed((seed ^ seed >> 32) & 0xFFFFFFFF, 32)
 
 
 class Pool:
-    """The seeds of one step, of everything that draws in it: a GPU gets them all at once, not for each encoding anew.
+    """All seeds of one step, which a GPU gets at once instead of for each encoding.
 
     Attributes:
-        seeds: in the order in which they were given. indices: seed -> index into ``seeds``.
+        seeds: in the order given. indices: seed -> index into ``seeds``.
     """
 
     def __init__(self, seeds: Iterable[int]) -> None:
@@ -43,12 +43,12 @@ class Pool:
 
     @functools.cached_property
     def next(self) -> Pool:
-        """The pool of the next encodings in the same exchanges, which draw other bits."""
+        """The pool for the next encodings in the same exchanges, which draw other bits."""
         return Pool(_following(seed, 1) for seed in self.seeds)
 
     def keys(self, device: torch.device) -> Tensor:
         """Return the keys (m,) int32 on ``device``, in the order of ``seeds``."""
-        backend = streams(device)  # what one stream has copied is not there for another
+        backend = streams(device)  # another stream cannot rely on this one's copy
         stream = device if backend is None else backend.current_stream(device)
         if stream not in self._keys:
             self._keys[stream] = upload([key_of(seed) for seed in self.seeds], device)
@@ -57,20 +57,20 @@ class Pool:
 
 @dataclass(frozen=True)
 class Seeds:
-    """The seeds of one encoding's random bits: one for each parameter, wherever it lies in a row.
+    """The seeds of one encoding's random bits, one for each parameter, wherever it lies in a row.
 
-    The same seed rounds the same columns the same way: take others for every step and rank.
+    The same seed rounds the same columns the same way: take other seeds for every step and rank.
 
     Attributes:
-        ranges: (first column, last column, seed) of each parameter: they adjoin, from column 0 on, and are multiples of
-            the group. pool: holds the seeds on a GPU, if there is one.
+        ranges: (first column, end, seed) of each parameter. They adjoin, from column 0 on, and begin and end at
+            multiples of the group. pool: holds the seeds on a GPU, if there is one.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
     pool: Pool | None = None
 
     def next(self) -> Seeds:
-        """Return the seeds of the next encoding in the same exchange, which draws other bits."""
+        """Return seeds for the next encoding in the same exchange, which draws other bits."""
         pool = self.pool
         if pool is None:
             return Seeds(tuple((first, last, _following(seed, 1)) for first, last, seed in self.ranges))
@@ -78,10 +78,8 @@ class Seeds:
         return Seeds(tuple((first, last, seeds[indices[seed]]) for first, last, seed in self.ranges), pool.next)
 
     def over(self, n: int) -> Seeds | None:
-        """Return the seeds of all ``n`` columns of a row; None if the parameters do not fill it.
-
-        In longer rows the parameters come again, with seeds of their own.
-        """
+        """Return the seeds for a row of ``n`` columns, in which the parameters may repeat, each time with other seeds;
+        None if they do not fill it."""
         length = self.ranges[-1][1] if self.ranges else 0
         if not length or n % length:
             return None
@@ -105,12 +103,12 @@ def _following(seed: int, number: int) -> int:
 
 
 def _signed(value: int, bits: int) -> int:
-    """Return ``value``, so many bits, as torch's integers hold them."""
+    """Return the unsigned ``value`` of ``bits`` bits as the signed integer with the same bits."""
     return value - 2**bits if value >> (bits - 1) else value
 
 
 def shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift to the right with zeros: torch's own shift copies the sign."""
+    """Shift to the right and fill with zeros; torch's own shift copies the sign."""
     return (words >> bits) & (2 ** (64 - bits) - 1)
 
 

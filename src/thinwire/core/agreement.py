@@ -1,17 +1,17 @@
-"""Agrees whether all ranks mean the same, once, in ``compress()``, before an exchange depends on it.
+"""Checks once, in ``compress()``, that all ranks agree on their settings, before an exchange depends on it.
 
-Ranks that differ in a setting may send messages of equal size and read them as something else, and nobody would notice.
-So each rank writes down what must be the same on all, as text. A short fingerprint of it goes round first, and only if
-two differ the texts: then every rank names the same rank, and the first thing that differs.
+Ranks that differ in a setting may send messages of equal size and misread them, and nobody would notice. So each rank
+writes down as text what must be the same on all. The ranks first exchange a short fingerprint of it, and the texts only
+if fingerprints differ: then every rank names the same rank, and the first fact that differs.
 
     with Agreement(comms) as agreement:
         ...                         # whatever a rank may refuse by itself
-        agreement.compare(facts)    # all ranks have come this far, and mean the same
+        agreement.compare(facts)    # all ranks have come this far, and agree
         ...                         # groups are made, kernels compiled
                                     # all ranks have come to the end
 
-A rank that fails inside takes part in what comes next with its message, and all raise. (Where the others are making a
-group just then, they and it wait for each other as long as the group's timeout says.)
+A rank that fails inside sends its message in the next comparison, and all raise. (If the others are making a group just
+then, all wait until the group's timeout.)
 """
 
 from __future__ import annotations
@@ -44,18 +44,17 @@ _FAILED = "error"
 
 
 class Agreement:
-    """All ranks go through a passage of the program, or none does.
+    """A passage of the program that all ranks complete, or none.
 
-    Every rank of the job may be in several of the groups (HSDP: those that share its shard, and those of its node): a
-    message goes round the first, then what came of that round the second, and so on. So each rank sees all, and all
-    come to one verdict.
+    A rank may be in several groups (HSDP: the ranks that share its shard, and those of its node). Messages are gathered
+    in the first group, the result in the second, and so on, so that every rank sees all and comes to the same verdict.
 
     Attributes:
-        undo: called where no rank goes on.
+        undo: called if no rank goes on.
     """
 
     def __init__(self, comms: Sequence[GroupComm], beside: GroupComm | None = None) -> None:
-        """``comms``: the groups in which all must be the same. ``beside``: one in which ``shared`` facts must."""
+        """``comms``: groups in which all facts must agree. ``beside``: one in which only ``shared`` facts must."""
         self._comms = [*comms, *([] if beside is None else [beside])]
         self._stages = 1 if beside is None else beside.size
         self._over = False
@@ -79,10 +78,10 @@ class Agreement:
                 self.collect({_FAILED: text}, {})
 
     def compare(self, facts: Facts, shared: Facts | None = None) -> None:
-        """Go on if all ranks say the same ``facts``, and those ``beside`` the same ``shared`` ones.
+        """Check that all ranks have the same ``facts``, and those ``beside`` the same ``shared`` ones.
 
         Raises:
-            ThinwireError: they do not, or one has failed: which rank, and what. The same on all ranks that have not.
+            ThinwireError: they differ, or a rank has failed. All ranks that have not failed name the same rank and why.
         """
         rows = self.collect(facts, shared or {})
         if rows is None:
@@ -97,7 +96,7 @@ class Agreement:
         _check([(rank, shared_of_rank) for rank, _, shared_of_rank in rows])
 
     def collect(self, facts: Facts, shared: Facts) -> list[tuple[int, Facts, Facts]] | None:
-        """Return None where all are alike; else (rank, facts, shared) of each rank. Collective."""
+        """Return None if all ranks agree; else (rank, facts, shared) of each rank. Collective."""
         comm = self._comms[0]
         text = zlib.compress(json.dumps([comm.ranks[comm.rank], facts, shared]).encode())
         digests = [hashlib.sha256(json.dumps(named).encode()).digest() for named in (facts, shared)]
@@ -133,7 +132,7 @@ class Difference(NamedTuple):
 
 
 def find_difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
-    """Find the first fact in which ``rows`` of (rank, facts) differ, and a rank that is not of the largest party."""
+    """Find the first fact in which ``rows`` of (rank, facts) differ, and a rank outside the largest party."""
     for name in dict.fromkeys(name for _, facts in rows for name in facts):
         values = [(rank, facts.get(name, "nothing")) for rank, facts in rows]
         usual, count = Counter(value for _, value in values).most_common(1)[0]
@@ -157,10 +156,10 @@ _ADVICE = {
 
 
 def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], *, replicated: bool) -> dict[str, str]:
-    """Read the facts of this host that change bits which all ranks must have alike, where tensors are on a CPU.
+    """Read this host's facts that change bits which must be equal on all ranks, for tensors on a CPU.
 
-    ``replicated``: several ranks hold the same weights. tests/core/test_hosts.py tries all methods; numba's own
-    instruction set changes none.
+    ``replicated``: several ranks hold the same weights. numba's own instruction set changes no bits
+    (tests/core/test_hosts.py tries all methods).
     """
     facts = {}
     if replicated or method.card.same_arithmetic:
@@ -186,7 +185,8 @@ def _short(value: str, longest: int = 120) -> str:
 def model_facts(model: nn.Module) -> dict[str, str]:
     """Describe the model's device and, in order, each parameter's name, whole shape, dtype, and whether it is trained.
 
-    A method's left-overs may differ between a CPU and a GPU (``thinwire.ops.sketch``), and all ranks have to know them.
+    The device matters: a method's left-overs, which all ranks must know, may differ between CPU and GPU
+    (``thinwire.ops.sketch``).
     """
     return {"device": ", ".join(sorted({parameter.device.type for parameter in model.parameters()}))} | {
         f"parameter {number}": f"{bare_name(name)} {tuple(parameter.shape)} "
@@ -213,19 +213,17 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
 
 @functools.cache  # reading it takes as long as a small model's step
 def version() -> str:
-    """Read the version of Thinwire."""
     with suppress(PackageNotFoundError):
         return importlib.metadata.version("thinwire")
     return "from source"
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Describe each setting's value."""
     return {name: describe_value(value) for name, value in settings.items()}
 
 
 def describe_value(value: Any) -> str:
-    """Write ``value`` in words that do not depend on its address in memory."""
+    """Write ``value`` as text without its address in memory."""
     if isinstance(value, Tensor):
         return repr(value.item()) if value.numel() == 1 else f"tensor of {value.numel()} values"
     return re.sub(r" at 0x[0-9a-f]+", "", str(value) if isinstance(value, Method) else repr(value))

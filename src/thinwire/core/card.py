@@ -1,4 +1,4 @@
-"""A method's card: all that it says of itself once. ``Method`` itself says what changes from step to step."""
+"""A method's card: its constant properties. ``Method`` itself has what changes from step to step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ class StateKind:
     """The properties of one kind of state, or of all kinds that an ``fnmatch`` pattern names.
 
     Attributes:
-        resized: what becomes of a tensor that was ``put`` into the state when a run goes on with other ranks. "equal":
-            it is the same on all ranks, and is kept. "shard": it is the same on all ranks that hold the same shard,
-            which have to be as many as before. "mean": it becomes its mean over those. "anew": it belongs to the ranks
-            of before, and the method finds it anew. None: such a state is refused. What has rows needs no word: it
-            becomes its mean over the ranks that held it, which is as much of the next mean as before.
+        resized: how a tensor that was ``put`` into the state moves to other ranks. "equal": it is the same on all ranks
+            and is kept. "shard": it is the same on all ranks that hold the same shard; there must be as many shards as
+            before. "mean": it becomes its mean over those ranks. "anew": the method finds it anew. None: such a state
+            is refused. State with rows needs no rule: it becomes its mean over the ranks that held it, which
+            contributes as much to the next mean as before.
         rank_equal: it is the same on all ranks that the exchange connects (no pattern; kinds that begin so).
         offloaded: it lives in CPU memory (no pattern).
-        of_weights: it belongs to the weights as they were, and is dropped with what waits when other weights are put in
-            their place (no pattern).
-        fault: (a saved state, its keys as in ``State.state_dict``) -> what of this kind cannot be used there, and why,
-            or "": integers that would become addresses, in the first place. It is called before anything is loaded.
+        of_weights: it belongs to the present weights and is dropped with what waits if they are replaced (no pattern).
+        fault: (a saved state, its keys as in ``State.state_dict``) -> what of this kind is unusable and why, or "".
+            Called before anything is loaded, mainly to check integers that would become addresses.
     """
 
     resized: Literal["equal", "shard", "mean", "anew"] | None = None
@@ -40,20 +39,20 @@ EQUAL, SHARD, MEAN, ANEW = (StateKind(resized=word) for word in ("equal", "shard
 
 
 class StepMaker(Protocol):
-    """An object that makes steps of the weights of gradients, before they are exchanged."""
+    """An object that turns gradients into steps of the weights before they are exchanged."""
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters whose gradient, as the engine holds it now, is a step of the weights already."""
+        """The parameters whose gradient in the engine's buffer is a step of the weights already."""
 
     def power(self) -> Tensor | None:
-        """About the squared norm of the mean gradient of what became steps, 0-dim; None: nothing has."""
+        """Estimate the squared norm of the mean gradient of what became steps, 0-dim; None: nothing has."""
 
     def resting(self) -> Collection[str]:
-        """The parameters that hold still in the step under way: what waited of them goes on waiting."""
+        """Return the parameters that rest in the present step: what waited of them goes on waiting."""
 
     def cancel(self, names: Collection[str]) -> None:
-        """Forget what was noted of the gradients of ``names``: they were exchanged and then thrown away."""
+        """Forget the notes on the gradients of ``names``, which were exchanged and then thrown away."""
 
     def send_second(self, bucket: Any, exchange: Any) -> None: ...
 
@@ -64,36 +63,33 @@ class StepMaker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """The properties of a method with its knobs as they are and, once begun, in its run. Defaults: dense baseline.
+    """The properties of a method with its present knobs and, once begun, its run. Defaults: dense baseline.
 
     Attributes:
-        promise: what the method keeps of the values that it is given.
+        promise: what becomes of the values that the method is given.
         group: elements that its codecs take together; each parameter's columns are padded to a multiple of it.
         summed_by_network: the network sums what is sent (a linear codec, or none). False: all-to-all and a sum in fp32.
-        native: the engine's own buffer goes out as it is, in its own dtype: nothing is split, nothing is encoded.
+        native: the engine's own buffer is sent as it is, in its own dtype, neither split nor encoded.
         keeps_state: something has to survive from step to step.
-        adds_up: two exchanges in one optimizer step give the sum of two means. A method that keeps an average over the
-            steps, which would move on twice, says False.
+        adds_up: two exchanges in one optimizer step give the sum of two means. False: for example, the method keeps an
+            average over the steps, which would move on twice.
         bytes_follow_data: the bytes of a step depend on the data, and the plan is an upper bound.
-        grows_with_ranks: where all ranks want the result, each receives every rank's message, so that what a rank sends
-            grows with their number.
-        instead_at_scale: what to write in the method's place among many ranks, or "" where nothing else is better.
-        encodes_weights: something else than the weights themselves travels where the engine shards them, and
-            ``Method.weight_message`` makes it.
-        same_arithmetic: ranks hold equal bits only if their CPUs round alike: by the same kernels, and with the same
+        grows_with_ranks: if all ranks want the result, each rank's bytes grow with the number of ranks, since each
+            receives every rank's message.
+        instead_at_scale: what to write in the method's place among many ranks; "": nothing is better.
+        encodes_weights: where the engine shards weights, messages of ``Method.weight_message`` travel in their place.
+        same_arithmetic: ranks hold equal bits only if their CPUs round alike, with the same kernels and the same
             instructions in torch.
         takes_dense: gradients of parameters that stay dense go to ``Method.reduce``, too. False: the engine sums them.
         alone_from: the first optimizer step in which each rank (HSDP: each node) goes its own way, or None. From then
-            on nothing of a step's gradients travels, each rank decides by itself whether its step counts, and ranks'
-            numbers of steps taken may differ.
-        steady: the first optimizer step that is like all that follow: neither start nor warm-up.
-        cycle: steps, counted from ``steady``, that stand for all of the steady state, and each one's share of them: a
-            plan is their average.
-        state_kinds: what holds of the kinds of state. The first name or pattern that fits a kind counts.
-        step_maker: makes steps of the weights of this rank's gradients, where the method exchanges such steps. It knows
-            whose "gradients", as the engine holds them before a step, are steps already. None: there are never any.
-        intra: the ``Method`` of the hop inside a node, where there are two hops; None: dense.
-        carrier: the ``Method`` that encodes what travels, where that is another one.
+            on no gradients travel, each rank decides alone whether its step counts, and numbers of steps may differ.
+        steady: the first optimizer step of the steady state, after start and warm-up.
+        cycle: steps, counted from ``steady``, that represent the steady state -> each one's share in a plan's average.
+        state_kinds: properties by kind of state. The first name or pattern that fits a kind counts.
+        step_maker: turns this rank's gradients into steps of the weights, if the method exchanges such steps, and knows
+            which parameters' "gradients" in the engine's buffer are steps already. None: there are never any.
+        intra: the ``Method`` of the hop inside a node, if there are two hops; None: dense.
+        carrier: the ``Method`` that encodes what travels, if it is another one.
     """
 
     promise: Promise = EXACT
@@ -131,6 +127,6 @@ class Card:
         return [name for name, kind in self.state_kinds.items() if kind.offloaded]
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
-        """Name what of a ``saved`` state cannot be used, and why; "" where nothing is wrong."""
+        """Name what is unusable in a ``saved`` state, and why; "" if nothing is."""
         faults = (kind.fault(saved) for kind in self.state_kinds.values() if kind.fault is not None)
         return next(filter(None, faults), "")

@@ -1,7 +1,7 @@
-"""Notices by a few samples of each weight that somebody else than an optimizer has changed weights.
+"""Notices, by a few samples of each weight, that something other than an optimizer has changed weights.
 
-torch counts changes in place (``_version``), but not those through ``.data``; and it does not tell a change that was
-taken back (averaged weights, put in for an evaluation) from one that stays.
+torch counts changes in place (``_version``), but not those through ``.data``, and its count does not show that a change
+was taken back (averaged weights, put in for an evaluation).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Fingerprint:
     """``SAMPLES`` values of each weight as they were when ``take`` was called."""
 
     def __init__(self, weights: Callable[[], Sequence[Tensor]]) -> None:
-        """``weights``: gives the tensors (DTensors: this rank's part counts), the same ones in the same order."""
+        """``weights``: returns always the same tensors in the same order (of DTensors this rank's part counts)."""
         self._weights = weights
         self._reference: Tensor | None = None
 
     def take(self) -> None:
-        """Sample the weights: they are as they should be now."""
+        """Sample the weights, as the values to compare with."""
         self._reference = self._samples()
 
     def forget(self) -> None:
@@ -37,11 +37,11 @@ class Fingerprint:
         self._reference = None
 
     def differs(self) -> bool:
-        """Has any sample another value than when it was taken? Waits for the device."""
+        """Has any sample changed since ``take``? Waits for the device."""
         return bool(self._differing().any())
 
     def share_of_weights_changed(self) -> float:
-        """The share of the weights of which a sample has another value, 0 to 1. Waits for the device."""
+        """Return the share of the weights of which a sample has changed, 0 to 1. Waits for the device."""
         differing = self._differing()
         if differing.numel() == 0:
             return 0.0
@@ -50,7 +50,7 @@ class Fingerprint:
         return sum(changed) / len(changed)
 
     def _differing(self) -> Tensor:
-        """Compare now with ``take``: (samples,) bool, empty where nothing was taken."""
+        """Compare with ``take``: (samples,) bool, empty if nothing was taken or the weights have moved."""
         expected = self._reference
         if expected is None:
             return torch.zeros(0, dtype=torch.bool)
@@ -65,15 +65,15 @@ class Fingerprint:
 
 
 class WeightWatch:
-    """Notices that the weights of a step are not those that the last one has left, where something waits for them.
+    """Notices that weights changed between two steps while something waits for them.
 
-    An lr finder, or whoever goes back to better weights, puts back model and optimizer, and not what waits: that
-    belongs to the weights of before, and would move these. If both were put back, what waits is dropped. If weights
-    alone were changed, they may be averaged ones to go on with: then one line says what to call.
+    An lr finder, or a return to better weights, restores model and optimizer, but not what waits, which belongs to the
+    replaced weights and would move the restored ones. If both were restored, what waits is dropped. If weights alone
+    changed, they may be averaged ones to go on with: one warning says what to call.
     """
 
     def __init__(self, method: str, weights: Sequence[Tensor], drop_waiting: Callable[[], None]) -> None:
-        """``method``: its name. ``weights``: none where nothing ever waits. ``drop_waiting``: lets go of what waits."""
+        """``method``: its name. ``weights``: empty if nothing ever waits."""
         self._method, self._weights, self._drop_waiting = method, weights, drop_waiting
         self._fingerprint = Fingerprint(lambda: weights)
         self._version = -1
@@ -81,7 +81,7 @@ class WeightWatch:
         self._warned = False
 
     def trust(self) -> None:
-        """Trust the weights of the next step, whatever they were: somebody has said so."""
+        """Trust the weights of the next step, whatever they are: the user has said that they changed."""
         self._optimizer_loaded = False
         self._fingerprint.forget()
 
@@ -96,12 +96,9 @@ class WeightWatch:
         self._version = self._count_versions()
 
     def look(self, *, alone: bool) -> None:
-        """Look whether weights changed before another step.
-
-        ``alone``: each rank looks by itself, and drops nothing, since others could differ.
-        """
+        """Check whether weights changed since the last step. ``alone``: drop nothing, since ranks could differ."""
         loaded, self._optimizer_loaded = self._optimizer_loaded, False
-        # On a GPU the host would wait for the device: only where torch has counted a change.
+        # The comparison waits for a GPU, so there it happens only if torch has counted a change.
         on_gpu = any(devices.streams(weight.device) is not None for weight in self._weights[:1])
         if on_gpu and self._count_versions() == self._version:
             return
@@ -129,7 +126,7 @@ class WeightWatch:
 
 
 def _samples_of(weight: Tensor) -> Tensor:
-    """Take up to ``SAMPLES`` values at equal distances in memory: a view where the weight has no gaps."""
+    """Take up to ``SAMPLES`` values at equal distances in memory; a view if the weight has no gaps."""
     order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
     flat = weight.permute(order).reshape(-1)
     return flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES]

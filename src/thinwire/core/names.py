@@ -13,14 +13,14 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name in the user's own model: without what compile and checkpoint wrappers put before it."""
+    """Return a parameter's name in the user's own model, without the prefixes of compile and checkpoint wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def bare_name(name: str) -> str:
-    """Return ``clean_name`` without what DDP puts before it either."""
+    """Return ``clean_name`` without DDP's prefix."""
     return clean_name(name).removeprefix("module.")
 
 
@@ -50,7 +50,7 @@ def describe(
     """Describe every trainable parameter by its id; tied ones once, under their first name.
 
     ``shards``: id(parameter) -> its shape on this rank before the engine shards it, and the shape of the engine's
-    padded shard; without it, nothing is sharded, or only what travels: in so many ``chunks`` of dim 0.
+    padded shard. Without ``shards``, weights are not sharded, and what travels is one of ``chunks`` parts of dim 0.
     """
     modules = dict(model.named_modules())
     described: dict[int, Parameter] = {}

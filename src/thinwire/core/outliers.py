@@ -1,12 +1,12 @@
 """The outlier clip of gradients that enter a method's state: a spoilt batch must not rule the steps after it.
 
 Dense training forgets a spoilt batch (a loss ten thousand times too large, once): clipping scales its gradient down,
-and the next step is an ordinary one. A method that keeps a residual or a momentum takes the gradient up *before* it is
-averaged and clipped, and sends it for a hundred steps. So a gradient of a parameter on a rank that is more than
-``times`` as large as usual is first scaled down to that; or, where what waits is a step or a momentum already, which
-no clipping meets any more, to ``STEP`` usual norms: ten of these cost up to 14% of the loss 70 steps later
-(docs/steps.md). What is cut off is lost, on purpose, and counted: for the rest, sent + kept = input holds as before.
-Where it cuts often, what it cuts is no accident: then it says so.
+and the next step is an ordinary one. But a method that keeps a residual or a momentum takes up the gradient *before* it
+is averaged and clipped, and sends it for a hundred steps. So a parameter's gradient on a rank that is more than
+``times`` as large as usual is first scaled down to ``times`` the usual norm. If the method keeps steps or momenta,
+which are never clipped later, it is scaled down to ``STEP`` usual norms: with ten of them the loss was up to 14% higher
+70 steps later (docs/steps.md). What is cut off is lost, on purpose, and counted; for the rest, sent + kept = input
+holds. If it cuts often, the cut gradients are no accident, and it warns.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from thinwire.base.errors import ThinwireWarning
 from thinwire.core.bucket import Piece
 
 STEP = 2.0
-"""Usual norms that a cut leaves where a gradient becomes a step or a momentum before it is averaged."""
+"""Usual norms that a cut leaves if a gradient becomes a step or a momentum before it is averaged."""
 NORM_DECAY = 0.9
 """The decay per step of the usual norm: a norm counts for about ten steps."""
 WATCHED = 200
-"""Steps between two looks at how often gradients are cut; a look waits for the device."""
+"""Steps between two checks of how often gradients are cut; a check waits for the device."""
 OFTEN = 0.01
-"""The share of a parameter's steps that may be cut without a word."""
+"""The share of a parameter's gradients that may be cut without a warning."""
 COMPOSITIONS = 256
 """Compositions of buffers whose parameters' columns are cached. A model of experts can have any number."""
 
@@ -39,21 +39,20 @@ class OutlierClip:
     """Scales gradients down whose norm is more than ``times`` the usual one.
 
     With r the running mean of a parameter's norms, R the norm of all r together, and s the parameter's share of all
-    values, usual is max(r, sqrt(s) R): a parameter whose gradients begin small (behind a layer that starts at zero) may
-    grow at once. Where nothing is usual yet, in a parameter's first step, nothing is cut. A norm that is too large
-    counts as ``times`` the usual one: if gradients stay as large, that is what is usual after a few steps. A norm of 0
-    says nothing about what is usual (an expert, a head of many, a language: zeros in the steps that do not use them).
+    values, the usual norm is max(r, sqrt(s) R), so that gradients that begin small (behind a layer that starts at zero)
+    may grow at once. In a parameter's first step nothing is cut. A norm that is too large counts as ``times`` the usual
+    one, so that gradients that stay large become usual after a few steps. Norms of 0 do not count (experts, heads or
+    languages have zeros in the steps that do not use them).
 
-    Parameters that stay dense are bounded too. They would forget by themselves, but one norm clips all: left as it is,
-    theirs would shrink what the others send to nothing in that step.
+    Parameters that stay dense are bounded too. They keep nothing, but one norm clips all gradients: an unbounded one
+    would shrink what the others send to nothing in that step.
 
-    No host sync, and one pass over the gradients (two on CUDA).
+    No host sync; one pass over the gradients (two on CUDA).
     """
 
     def __init__(self, times: float, sizes: Mapping[str, int], leaves: float | None = None) -> None:
-        """``times``: 1 or more. ``sizes``: values on this rank of each trained parameter, by name. ``leaves``: the norm
-        that a cut leaves, in usual norms, at most ``times``, which is what None means.
-        """
+        """``times``: 1 or more. ``sizes``: number of values on this rank by trained parameter. ``leaves``: the norm
+        that a cut leaves, in usual norms, at most ``times``; None: ``times``."""
         self.times = times
         self._share = 1.0 if leaves is None else min(leaves / times, 1.0)
         self._index = {name: i for i, name in enumerate(sorted(sizes))}
@@ -70,10 +69,7 @@ class OutlierClip:
         self._cached_select = functools.lru_cache(COMPOSITIONS)(self._select)
 
     def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> None:
-        """Scale the parameters in ``flat`` (1-D) down where they exceed their bound.
-
-        Where a norm is not finite nothing is scaled: such a step is the guard's.
-        """
+        """Scale the gradients in ``flat`` (1-D) down that exceed their bound; the guard handles norms not finite."""
         if self._statistics.device != flat.device:
             self._shares, self._statistics = self._shares.to(flat.device), self._statistics.to(flat.device)
         bounded, columns = self._cached_select(pieces, flat.device)
@@ -91,7 +87,7 @@ class OutlierClip:
         exceeds = (norms > largest) & (usual_before > 0) & counted
         cut_to = self._share * largest
         factors = torch.where(exceeds, cut_to / norms, 1.0)
-        # On CPU a look costs nothing and mostly saves a pass; on a GPU it would wait for the device.
+        # On a CPU this check costs nothing and mostly saves a pass; on a GPU it would wait for the device.
         if devices.streams(flat.device) is not None or bool(exceeds.any()):
             torch._foreach_mul_(views, list(factors.to(flat.dtype).unbind()))
         norm = torch.where(exceeds, largest, torch.where(counted, norms, usual_before))
@@ -100,7 +96,7 @@ class OutlierClip:
         self._next[:, columns] = torch.cat([usual_after.unsqueeze(0), before_step[1:] + counts])
 
     def commit(self) -> None:
-        """Keep the step's norms and counts: it counts."""
+        """Keep the step's norms and counts."""
         if self._next is not None:
             self._statistics, self._next = self._next, None
             self._steps += 1
@@ -108,7 +104,7 @@ class OutlierClip:
                 self._warn()
 
     def rollback(self, names: Collection[str] | None = None) -> None:
-        """Forget the step's norms and counts; where ``names`` are given, those of these parameters."""
+        """Forget the step's norms and counts, of the parameters ``names`` or of all (None)."""
         if names is None:
             self._next = None
         elif self._next is not None:
@@ -140,12 +136,11 @@ class OutlierClip:
         return self._cut_before.to(self._statistics.device) + self._statistics[2:].sum(1)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the usual norms by parameter, and what was cut."""
         usual = {f"usual norm/{name}": self._statistics[0, i].clone() for name, i in self._index.items()}
         return {**usual, "cut": self._cut}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what ``state_dict`` gave. A parameter that is not in it starts without a usual norm."""
+        """Load ``state_dict``'s result. A parameter that is not in it starts without a usual norm."""
         self._next = None
         self._statistics.zero_()
         for name, i in self._index.items():
@@ -154,7 +149,7 @@ class OutlierClip:
             self._cut_before.copy_(state["cut"])
 
     def _select(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[list[Piece], Tensor]:
-        """Select the bounded ones of ``pieces``, with their columns in ``_statistics``, int64."""
+        """Select those of ``pieces`` that are bounded; return their columns in ``_statistics``, int64, too."""
         bounded = [piece for piece in pieces if piece.name in self._index]
         numbers = [self._index[piece.name] for piece in bounded]
         return bounded, torch.tensor(numbers, dtype=torch.int64, device=device)

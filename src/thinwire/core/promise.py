@@ -1,4 +1,4 @@
-"""The promise of a method about the values that it is given: what is sent, what waits, and what is lost."""
+"""A method's promise about the values that it is given: what is sent, what waits, and what is lost."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Literal
 class Rounding:
     """The largest error of one encoding, by its format alone.
 
-    Each value is off by at most ``value`` of itself plus ``step`` of the largest of its group. Where ``block``
-    neighbours are transformed together (by an orthogonal matrix), this holds of the lengths of such blocks instead:
-    the error of a block x is no longer than ``value`` |x| + sqrt(block) ``step`` times the longest block of the group.
+    Each value is off by at most ``value`` of itself plus ``step`` of the largest of its group. If ``block`` neighbours
+    are transformed together (by an orthogonal matrix), the bound is on the lengths of blocks instead: the error of a
+    block x is no longer than ``value`` |x| + sqrt(block) ``step`` times the longest block of the group.
 
     Attributes:
         bits: what rounds, for the user: "8 bits".
-        value: half a unit in the last place, as a share of the value (bfloat16: 2^-8). step: of codes that share a
-            scale, half a code (a whole one where rounding is stochastic), as a share of the largest.
+        value: half a unit in the last place, as a share of the value (bfloat16: 2^-8). step: for codes that share a
+            scale, half a code (a whole one if rounding is stochastic), as a share of the largest.
         group: values that share a scale. block: values that are transformed together (1: none).
     """
 
@@ -31,24 +31,24 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Promise:
-    """A method's promise about the values it is given, to which ``thinwire.proof.laws`` holds it.
+    """A method's promise, which ``thinwire.proof.laws`` checks.
 
     Attributes:
         kind: "exact": the mean, bit for bit the stock engine's.
-            "conserves": over all ranks, the sum of inputs and of what waited = N means and the sum of what waits, up to
-            the rounding of float32.
+            "conserves": summed over the N ranks, inputs + what waited before = N means + what waits after, up to the
+            rounding of float32.
             "rounds": the same up to ``rounding``: what is rounded off is not returned.
-            "lossy": a part of what comes in never arrives.
-        lost: what is not returned, and what returns it, in one plain phrase; "" where nothing is lost.
-        waits: kinds of state that wait -> how often a value of each counts: e / (1 - beta) is still to come where a
-            moving average e' = beta e + (1 - beta) (what was left out) is added to every input. A kind that has one row
-            where the bucket has N belongs to that row's owner, and stands for all N ranks.
-        of: "gradients", or first "moments" m: then (1 - beta1) times the inputs and beta1 times the last m come in, and
-            m is what arrives; ``method.beta1``, and m the optimizer's ``exp_avg``. Or "updates": steps of the
-            weights, which ``compress()`` finds in the bucket's rows. Or "weights": where ranks go their own ways, how
-            far each has moved its weights since all were equal comes in, and how far all are then moved is what arrives
-            (with an outer rate of 1 and no momentum).
-        rounding: of one encoding, for "rounds".
+            "lossy": a part of the input never arrives.
+        lost: what is not returned, and what returns it, in one plain phrase; "" if nothing is lost.
+        waits: kinds of state that wait -> how often a value of each counts. For a moving average e' = beta e +
+            (1 - beta) (what was left out), which is added to every input, e / (1 - beta) is still to come. A kind with
+            one row where the bucket has N belongs to that row's owner, and stands for all N ranks.
+        of: what the inputs are. "gradients". Or first "moments" m (the optimizer's ``exp_avg``): (1 - beta1) times the
+            inputs and beta1 (``method.beta1``) times the last m come in, and m arrives. Or "updates": steps of the
+            weights, which ``compress()`` finds in the bucket's rows. Or "weights", if ranks go their own ways: how far
+            each has moved its weights since all were equal comes in, and how far all are then moved arrives (with an
+            outer rate of 1 and no momentum).
+        rounding: the rounding of one encoding, for "rounds".
     """
 
     kind: Literal["exact", "conserves", "rounds", "lossy"]

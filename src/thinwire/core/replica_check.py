@@ -1,9 +1,9 @@
 """Compares, every so many steps, hashes of the raw bits that ranks must hold alike.
 
-Compared are the weights (DDP: on all ranks; HSDP: on those with the same shard), what a method promises to be equal of
-its state (``StateKind.rank_equal``: masks), and what a sharded engine's ranks hold of each other's weights
-(``weights.py``). Where weights are sharded over all ranks each has one owner, and there is nothing to compare. Where
-ranks go their own ways it is done when they have met.
+It compares the weights (DDP: on all ranks; HSDP: on those with the same shard), the state that a method promises to be
+equal (``StateKind.rank_equal``: masks), and what a sharded engine's ranks hold of each other's weights
+(``weights.py``). Weights that are sharded over all ranks have one owner each and are not compared. Ranks that go their
+own ways are compared when they have met.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from thinwire.network.comm import Comm, GroupComm, local
 WIDTH = 1 << 20
 """Words that are hashed at once: the scratch memory is 8 bytes for each."""
 STEP = 0x9E3779B97F4A7C1
-"""An odd factor, by which the hash of what comes before is multiplied."""
+"""An odd factor by which the hash of the earlier words is multiplied."""
 
 
 def digest(values: Tensor) -> Tensor:
     """Hash the raw bits of ``values`` (any shape and dtype) to a 0-dim int64 on their device, without a host sync.
 
-    The sum of ``WIDTH`` 32-bit words, each times an odd number of its place, modulo 2^64; of such sums a polynomial in
-    ``STEP``. Integers: so it does not depend on the order of summing. It is no defence against an adversary.
+    ``WIDTH`` 32-bit words, each times an odd number of its place, are summed modulo 2^64; the hash is a polynomial in
+    ``STEP`` of such sums. Integer sums do not depend on their order. It is no defence against an adversary.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for words in _words(values).split(WIDTH):
@@ -40,7 +40,7 @@ def digest(values: Tensor) -> Tensor:
 
 
 def _words(values: Tensor) -> Tensor:
-    """View the bits of ``values`` as int32 (n,), zeros behind."""
+    """View the bits of ``values``, padded with zeros, as int32 (n,)."""
     flat = values.detach().reshape(-1).view(torch.uint8)
     if len(flat) % 4 or flat.storage_offset() % 4:
         flat = torch.cat([flat, flat.new_zeros(-len(flat) % 4)])
@@ -59,36 +59,35 @@ class ReplicaCheck:
     """Compares the replicas of a model every so many steps. All its calls are collective."""
 
     def __init__(self, engine: Engine, road: Road, weights: Mapping[str, Tensor], every: int) -> None:
-        """``every``: optimizer steps, skipped ones included; higher => cheaper, and noticed later."""
+        """``every``: optimizer steps, skipped ones included; higher => cheaper, differences are noticed later."""
         self._engine, self._weights, self.every, self._last = engine, weights, every, 0
         self._method, self._exchange = road.last.method, road.last.exchange
         self._comms = [_aside(comm) for comm in engine.comms]
 
     def look(self, number: int) -> None:
-        """Compare after step ``number``, if it is time to and the ranks are together.
+        """Compare after step ``number``, if a check is due and the ranks are together.
 
         Raises:
-            ThinwireError: they are not the same. On all ranks; those that differ say what is first to differ.
+            ThinwireError: replicas differ. All ranks raise; those of the group that differs name the first difference.
         """
         if number - self._last < self.every or not self._method.rank_equal:
             return
         self._last = number
         with Agreement(self._comms), torch.no_grad():
-            # All of them before one raises: other groups do not know yet, and their ranks go on to the next.
+            # Compare all before raising: the ranks of other groups do not know yet, and go on to the next comparison.
             wrong = [_compare(comm, tensors, number) for comm, tensors in self._tensors()]
             for line in filter(None, wrong):
                 raise ThinwireError(line)
 
     def look_at_names(self, number: int, names: Sequence[str]) -> None:
-        """Compare ``names``, whose gradients are about to be exchanged in step ``number``, if a look is due.
+        """Compare ``names``, whose gradients are about to be exchanged in step ``number``, if a check is due.
 
-        No names: the optimizers are about to step. Parameters that some ranks use and others do not make buffers of
-        unlike sizes.
+        No names: the optimizers are about to step. Parameters that only some ranks use make buffers of unlike sizes.
 
         Raises:
-            ThinwireError: another rank exchanges others, on all ranks.
+            ThinwireError: another rank exchanges others; raised on all ranks.
         """
-        if number - self._last < self.every or self._engine.kind == "ddp":  # which exchanges all or none
+        if number - self._last < self.every or self._engine.kind == "ddp":  # DDP exchanges all or none
             return
         comm = self._comms[0]
         if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:

@@ -15,9 +15,9 @@ from thinwire.core.exchange import Exchange
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained parameter, as known when it is decided how it travels.
+    """A trained parameter.
 
-    ``local`` is the number of elements of its shard with the engine's padding (``numel`` where nothing is sharded).
+    ``local`` is the number of elements of its shard with the engine's padding (``numel`` if nothing is sharded).
     ``rank_shape`` is its shape on this rank before data parallelism shards it: ``shape``, or a tensor-parallel part.
     """
 
@@ -54,7 +54,7 @@ def find_holders(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[s
 
 
 class HolderCache:
-    """Caches ``find_holders`` until an optimizer's groups are others than at the last look."""
+    """Caches ``find_holders`` until an optimizer's groups change."""
 
     def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
         self._optimizers, self._weights = optimizers, weights
@@ -63,7 +63,6 @@ class HolderCache:
         self._cached: dict[str, Holder] = {}
 
     def look(self) -> dict[str, Holder]:
-        """Return the holder of each weight now."""
         groups = [(group, group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         key = [(id(group), id(members), len(members)) for group, members in groups]
         if key != self._key:
@@ -78,16 +77,16 @@ class Run:
 
     Attributes:
         parameters: the trainable parameters by name. exchange: the topology that ``reduce`` will be handed.
-        steps: optimizer steps of the whole run, or None if the user did not say. seed: of every random stream.
+        steps: optimizer steps of the whole run, or None if the user did not say. seed: for every random stream.
         optimizers: the user's; together they hold all of ``parameters``.
         weights: the tensors of ``parameters``, by name (DTensors on FSDP2).
-        rank: of this process among the data-parallel ones, for streams that must differ by rank: tensor-parallel ranks
-            share it, or what they hold in common would drift apart.
-        hop: 1, or 2 where a hop inside the node has averaged what comes to the method.
-        chunk: (which, of how many) of a parameter's equal chunks of dim 0 travels here, where the rank holds all of its
-            weight (two levels on DDP). None: what travels is what the rank holds.
+        rank: this process's data-parallel rank, for streams that must differ by rank. Tensor-parallel ranks share it,
+            or what they hold in common would drift apart.
+        hop: 2 if a hop inside the node has averaged the method's input; else 1.
+        chunk: (index, number) of the equal chunk of each parameter's dim 0 that travels here, if the rank holds whole
+            weights (two levels on DDP). None: what the rank holds travels.
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
-        gathers: dtypes in which the engine gathers weights that it shards; none where it shards none.
+        gathers: dtypes in which the engine gathers weights that it shards; empty if it shards none.
     """
 
     parameters: Mapping[str, Parameter]
@@ -104,10 +103,10 @@ class Run:
 
     @property
     def holders(self) -> dict[str, Holder]:
-        """The optimizer that steps each of ``weights``, in its groups as they are now.
+        """The optimizer that steps each of ``weights``, and the group there as it is now.
 
-        No one may keep a group over a step: ``optimizer.load_state_dict()`` puts new dicts in place of the groups, and
-        schedulers change those from then on.
+        Do not keep a group over a step: ``optimizer.load_state_dict()`` replaces the groups' dicts, and schedulers
+        change the new ones.
         """
         return self._holders.look()
 
@@ -116,7 +115,7 @@ class Run:
         return HolderCache(self.optimizers, self.weights)
 
     def travels(self, name: str, values: Tensor) -> Tensor:
-        """Select, of this rank's ``values`` (1-D) of parameter ``name``, those that its exchange is about."""
+        """Select those of this rank's ``values`` (1-D) of parameter ``name`` that travel here: see ``chunk``."""
         if self.chunk is None:
             return values
         first = self.chunk[0] * self.parameters[name].local
@@ -130,8 +129,7 @@ class Step:
     Attributes:
         number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
-        agree: (values) -> are they finite on every rank? Collective, and waits for the device; True without a
-            guard.
+        agree: (values) -> are they finite on every rank? Collective, waits for the device; True without a guard.
     """
 
     number: int
@@ -142,5 +140,5 @@ class Step:
 
     @functools.cached_property
     def holders(self) -> dict[str, Holder]:
-        """The optimizer that steps each of ``weights``, in its groups as they are now."""
+        """The optimizer that steps each of ``weights``, and the group there as it is now."""
         return find_holders(self.optimizers, self.weights)

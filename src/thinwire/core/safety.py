@@ -1,4 +1,4 @@
-"""The settings of what a run is protected against."""
+"""The settings that protect a run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class Safety:
     Args:
         guard: skip a step on all ranks when any gradient on any rank is not finite (one flag of 4 bytes and one host
             sync per step). False: such a gradient goes to the optimizer as it is.
-        outlier_clip: the gradient of a parameter on a rank that is more than this many times as large as usual (by its
-            running norm) is scaled down to that before a method keeps anything of it (to twice the usual where the
-            method keeps steps or momenta, which no clipping meets), so that a spoilt batch does not rule the steps
-            after it. What is cut off is lost, counted and shown; where more than 1% of a parameter's gradients are cut,
-            a warning names it. Lower => smaller excesses are cut, and more ordinary gradients are. None: nothing is
-            cut. Methods that keep nothing have no clip, nor have local steps, whose gradients are clipped before they
-            move what is kept.
+        outlier_clip: scale a parameter's gradient on a rank that is more than this many times as large as usual (by its
+            running norm) down to that, before a method keeps anything of it, so that a spoilt batch does not rule the
+            steps after it. If the method keeps steps or momenta, which are never clipped later, scale it down to twice
+            the usual. What is cut off is lost, counted and shown; if more than 1% of a parameter's gradients are cut, a
+            warning names it. Lower => smaller outliers are cut, and more ordinary gradients, too. None: nothing is cut.
+            Methods that keep nothing have no clip, nor has local-steps, whose gradients are clipped before it keeps
+            anything.
         max_skipped: steps in a row that the guard may skip before all ranks raise. Lower => a run that has diverged
-            ends sooner. None: it never does. (A step that a GradScaler skips does not count. Where ranks step alone,
-            each counts its own, and the others lose it at the end of the round.)
-        check_every: optimizer steps between two comparisons of what ranks must hold in common: hashes of weights,
-            masks, gathered weights; for what no setting shows, such as a scheduler that differs. Lower => noticed
-            sooner, dearer. None: never.
-        checksum: every row that one rank sends another is followed by 8 bytes of xxh3_64, by which a bit that flipped
-            on the way is noticed and named (docs/faults.md has the cost). What the network sums itself has none, and
-            GPUs have none, where the host would have to wait for every message. Its bytes are counted as sent, and are
-            no part of the plan. Needs the package xxhash.
+            ends sooner. None: never raise. (Steps that a GradScaler skips do not count. A rank that steps alone counts
+            its own and raises alone; the others lose it at the end of the round.)
+        check_every: optimizer steps between two comparisons of hashes of what ranks must hold in common: weights,
+            masks, gathered weights. They show what no setting does, such as a scheduler that differs. Lower =>
+            differences are noticed sooner, at a higher cost. None: never.
+        checksum: send 8 bytes of xxh3_64 after every row that goes from rank to rank, so that a bit that flipped on the
+            way is noticed and named (docs/faults.md has the cost). Messages that the network sums have none; GPUs have
+            none, since the host would wait for every message. These bytes count as sent, but are no part of the plan.
+            Needs the package xxhash.
 
     Raises:
         ThinwireError: a number is out of its range.

@@ -28,9 +28,9 @@ def dense_among(method: Method, parameters: Iterable[Parameter]) -> frozenset[st
 
 
 def unmatched(method: Method, names: Iterable[str]) -> str | None:
-    """Say which pattern of the user's, the first, matches none of the parameters ``names``; None if all do.
+    """Name the user's first pattern that matches none of the parameters ``names``; None if all match.
 
-    A preset's patterns are for any model: with ``dense=("*bias",)`` one without biases is fine.
+    Patterns of a preset are for any model and may match nothing (``dense=("*bias",)`` without biases).
     """
     names = list(names)
     for knob in ("dense", "send"):

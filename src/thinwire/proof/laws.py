@@ -1,21 +1,21 @@
-"""The laws that every method obeys, on virtual ranks: for ours, and for anybody's own.
+"""The laws that every method obeys, checked on virtual ranks, for Thinwire's methods and your own.
 
     from thinwire.proof.laws import check_laws
 
     check_laws(MyMethod)                    # raises AssertionError with a line for each law that is broken
 
-On every engine that the method names, with 1 to 8 ranks, in one hop and in two, where the method takes two:
+On every engine that the method names, with 1 to 8 ranks, in one hop and, if the method takes two, in two:
 
-* ``ranks``: all ranks hold the same bits where they must, and send as many bytes; none where each goes its own way.
-* ``promise``: what :class:`thinwire.core.method.Promise` says.
-* ``bytes``: as many as planned, to the byte, in the steady state; no more where the method ``adapts``.
+* ``ranks``: ranks hold the same bits where they must, and send equally many bytes; none if each goes its own way.
+* ``promise``: the method keeps its :class:`thinwire.core.method.Promise`.
+* ``bytes``: the steady state sends exactly the planned bytes, or at most those if ``bytes_follow_data``.
 * ``repeats``: the same inputs give the same bits.
 * ``undone``: a step that does not count leaves no trace.
 
-Tolerances are those of float32 and of the method's format, and are counted, not fitted: U is half a unit in the last
-place of float32 at 1. A value of the laws' small cases passes through at most ``ROUNDINGS`` roundings and one for each
-of N ranks, sums of its own method's arithmetic (a product of two short rows, a transform of a short block) included,
-each of them at most U times the length |x| of all that is involved.
+Tolerances are counted from float32 and the method's format, not fitted. U is half a unit in the last place of float32
+at 1. In the laws' small cases a value passes through at most ``ROUNDINGS`` + N roundings (the sums of the method's own
+arithmetic included: a product of two short rows, a transform of a short block), each at most U times the length |x| of
+all values involved.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Recording, Setup, StepRecord, common, play, small
 
 WINDOW = 4
-"""Steps of the steady state: two periods of the longest, ``T``."""
+"""Steps of the steady state: two of the longest periods, ``T``."""
 FEW = 4
-"""Ranks up to which a case is played again: whether a step is forgotten does not depend on their number."""
+"""Ranks up to which a case is played again, since ``undone`` does not depend on their number."""
 U = 2.0**-24
 ROUNDINGS = 32
 
@@ -49,14 +49,14 @@ EVERYWHERE = (
 
 
 def check_laws(cls: type[Method], *, setups: Sequence[Setup] = EVERYWHERE, **knobs: Any) -> None:
-    """Hold the method ``cls`` to every law, wherever it runs. Small tensors are made worth compressing: see ``KNOBS``.
+    """Check every law for the method ``cls``, wherever it runs. ``KNOBS`` make it compress small tensors.
 
     Args:
-        cls: a subclass of ``Method`` that can be made without arguments. knobs: to make it with.
-        setups: topologies and numbers of ranks; of those only the ones whose engine ``cls.engines`` names.
+        cls: a subclass of ``Method`` that can be made without arguments. knobs: arguments to make it with.
+        setups: topologies and numbers of ranks; those whose engine is not in ``cls.engines`` are left out.
 
     Raises:
-        AssertionError: a line for each law that does not hold: where, which, and how.
+        AssertionError: laws are broken; one line for each says where, which, and how.
         ThinwireError: the method runs in none of ``setups``, or compresses none of ``SHAPES``.
     """
     setups = [setup for setup in setups if setup.engine in cls.engines]
@@ -72,7 +72,7 @@ def check_laws(cls: type[Method], *, setups: Sequence[Setup] = EVERYWHERE, **kno
 
 
 def broken_laws(make: Callable[[], Method], setup: Setup) -> list[tuple[str, str]]:
-    """Find which laws the methods of ``make`` break, and how. None where a method takes one level and says so."""
+    """List (law, how it is broken) for the methods of ``make``; empty if ``setup`` has two levels and they refuse."""
     try:
         first = Rank(make, setup, Threads(setup.size), 0)
     except ThinwireError as refused:
@@ -96,17 +96,17 @@ def broken_laws(make: Callable[[], Method], setup: Setup) -> list[tuple[str, str
 
 
 def _ranks(recording: Recording) -> Iterator[str]:
-    """Check that ranks with the same parameters hold the same bits of means and weights, and all send as many bytes."""
+    """Check that ranks with the same parameters hold equal means and weights, and send equally many bytes."""
     stages = recording.first.road.stages
     replicated = not stages[-1].exchange.owner
     for number, rank in enumerate(recording.ranks):
-        # In two hops, ranks that do not exchange with each other have other shards, of which one may need more bytes.
+        # In two hops, ranks that do not exchange with each other hold different shards, which may need unequal bytes.
         twin = number % recording.setup.per_node if len(stages) == 2 else 0
         for step, (reference, record) in enumerate(zip(recording.ranks[twin], rank, strict=True)):
             if reference.sent != record.sent:
                 yield f"step {step}: rank {twin} sends {reference.sent} bytes, rank {number} {record.sent}"
                 break
-            if recording.setup.topology == "two_level":  # there all hold everything
+            if recording.setup.topology == "two_level":  # all ranks hold everything
                 reference = recording.ranks[0][step]
             means, weights = record.equal and not record.alone, record.equal
             if replicated and ((means and not torch.equal(reference.mean, record.mean))
@@ -120,7 +120,7 @@ def _ranks(recording: Recording) -> Iterator[str]:
 
 
 def _promise(recording: Recording) -> Iterator[str]:
-    """Check the promise of each hop's method, between the ranks that exchange with each other."""
+    """Check the promise of each hop's method between the ranks that exchange with each other."""
     ranks, per_node = recording.ranks, recording.setup.per_node
     groups: list[list[list[list[StepRecord]]]] = [[ranks]]
     if len(recording.first.road.stages) == 2:
@@ -132,7 +132,7 @@ def _promise(recording: Recording) -> Iterator[str]:
 
 
 class _Books:
-    """The books of one exchange: what came in, what went out and what waits, parameter by parameter as rows (R, n)."""
+    """The books of one exchange: its input, its result and what waits, by parameter, as rows (R, n)."""
 
     def __init__(self, recording: Recording, hop: int, ranks: list[list[StepRecord]]) -> None:
         stage, parameters = recording.first.road.stages[hop], recording.first.engine.parameters
@@ -177,7 +177,7 @@ class _Books:
         return torch.equal(torch.cat(means) if self.exchange.owner else means[0], mean)
 
     def _excess(self, step: int, name: str, columns: slice) -> float:
-        """Return by how much the books of ``name`` are off, beyond what roundings explain: see ``Promise``."""
+        """Return how far the books of ``name`` are off beyond what roundings explain: see ``Promise``."""
         promise = self.promise
         inputs = torch.stack([self._flat(rank[step].hops[self.hop].entered, columns) for rank in self.ranks])
         mean = self._rows([rank[step].hops[self.hop].mean for rank in self.ranks], columns)
@@ -203,9 +203,9 @@ class _Books:
         return float((_blocks(gap, rounding.block) - allowed).max())
 
     def _rounded(self, encoded: Tensor, rounding: Rounding) -> Tensor:
-        """Bound the distance of an exchange's result from the mean of ``encoded`` (N, R, n): lengths (R, blocks)."""
+        """Bound the distance of an exchange's result from the mean of ``encoded`` (N, R, n); return (R, blocks)."""
         blocks = _blocks(encoded, rounding.block)
-        if carrier_of(self.method).card.summed_by_network:  # the network rounds every one of its sums
+        if carrier_of(self.method).card.summed_by_network:  # the network rounds each of its sums
             return (1 + rounding.value) ** self.size * self.size * _mean_error(blocks, rounding).mean(0)
         gap = _mean_error(blocks, rounding).mean(0)
         if self.exchange.owner:
@@ -221,15 +221,15 @@ class _Books:
         return torch.nn.functional.pad(values, (0, self.rows * width - len(values))).view(self.rows, width)
 
     def _rows(self, values: list[Tensor], columns: slice) -> Tensor:
-        """Return rows (R, n) of values that all ranks hold whole, or each its own row of."""
+        """Return rows (R, n) of ``values``, which all ranks hold whole, or of which each rank holds its row."""
         return self._flat(torch.cat(values) if self.exchange.owner else values[0], columns)
 
     def _recorded(self, field: str, step: int, columns: slice) -> Tensor:
-        """Return rows (R, n) of a ``field`` of the records after ``step``; zeros before the first."""
+        """Return rows (R, n) of the records' ``field`` after ``step``; zeros before the first step."""
         return self._rows([getattr(rank[max(step, 0)], field) * (step >= 0) for rank in self.ranks], columns)
 
     def _waiting(self, step: int, name: str) -> Tensor:
-        """Return the values that wait on each rank after ``step``, (N, R, n); zeros before the first."""
+        """Return what waits on each rank after ``step``, (N, R, n); zeros before the first step."""
         columns = self.columns[name]
         width = -(-(columns.stop - columns.start) // (1 if self.exchange.owner else self.rows))
         total = torch.zeros((self.size, self.rows, width), dtype=torch.float64)
@@ -252,7 +252,7 @@ def _blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _mean_error(blocks: Tensor, rounding: Rounding) -> Tensor:
-    """Bound the error of one encoding, for blocks of these lengths (..., blocks): see ``Rounding``."""
+    """Bound the error of one encoding for ``blocks``' lengths (..., blocks): see ``Rounding``."""
     group = max(rounding.group // rounding.block, 1)
     padded = torch.nn.functional.pad(blocks, (0, -blocks.shape[-1] % group))
     largest = padded.unflatten(-1, (-1, group)).amax(-1).repeat_interleave(group, -1)[..., : blocks.shape[-1]]
@@ -260,7 +260,7 @@ def _mean_error(blocks: Tensor, rounding: Rounding) -> Tensor:
 
 
 def _lossy(recording: Recording, silent: Recording) -> Iterator[str]:
-    """Check a lossy method: its means point where all ranks' gradients point, and zeros give zeros."""
+    """Check that a lossy method's means point where all ranks' gradients point, and that zeros give zeros."""
     numel = recording.first.engine.numel
     for number, rank in enumerate(recording.ranks):
         arrived = torch.stack([record.mean for record in rank]).sum(0)
@@ -291,7 +291,6 @@ def _bytes(recording: Recording, planned: float) -> Iterator[str]:
 
 
 def _difference(first: Recording, second: Recording) -> str | None:
-    """Name the first difference of two recordings."""
     for number, (a, b) in enumerate(zip(first.ranks, second.ranks, strict=True)):
         for step, (first_record, second_record) in enumerate(zip(a, b, strict=True)):
             if difference := _unlike(first_record, second_record):
@@ -304,7 +303,7 @@ def _unlike(first: StepRecord, second: StepRecord) -> str | None:
         return "mean"
     if first.sent != second.sent:
         return "number of bytes"
-    for key in sorted({*first.state, *second.state}):  # what was never read is as good as zero
+    for key in sorted({*first.state, *second.state}):  # a missing entry counts as zeros
         a, b = first.state.get(key), second.state.get(key)
         if a is None or b is None:
             a, b = (torch.zeros_like(like) if value is None else value for value, like in ((a, b), (b, a)))  # type: ignore

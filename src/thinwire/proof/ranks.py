@@ -1,4 +1,4 @@
-"""Ranks as threads: a method on the road of an engine, and a network without a network."""
+"""Ranks as threads: a method on an engine's road, with meetings of threads for a network."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Threads:
-    """``size`` virtual ranks in one process. Exactly what the network does, in rank order, without a network.
+    """``size`` virtual ranks in one process, which exchange values in rank order.
 
-    One rank runs at a time, from one meeting to the next: nobody waits for the interpreter's lock, and a rank that goes
-    home where the others meet is noticed at once.
+    One rank runs at a time, from one meeting to the next: no rank waits for the interpreter's lock, and a rank that
+    ends while the others meet is noticed at once.
     """
 
     def __init__(self, size: int) -> None:
@@ -42,7 +42,7 @@ class Threads:
         self._arrived = self._meetings = 0
 
     def swap(self, rank: int, value: T) -> list[T]:
-        """Hand in ``value``; return the values of all ranks, in rank order."""
+        """Return the ``value`` of every rank, in rank order. Collective."""
         meeting = self._meetings
         self._slots[rank] = value
         self._arrived += 1
@@ -50,12 +50,12 @@ class Threads:
             self._swapped, self._arrived, self._meetings = list(self._slots), 0, meeting + 1
         self._pass_on(rank)
         self._turns[rank].acquire()
-        if self._meetings == meeting:  # it is our turn again, and not all have come
+        if self._meetings == meeting:  # it is this rank's turn again, and some ranks have not come
             raise TimeoutError("a virtual rank waited for the others in vain: they did not call the same verbs")
         return self._swapped
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """Return ``[function(rank) for rank in range(size)]``. The first error is raised; nothing hangs."""
+        """Return ``[function(rank) for rank in range(size)]``; raise the first error, and never hang."""
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
@@ -80,7 +80,7 @@ class Threads:
         return results
 
     def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that is still running."""
+        """Give the turn to the next running rank."""
         if self._running:
             self._turns[min(self._running, key=lambda peer: (peer - rank - 1) % self.size)].release()
 
@@ -88,8 +88,7 @@ class Threads:
 class ThreadComm(Comm):
     """The verbs of :class:`Comm` between the threads of ``world``; ``members`` are the world ranks of this group.
 
-    Groups of one world must not be used at the same time by different ranks in different order: every verb is a
-    meeting of all ranks of the world.
+    All ranks of a world must use their groups in the same order, since every verb is a meeting of the whole world.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class ThreadComm(Comm):
 
 
 def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
-    if len({value.shape for value in values}) > 1:  # where gloo would end the process
+    if len({value.shape for value in values}) > 1:  # gloo would end the process
         sizes = ", ".join(str(message.numel()) for message in values)
         raise ThinwireError(f"ranks reduce messages of unlike sizes: {sizes}")
     total = reduce(torch.maximum if op == "max" else torch.add, values)
@@ -130,10 +129,8 @@ Shapes = dict[str, int | tuple[int, ...]]
 
 
 def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
-    """Describe the parameters ``shapes`` (role: matrix) as the engine of ``exchange`` holds them.
-
-    FSDP2 cuts dim 0 in equal chunks, the last of them padded.
-    """
+    """Describe parameters of ``shapes`` (role: matrix) as the engine of ``exchange`` holds them: FSDP2 cuts dim 0 in
+    equal chunks, the last ones padded."""
     parameters, chunks = {}, exchange.ranks if exchange.owner else 1
     for name, size in shapes.items():
         shape = (size,) if isinstance(size, int) else tuple(size)
@@ -143,7 +140,7 @@ def parameters_for(exchange: Exchange, shapes: Shapes) -> dict[str, Parameter]:
 
 
 def _lay_out(parameters: Collection[Parameter], exchange: Exchange) -> tuple[tuple[Piece, ...], int]:
-    """Lay ``parameters`` out one behind the other as the engine of ``exchange`` does; return the flat's numel too."""
+    """Lay ``parameters`` out in a row as the engine of ``exchange`` does; return the flat buffer's numel, too."""
     pieces, offset, width = [], 0, sum(parameter.local for parameter in parameters)
     for parameter in parameters:
         if exchange.owner:
@@ -156,15 +153,15 @@ def _lay_out(parameters: Collection[Parameter], exchange: Exchange) -> tuple[tup
 
 
 class ThreadEngine:
-    """The buffers of an engine on one of the virtual ranks of ``world``.
+    """The buffers of an engine on one virtual rank of ``world``.
 
-    ``topology``: "all_reduce" (DDP), "reduce_scatter" (FSDP2), "hsdp", or with a hop inside the node before it
-    "two_level" (DDP) and "two_level_owner" (FSDP2); for these three there are ``per_node`` ranks on a node.
+    ``topology``: "all_reduce" (DDP), "reduce_scatter" (FSDP2), or with a first hop inside nodes of ``per_node`` ranks:
+    "hsdp", "two_level" (DDP), "two_level_owner" (FSDP2).
 
     Attributes:
-        parameters: by name. pieces: where they lie in the flat buffer of ``numel`` values.
+        parameters: by name. pieces: their places in the flat buffer of ``numel`` values.
         hops, levels, chunk: as for :class:`thinwire.core.engine.Engine`.
-        owner: the rank keeps ``numel / rows`` values of the mean, its row; else it gets all of it.
+        owner: the rank keeps its row of the mean, ``numel / rows`` values; else all of it.
     """
 
     def __init__(
@@ -195,14 +192,14 @@ class ThreadEngine:
         self.pieces, self.numel = _lay_out(self.parameters.values(), entry)
 
     def weights(self) -> dict[str, torch.nn.Parameter]:
-        """Make zeros for the values of each parameter that this rank holds."""
+        """Make zeros for this rank's values of each parameter."""
         return {
             name: torch.nn.Parameter(torch.zeros(parameter.local if self.owner else parameter.numel))
             for name, parameter in self.parameters.items()
         }
 
     def run(self, steps: int | None = None, **options: Any) -> Run:
-        """Make the run that ``compress()`` would tell a method; ``options``: optimizers, weights, seed."""
+        """Make the run as ``compress()`` does; ``options``: optimizers, weights, seed."""
         return Run(
             self.parameters, self.hops[-1], steps, rank=self.rank, hop=len(self.hops), chunk=self.chunk, **options
         )
@@ -210,7 +207,7 @@ class ThreadEngine:
     def road(self, method: Method, run: Run, *, all_sent: bool = False, stage: type[Stage] = Stage) -> Road:
         """Make the road of ``method``, which has begun, with its own method for a hop inside the node.
 
-        ``all_sent``: nothing is kept dense, whatever the method's policy. ``stage``: of what its stages are made.
+        ``all_sent``: nothing is kept dense, whatever the method's policy. ``stage``: the class of its stages.
         """
         stages = []
         for hop, exchange in enumerate(self.hops, 1):
@@ -223,12 +220,11 @@ class ThreadEngine:
 
 
 class VirtualRank:
-    """A rank that is a thread: a method on the road of its engine, and zero weights that follow the mean.
+    """A thread as a rank: a method on its engine's road, and weights that start at zero and follow the mean.
 
     Attributes:
         run: what the method was told. optimizer: of ``weights``, one for each parameter; None: nothing is stepped.
-        out: the last exchange's mean, flat, or this rank's row of it. stepped: the weights as the optimizer left them,
-            flat.
+        out: the last exchange's mean, flat, or this rank's row of it. stepped: the weights after the optimizer, flat.
     """
 
     out: Tensor
@@ -254,14 +250,14 @@ class VirtualRank:
         self.road.carry(flat, engine.pieces, self.out)
 
     def undo(self) -> None:
-        """Forget the last exchange: the step does not count."""
+        """Forget the last exchange, whose step does not count."""
         self.method.state.rollback()
         self.method.undo()
         self.method.finish()
 
     @torch.no_grad()
     def finish(self, number: int, clip: Tensor) -> None:
-        """Let the optimizer take the step with the mean times ``clip`` (0-dim), and the method see it."""
+        """Take the optimizer's step with the mean times ``clip`` (0-dim), and show it to the method."""
         method, weights = self.method, self.weights
         method.state.commit()
         if self.optimizer is not None:
@@ -278,5 +274,5 @@ class VirtualRank:
 
 
 def flat_copy(weights: Mapping[str, Tensor]) -> Tensor:
-    """Copy ``weights`` into one 1-D tensor, in their order."""
+    """Copy ``weights`` into one 1-D tensor in their order."""
     return torch.cat([weight.detach() for weight in weights.values()])

@@ -1,4 +1,4 @@
-"""A record of a few steps of a method on virtual ranks, for the judgement of ``laws.py``."""
+"""Records a few steps of a method on virtual ranks, for ``laws.py`` to check."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ KNOBS: Mapping[str, Any] = {
     "smallest": 0, "start": 1, "warmup": 2, "density": 0.25, "T": 2, "rank": 1, "theta": 0.9,
     "ratio": 4, "block": 16, "group": 32, "weight_group": 32, "every": 2, "outer_lr": 1.0, "outer_momentum": 0.0,
 }  # fmt: skip
-"""Knobs with which tensors as small as ``SHAPES`` are compressed, and a few steps are more than the start."""
+"""Knobs with which a method compresses tensors as small as ``SHAPES`` and ends its start within a few steps."""
 RUN = 100
-"""Steps of the run that methods are told of: they do not come to its end."""
+"""Steps of the run that methods are told; the recording ends earlier."""
 
 
 class Setup(NamedTuple):
@@ -45,12 +45,12 @@ class Setup(NamedTuple):
 
 
 def small(cls: type[Method], **knobs: Any) -> Method:
-    """Make a method with those of ``KNOBS`` that it has, and ``knobs``."""
+    """Make a method with ``knobs`` and those of ``KNOBS`` that it has."""
     return cls(**{knob.name: KNOBS[knob.name] for knob in knobs_of(cls) if knob.name in KNOBS} | knobs)
 
 
 class Hop(NamedTuple):
-    """An exchange of a step on one rank, as its method saw it: input ``entered`` and ``mean`` are flat."""
+    """An exchange on one rank as its method saw it: the input ``entered`` and the ``mean``, both flat."""
 
     entered: Tensor
     mean: Tensor
@@ -58,11 +58,8 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The tensors of one rank after one step. ``moments``: the optimizer's ``exp_avg``, flat, by parameter.
-
-    ``alone``: the rank took it by itself. ``stepped``: the weights as the optimizer left them. ``equal``: all ranks
-    hold the same weights now.
-    """
+    """One rank's tensors after one step. ``moments``: the optimizer's ``exp_avg``, flat. ``stepped``: the weights after
+    the optimizer. ``alone``: the rank stepped by itself. ``equal``: all ranks hold the same weights now."""
 
     hops: list[Hop]
     mean: Tensor
@@ -77,7 +74,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Recording:
-    """A run. ``ranks``: the records by rank and step. ``first``: rank 0 itself."""
+    """A recorded run. ``ranks``: the records by rank and step. ``first``: rank 0 itself."""
 
     setup: Setup
     ranks: list[list[StepRecord]]
@@ -89,7 +86,7 @@ Gradient = Callable[[int, int, int], Tensor]
 
 
 def gradient(rank: int, step: int, numel: int) -> Tensor:
-    """Draw a gradient: the values that all ranks and steps have in common, and noise half as large."""
+    """Draw a gradient: values common to all ranks and steps, plus noise half as large."""
     return common(numel) + 0.5 * _normal(1 + rank + 64 * step, numel)
 
 
@@ -104,7 +101,7 @@ def _normal(seed: int, numel: int) -> Tensor:
 def play(
     make: Callable[[], Method], setup: Setup, steps: int, *, gradient: Gradient = gradient, undo: Sequence[int] = ()
 ) -> Recording:
-    """Play ``steps`` steps of the method of ``make``. Before each in ``undo``, one with other gradients is undone."""
+    """Record ``steps`` steps of ``make``'s method; before each in ``undo``, undo one with other gradients."""
     world = Threads(setup.size)
 
     def body(number: int) -> tuple[list[StepRecord], Rank]:
@@ -123,7 +120,7 @@ def play(
 
 
 class RecordedStage(Stage):
-    """A stage that keeps the last input of its method, and the mean."""
+    """A stage that keeps its method's last input and mean."""
 
     def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
         entered, method = flat.clone(), self.method
@@ -142,7 +139,7 @@ class RecordedStage(Stage):
 
 
 class Rank(VirtualRank):
-    """A virtual rank with the tensors of ``SHAPES`` that its method compresses, its plan, and records of its steps."""
+    """A virtual rank that records its steps, with a plan and those tensors of ``SHAPES`` that its method compresses."""
 
     def __init__(self, make: Callable[[], Method], setup: Setup, world: Threads, rank: int) -> None:
         method, ledger = make(), Ledger()
@@ -158,7 +155,7 @@ class Rank(VirtualRank):
         self.plan = Plan(self.road, self.run, setup.engine)
 
     def record(self, number: int) -> StepRecord:
-        """Take the step of the last exchange, and record it."""
+        """Take and record the step of the last exchange."""
         self.finish(number, torch.ones(()))
         moments = [self.optimizer.state[weight].get("exp_avg") for weight in self.weights.values()]
         record = StepRecord(

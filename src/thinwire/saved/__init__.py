@@ -1,1 +1,1 @@
-"""Checkpoints of a method, and what becomes of them on another number of ranks."""
+"""Checkpoints of a method, and moving them to another number of ranks."""

@@ -1,16 +1,16 @@
 """The form of ``wire.state_dict()``, its header, and the checks when it is loaded.
 
-A saved state is a flat dict of tensors. Every key begins with the rank that it belongs to, so that no rank's state can
-be taken for another's, whoever saves it, ``torch.distributed.checkpoint`` included:
+A saved state is a flat dict of tensors. Every key begins with the rank that it belongs to, so that no saver or loader,
+``torch.distributed.checkpoint`` included, takes one rank's state for another's:
 
     rank-0003-of-0004/about            uint8 (b,): JSON, see :class:`Header`
     rank-0003-of-0004/step             int64: steps taken; "skipped"; "flush", the step that delivers all, or -1
     rank-0003-of-0004/residual/w       float32 (R, span): what a method keeps in the form of a bucket's rows
     rank-0003-of-0004/=mask/w          what else it keeps, of any shape and dtype
-    rank-0003-of-0004/lengths          int64 (K,): of those, sorted by key, the last dimension; -1: not there
+    rank-0003-of-0004/lengths          int64 (K,): the last dimension of each "=" entry, sorted by key; -1: absent
 
-Keys, shapes and dtypes are the same in every step of a run, the first included (:class:`Form`): a reader that loads in
-place, as ``torch.distributed.checkpoint`` does, finds in a fresh wire all that was saved. What is not there yet is 0.
+Keys, shapes and dtypes are the same in every step of a run, the first included (:class:`Form`), so that a reader that
+loads in place, as ``torch.distributed.checkpoint`` does, finds every key in a fresh wire. What is absent is saved as 0.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, trans
 
 FORMAT = 1
 PAGE = 4096
-"""``about`` fills whole pages, so that a reader that loads in place meets the same size, and we find the difference."""
+"""``about`` fills whole pages: a reader that loads in place meets equal sizes, and our checks find the difference."""
 _KEY = re.compile(r"(rank-(\d+)-of-(\d+))/(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Header:
-    """The run that a saved state comes from. All of it must agree where the state is loaded.
+    """The run that a saved state comes from; the run that loads it must be the same.
 
     Attributes:
-        rank, ranks: of the whole job, which with tensor or pipeline parallelism is more than the data-parallel ranks.
+        rank, ranks: of the whole job, which tensor or pipeline parallelism make larger than the data-parallel group.
         engine: "ddp", "fsdp2" or "hsdp". levels: does the engine's own buffer take two hops (``two_level=True``)?
         hops: (rank, ranks, does each rank keep one row) of each exchange; the last one is the method's.
-        method, knobs: its name, and all its settings, an outer method's too. inside: the method of the hop inside the
-            node, if there is one.
-        seed, bound: ``seed`` and ``safety.outlier_clip`` as they were given to ``compress()``.
+        method, knobs: its name and all its settings, its carrier's included. inside: the method of the hop inside the
+            node, if any.
+        seed, bound: ``seed`` and ``safety.outlier_clip`` as given to ``compress()``.
         parameters: name -> (shape, elements on this rank with the engine's padding).
-        across: those that are sharded along another dimension than the first.
+        across: parameters that are sharded along another dimension than the first.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Header:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """(index, number) of the shard that a hop inside the node leaves; where each rank owns a row: all."""
+        """(index, number) of the shard that a hop inside the node leaves; (0, 1) if there is none or ranks own rows."""
         rank, rows, _ = self.hops[0]
         return (0, 1) if len(self.hops) == 1 or self.hops[-1][2] else (rank, rows)
 
@@ -100,11 +100,7 @@ class Header:
 
     @classmethod
     def load(cls, key: str, saved: Tensor) -> Header:
-        """Read the result of ``dump``.
-
-        Raises:
-            ThinwireError: it is damaged, or of another format.
-        """
+        """Read the result of ``dump``; raise ThinwireError if it is damaged or of another format."""
         try:
             if saved.dtype != torch.uint8:
                 raise ValueError
@@ -122,7 +118,7 @@ class Header:
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None
 
     def unlike(self, saved: Header) -> str | None:
-        """Name the first difference of ``saved`` from this run, with both values; None: there is none."""
+        """Name the first difference of ``saved`` from this run, with both values; None if there is none."""
         return self.unlike_place(saved) or self.unlike_run(saved)
 
     def unlike_place(self, saved: Header) -> str | None:
@@ -161,10 +157,7 @@ class Header:
 
 
 def _translate(knobs: Mapping[str, str]) -> dict[str, str]:
-    """Translate the knobs of a state that was saved when ``portion``, ``direction`` and ``beta1`` were a method's own.
-
-    An outer method's begin with its name: "topk's portion".
-    """
+    """Turn old states' ``portion``, ``direction`` and ``beta1`` (a carrier's: "topk's portion") into ``feedback``."""
     translated = dict(knobs)
     for key in [key for key in knobs if key.endswith("portion")]:
         owner = key.removesuffix("portion")
@@ -201,8 +194,7 @@ class Form:
     """The keys, shapes and dtypes of one rank's saved state, the same in every step.
 
     Attributes:
-        header: of this rank. shapes: key, without the rank -> tensors without storage, of every key but ``about`` and
-            ``lengths``.
+        header: this rank's. shapes: key without the rank -> tensor without storage; not ``about`` and ``lengths``.
     """
 
     def __init__(self, header: Header, shapes: Mapping[str, Tensor]) -> None:
@@ -211,10 +203,8 @@ class Form:
         self._small = [key for key in self.shapes if key.startswith(LOOSE)]
 
     def pack(self, values: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Bring ``values``, by key without the rank, into this form, with zeros made on ``device`` for missing ones.
-
-        Where the last dimension of a value may be longer in other steps, zeros follow.
-        """
+        """Bring ``values``, by key without the rank, into this form: zeros on ``device`` stand for missing values, and
+        follow a value whose last dimension may be longer in other steps."""
         entries = {"about": self.header.dump()}
         if self._small:
             lengths = [torch.atleast_1d(values[key]).shape[-1] if key in values else -1 for key in self._small]
@@ -229,12 +219,11 @@ class Form:
         return {f"{self.header.prefix}/{key}": value for key, value in {**values, **entries}.items()}
 
     def unpack(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values that were packed. Nothing of ``state`` is left out.
+        """Return the values that were packed into ``state``.
 
         Raises:
-            ThinwireError: ``state`` is another rank's, was saved by another run than this one could go on from, lacks
-                a key, has one that this run does not know, or one of another shape or dtype, or a value that is not
-                finite.
+            ThinwireError: ``state`` is another rank's or another run's, lacks a key, has one that this run does not
+                know or one of another shape or dtype, or a value that is not finite.
         """
         prefix, own_values = self.header.prefix, {key: state[full] for key, full in self._own_keys(state).items()}
         if "about" not in own_values:
@@ -249,7 +238,7 @@ class Form:
         return trim(own_values)
 
     def _own_keys(self, state: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return what ``split`` gives for this rank; refuse a ``state`` that is not all this rank's."""
+        """Return ``split``'s result for this rank; refuse a ``state`` with entries of other ranks."""
         header, owners = self.header, split(state)
         this_rank = f"this is rank {header.rank} of {header.ranks}"
         if not owners:
@@ -267,7 +256,7 @@ class Form:
 
 
 def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a rank's ``values`` without entries that stand for none, and without the zeros behind a value."""
+    """Return a rank's ``values`` without absent entries and without the zeros that follow a value."""
     trimmed = {key: value for key, value in sorted(values.items()) if key != "lengths"}
     small = [key for key in trimmed if key.startswith(LOOSE)]
     for key, length in zip(small, values["lengths"].tolist() if small else (), strict=True):
@@ -300,7 +289,6 @@ def _and_others(keys: Sequence[str]) -> str:
 
 
 def check_finite(key: str, values: Tensor) -> None:
-    """Refuse ``values`` of which one is not finite."""
     if values.is_floating_point() and not bool(values.isfinite().all()):
         raise ThinwireError(
             f"the state '{key}' holds values that are not finite, which would spoil the weights in the first step: "
@@ -309,11 +297,7 @@ def check_finite(key: str, values: Tensor) -> None:
 
 
 def split(state: Iterable[str]) -> dict[tuple[int, int], dict[str, str]]:
-    """Group the keys of ``state`` by (rank, ranks): the key without the rank -> the key.
-
-    Raises:
-        ThinwireError: a key is no entry of a state.
-    """
+    """Group keys of a state by (rank, ranks): key without the rank -> key. Raise ThinwireError for any other key."""
     owners: dict[tuple[int, int], dict[str, str]] = {}
     for key in state:
         match = _KEY.fullmatch(key)
@@ -327,7 +311,7 @@ def split(state: Iterable[str]) -> dict[tuple[int, int], dict[str, str]]:
 
 
 def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | None:
-    """Return the entries of the rank of ``header`` in ``state``, if the same ranks saved it on the same engine."""
+    """Return the entries of ``header``'s rank in ``state``; None if other ranks or another engine saved it."""
     own_keys = split(state).get((header.rank, header.ranks), {})
     about = own_keys.get("about")
     if about is None or header.unlike_place(Header.load(about, state[about])):
@@ -336,12 +320,12 @@ def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | N
 
 
 def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:
-    """Read the states of all ranks that ``dcp.save({name: wire})`` wrote to the folder ``checkpoint``, on the CPU.
+    """Read the states of all ranks that ``dcp.save({name: wire})`` wrote to the folder ``checkpoint`` onto the CPU.
 
-    For ``wire.load_state_dict(..., resize=...)`` on other ranks; on the same ones ``dcp.load({name: wire})`` is enough.
-    Not collective.
+    Use it for ``wire.load_state_dict(..., resize=...)`` on other ranks; on the same ranks ``dcp.load({name: wire})`` is
+    enough. Not collective.
     """
-    # 70 modules, which compress() has no use for.
+    # Imported here, since these 70 modules are of no use to compress().
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

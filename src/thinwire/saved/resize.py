@@ -1,19 +1,19 @@
 """Moving a saved state to other ranks: another number of them, or another engine.
 
-What arrives of a step is the mean over the ranks that exchange, so what waits on rank n enters it as e_n / N. That is
-what has to be kept: the *contribution*
+A step delivers the mean over the N ranks that exchange, so what waits on rank n enters the mean as e_n / N. The move
+keeps the *contribution*
 
-    C = sum_n e_n / N          (HSDP and two levels: over the N nodes, shard beside shard; an owner's stands for all: s)
+    C = sum_n e_n / N          (HSDP and two levels: over the N nodes, shard by shard; C = s for an owner's row s)
 
-and not the sum of e_n, which is as much only where N stays what it was. Every new rank gets e' = C, so that C' = sum_n'
-C / N' = C: no rank's part grows, and nothing depends on who took whose place. It holds, too, of an average that each
-rank keeps of its own gradients (Adam's v in ``methods/update.py``): the new ranks have the mean of the old ones'.
+rather than the sum of e_n, which stands for the same only if N does not change. Every new rank gets e' = C, so that
+C' = sum_n' C / N' = C: no rank's part grows, and no rank has to inherit another's. The same holds for an average that
+each rank keeps of its own gradients (Adam's v in ``methods/update.py``): new ranks get the mean of the old ones'.
 
-The bridge between engines is the whole parameter, as its values lie in the order of their indices. A row of FSDP2's is
-a chunk of dim 0, the last ones padded with zeros, so the rows one behind the other are the parameter, and what follows
-is padding; DDP's rows are as many equal parts of the same values; a shard of HSDP's is one of FSDP2's chunks.
+The whole parameter, with its values in the order of their indices, connects the engines. FSDP2's rows are chunks of
+dim 0, the last ones padded with zeros, so that all rows in order are the parameter and then padding. DDP's rows are
+equal parts of the same values. HSDP's shard is one of FSDP2's chunks.
 
-What has no rows (a mask, a low-rank basis, a counter) goes by the method's own word: ``StateKind.resized``.
+State without rows (a mask, a low-rank basis, a counter) moves as the method says: ``StateKind.resized``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from thinwire.saved.format import Form, Header, check_finite, split, trim
 
 @dataclass(frozen=True)
 class _Saved:
-    """The part of one rank in a saved state: its header, and its values, which are looked up once each."""
+    """One rank's part of a saved state."""
 
     header: Header
     keys: Mapping[str, str]
@@ -46,14 +46,14 @@ class _Saved:
 
 
 def move(state: Mapping[str, Tensor], form: Form, method: Method, *, drop: bool) -> tuple[dict[str, Tensor], float]:
-    """Return the state of the rank of ``form``, by key without the rank, and the norm of what was dropped of C.
+    """Return the state of ``form``'s rank, by key without the rank, and the norm of what was dropped of C.
 
     Args:
-        state: of all ranks that saved, merged. method: of the run that goes on. drop: what waits.
+        state: of all ranks that saved, merged. method: of the run that goes on. drop: drop what waits.
 
     Raises:
-        ThinwireError: a rank's part is missing; another method, settings, seed or model; tensor or pipeline
-            parallelism; something that cannot be moved.
+        ThinwireError: a rank's part is missing; method, settings, seed or model differ; tensor or pipeline parallelism
+            is used; something cannot be moved.
     """
     ranks = _read(state, form)
     rows, lost = _rows(ranks, form, method, drop)
@@ -91,7 +91,7 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
 
 
 def _usual_norms(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
-    """Move the bound's usual norms: of the whole gradient the mean square over ranks, a shard's an equal part of it."""
+    """Move the outlier clip's usual norms: take the mean square over ranks, and give shards equal parts of it."""
     norms = {}
     for key, like in form.shapes.items():
         if key.startswith("bound/usual norm/"):
@@ -120,7 +120,7 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
             home = next((kind for kind in waits if kind in kinds), None)
             if drop:
                 squares += float((waits[kind] * waiting).square().sum())
-            elif home is not None:  # a server's error has no server any more: it joins what waits on all
+            elif home is not None:  # a server's error without a server joins what waits on all ranks
                 waiting = waiting * (waits[kind] / waits[home])
                 whole[home] = waiting if home not in whole else whole[home] + waiting
             elif waiting.any():
@@ -152,7 +152,7 @@ def _contribution(ranks: list[_Saved], kind: str, name: str, numel: int, on_wire
 
 
 def _cut(whole: Tensor, form: Form, kind: str, name: str, on_wire: bool) -> Tensor:
-    """Cut ``whole`` (numel,) as the rank of ``form`` keeps it: (R, span) float32."""
+    """Cut ``whole`` (numel,) into the rows of ``form``'s rank: (R, span) float32."""
     header, shape = form.header, form.shapes[f"{kind}/{name}"].shape
     padded = torch.nn.functional.pad(whole, (0, _length(header, name) - len(whole)))
     values = torch.zeros(shape, dtype=torch.float32)
@@ -162,26 +162,26 @@ def _cut(whole: Tensor, form: Form, kind: str, name: str, on_wire: bool) -> Tens
 
 
 def _is_served(header: Header, rows: int, on_wire: bool) -> bool:
-    """Tell whether a kind with so many ``rows`` is the owner's of one row, where a bucket has one for each rank."""
+    """Tell whether a kind with ``rows`` rows has only its owner's row, while the bucket has one row for each rank."""
     _, ranks, owner = header.hops[-1]
     return rows == 1 < ranks and (owner or not on_wire)
 
 
 def _length(header: Header, name: str) -> int:
-    """Count the values of the parameter in all shards or rows together, with their padding."""
+    """Count the parameter's values in all shards or rows, padding included."""
     _, ranks, owner = header.hops[-1]
     shards = header.hops[0][1] if len(header.hops) == 2 else 1
     return header.parameters[name][1] * shards * (ranks if owner else 1)
 
 
 def _row_spans(header: Header, name: str, shape: tuple[int, ...], served: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, start in the padded whole, number of values) of a kind of ``shape`` (R, span) on one rank."""
+    """Yield (row, start in the padded whole, number of values) for a kind of ``shape`` (R, span) on one rank."""
     (rows, span), local = shape, header.parameters[name][1]
     rank, _, owner = header.hops[-1]
     inside, shards = header.hops[0][:2] if len(header.hops) == 2 else (0, 1)
     for row in range(rows):
         number = rank if served else row
-        if owner:  # of node ``number`` the row that the rank with this place in its node owns
+        if owner:  # the row of the rank in node ``number`` with this rank's place in its node
             yield row, (number * shards + inside) * local, span
         else:
             yield row, inside * local + number * span, min(span, max(local - number * span, 0))
@@ -219,7 +219,7 @@ def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tenso
 
 
 def _same_shard(ranks: list[_Saved], form: Form, kind: str) -> list[int]:
-    """List the ranks that hold the shard of the rank of ``form``."""
+    """List the saved ranks that hold the same shard as ``form``'s rank."""
     inside, shards = form.header.shard
     saved_shards = ranks[0].header.shard[1]
     if saved_shards != shards or (shards > 1 and ranks[0].header.engine != form.header.engine):
