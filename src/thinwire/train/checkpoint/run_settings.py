@@ -1,5 +1,4 @@
-"""Settings that describe a run, and which of them may differ when it resumes: others are refused or warned of by name.
-"""
+"""Settings that describe a run. When a run resumes, a difference is refused, or named in a warning."""
 
 from __future__ import annotations
 
