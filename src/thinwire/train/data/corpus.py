@@ -30,8 +30,7 @@ def read_corpus(names: Sequence[str]) -> str:
 
 
 def read_pieces(names: Sequence[str]) -> Iterator[str]:
-    """Yield the text of ``read_corpus`` as it is asked for: files in pieces of up to ``PIECE`` characters, hub rows whole.
-    """
+    """Yield the text of ``read_corpus`` lazily, in pieces: up to ``PIECE`` characters of a file, a row of the hub."""
     separator, empty = "", True
     for document in itertools.chain.from_iterable(map(_documents, names)):
         yield separator

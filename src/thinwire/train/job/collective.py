@@ -21,8 +21,7 @@ CHUNK = 1 << 24  # bytes of a file sent at a time
 
 
 class Collective:
-    """All ranks of a job, on a group of CPU tensors that waits for a rank busy with files. All methods are collective.
-    """
+    """All ranks, on a group of CPU tensors that waits for a rank busy with files. All methods are collective."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size

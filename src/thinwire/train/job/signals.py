@@ -22,8 +22,7 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def note_signals() -> Iterator[list[int]]:
-    """Yield a list that notes a first SIGTERM or SIGINT in the block; a second ends the process with 128 + its number.
-    """
+    """Yield a list that notes a first SIGTERM or SIGINT; a second one ends the process with 128 + its number."""
     signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # no other thread gets signals
         yield signals
