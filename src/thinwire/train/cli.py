@@ -1,4 +1,4 @@
-"""The command ``thinwire train``: is one rank of a job, or starts ranks here, one process each, none left behind."""
+"""The command ``thinwire train``: it runs as one rank of a job, or starts ranks here, one process each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def main(argv: list[str]) -> int:
     """Train: as one rank of a job that somebody started (torchrun, srun, mpirun), or on ranks started here."""
-    # Before torch is imported: its sockets print stack traces of their own beside our one line.
+    # Set before torch is imported: its sockets would print stack traces beside our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
     from thinwire.train.job.scheduler import forgotten_srun, torchrun_variables
@@ -48,7 +48,7 @@ _format_usually = warnings.formatwarning
 
 
 def _one_line(message: Warning | str, category: type[Warning], *place: Any, **named_place: Any) -> str:
-    """Format our warnings without file and line, which are in our own code; others as ever."""
+    """Format our warnings without file and line, which are in our own code; others as usual."""
     if issubclass(category, ThinwireWarning):
         return f"thinwire: {message}\n"
     return _format_usually(message, category, *place, **named_place)
@@ -69,14 +69,11 @@ def under_torchrun() -> bool:
 
 
 def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
-    """Run ``thinwire train`` with these arguments on ``ranks`` ranks, said to be ``per_node`` on a node.
+    """Run ``thinwire train`` with these arguments on ``ranks`` ranks, treated as nodes of ``per_node`` ranks.
 
-    Returns:
-        the exit status of the first that fails (128 + signal where a signal ended it), or 0.
-
-    A first SIGTERM or Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When one fails or
-    this process ends, however it ends, the others are ended too. A line that several ranks print to standard error is
-    shown once.
+    Return the exit status of the first rank that fails (128 + signal if a signal ended it), or 0. A first SIGTERM or
+    Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When a rank fails or this process ends
+    in any way, the other ranks are ended.
     """
     port = str(free_port())
     command = [sys.executable, "-m", "thinwire", "train", *arguments]
@@ -101,7 +98,7 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
                 "OMP_NUM_THREADS": "1",
                 **os.environ,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),  # of this machine: it chooses the GPU
+                "LOCAL_RANK": str(rank),  # on this machine, not on a node of per_node: it chooses the GPU
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(per_node),
                 "MASTER_ADDR": "127.0.0.1",
@@ -109,7 +106,7 @@ def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
             }
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                # A terminal's Ctrl-C reaches them from here alone.
+                # A terminal's Ctrl-C reaches the ranks only through this process.
                 preexec_fn=die_with_parent, start_new_session=True,
             )  # fmt: skip
             processes.append(process)
@@ -143,7 +140,7 @@ def _wait(processes: list[subprocess.Popen[str]]) -> int:
 
 
 def _relay(stream: TextIO, shown: set[str], lock: threading.Lock) -> None:
-    """Relay lines to standard error, each of our own messages once."""
+    """Relay lines to standard error; show each of our own messages once, although several ranks print it."""
     for line in stream:
         with lock:
             if not line.startswith("thinwire:") or line not in shown:

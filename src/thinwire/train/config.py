@@ -1,4 +1,4 @@
-"""The settings of a run: a YAML file, the command line and a Python object are three ways to write the same thing."""
+"""The settings of a run, which a YAML file, the command line or a Python object gives."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from thinwire.base.knobs import Within, check_types
 from thinwire.base.options import read_options
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
-SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")
-"""Settings that override the preset's shape."""
-LARGEST_SEED = 2**43  # that of an epoch's shuffle is about a million times as large, and torch takes 64 bits
+SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")  # settings that override the preset's shape
+LARGEST_SEED = 2**43  # the seed of an epoch's shuffle is about a million times as large, and torch takes 64 bits
 LARGEST_RATE = 1e15  # optimizers multiply rates, or divide by 1 - beta, and the result has to be a float32
 
 _NOT_NEGATIVE = Within(lambda value: value >= 0, "must not be negative")
@@ -172,14 +171,13 @@ class Config:
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
     def shape(self, vocabulary: int) -> ModelConfig:
-        """Give the model's shape: the preset with what was overridden."""
+        """Return the preset's shape with the settings that override it."""
         changed = {name: getattr(self, name) for name in SHAPE if getattr(self, name) is not None}
         base = PRESETS[self.preset]
         return dataclasses.replace(base, **changed, context=self.sequence_length, vocabulary=vocabulary).check()
 
     @property
     def sequence_length(self) -> int:
-        """Tokens per sequence."""
         return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
 
     @property
@@ -191,7 +189,6 @@ class Config:
 
     @property
     def top_lr(self) -> float:
-        """The learning rate at the top of the schedule."""
         if self.lr is not None:
             return self.lr
         if self.init:
@@ -201,14 +198,14 @@ class Config:
 
     @property
     def adapters(self) -> dict[str, Any] | None:
-        """Arguments of peft's ``LoraConfig`` for adapters in place of the model's weights, if there are any."""
+        """Arguments of peft's ``LoraConfig``; None: the model's own weights are trained."""
         if not self.lora:
             return None
         targets = list(self.lora_targets) or "all-linear"
         return {"r": self.lora, "lora_alpha": self.lora_alpha or 2.0 * self.lora, "target_modules": targets}
 
     def learning_rate(self, step: int) -> float:
-        """Rise linearly over the warm-up, then half a cosine down to ``lr_end`` * ``lr``. ``step`` counts from 0."""
+        """Return the rate of ``step`` (from 0): a linear warm-up, then half a cosine down to ``lr_end`` * ``lr``."""
         warmup = max(1, round(self.warmup * self.steps))
         if step < warmup:
             return self.top_lr * (step + 1) / warmup
@@ -216,14 +213,14 @@ class Config:
         return self.top_lr * (self.lr_end + (1 - self.lr_end) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def check(self) -> Config:
-        """Refuse settings that cannot be, in one line; return these."""
+        """Return these settings; raise ThinwireError, in one line, if they cannot be used."""
         check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
         self._check_combinations()
         if not self.init:
             self.shape(vocabulary=256)
-        # Torch from here on: what can be refused without it has been.
+        # Torch is imported only now: settings that can be refused without it have been.
         from thinwire.methods import resolve
         from thinwire.optim import AdamS
 
@@ -241,7 +238,6 @@ class Config:
         return self
 
     def _check_combinations(self) -> None:
-        """Refuse settings that do not go together."""
         if not (self.corpus and all(self.corpus)):
             raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
         if self.checkpoint_every and not self.checkpoints:
@@ -264,11 +260,11 @@ class Config:
             raise ThinwireError("--lora-alpha and --lora-targets need --lora RANK")
 
     def to_yaml(self) -> str:
-        """Write all settings as a YAML file that ``--config`` reads."""
+        """Return all settings as YAML that ``--config`` reads."""
         return yaml.safe_dump(self.plain(), sort_keys=False)
 
     def plain(self) -> dict[str, Any]:
-        """Give all settings as YAML and JSON can say them."""
+        """Return all settings in types that YAML and JSON have."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
 
@@ -277,10 +273,10 @@ def _flag(name: str) -> str:
 
 
 def from_yaml(path: Path) -> Config:
-    """Read the configuration in a YAML file: a mapping of this class's fields, any of them.
+    """Read a YAML file, which maps names of fields of ``Config`` to values.
 
     Raises:
-        ThinwireError: no such file, not a mapping, a field that does not exist or has a value of another type.
+        ThinwireError: there is no such file, it is no mapping, or a field does not exist or has another type.
     """
     try:
         read = yaml.safe_load(path.read_text())
@@ -303,14 +299,14 @@ def from_yaml(path: Path) -> Config:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """Write a YAML value as on the command line: one parser for both, so both accept the same."""
-    if isinstance(value, bool) and getattr(Config, name) is not None:  # one with a default of its own is a flag
+    """Write a YAML value as command-line words: one parser reads both, so both accept the same."""
+    if isinstance(value, bool) and getattr(Config, name) is not None:  # a boolean whose default is not None is a flag
         return [_flag(name) if value else _flag("no_" + name)]
     return [_flag(name), *map(str, value if isinstance(value, list) else [value])]
 
 
 def from_arguments(arguments: list[str], source: str = "") -> Config:
-    """Read the configuration on a command line; ``--config FILE`` is read first, the other words override it."""
+    """Read a command line; its words override the file of its ``--config FILE``."""
     arguments = list(arguments)
     default = Config()
     for i, word in enumerate(arguments):

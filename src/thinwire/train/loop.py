@@ -1,4 +1,4 @@
-"""The training run of one rank: everything in the order in which it happens."""
+"""The training run of one rank, in the order in which it happens."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ TIMES = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Train as one rank of the job; return what summary.json holds, {} where nothing was left to do. Collective.
+    """Train as one rank of the job; return what summary.json holds, {} if nothing was left to do. Collective.
 
     Raises:
-        ThinwireError: for input that cannot be used, or (LostRank, where one of ours has noticed) when another rank is
-            gone.
+        ThinwireError: input cannot be used, or another rank is gone (LostRank, if a collective of ours has noticed).
     """
     config.check()
     try:
@@ -63,7 +62,7 @@ def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
 
 
 def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | None:
-    """Read what the run is made of, and what it goes on from; None: nothing is left to do. Collective."""
+    """Read the run's inputs, and the checkpoint to resume from; None: nothing is left to do. Collective."""
     if not config.resume and not config.overwrite:
         folder.check_free()
     inputs = read_inputs(config, folder)
@@ -83,7 +82,7 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
         line = f"the checkpoint is at step {step}, the run ends at {config.steps}: nothing is left to do"
         if config.resume != "auto":
             raise ThinwireError(f"{line}; raise --steps")
-        if ranks.comm.rank == 0:  # a scheduler that starts the run until it has ended need not be told to stop
+        if ranks.comm.rank == 0:  # no error: a scheduler may start the run again and again until it has ended
             print(line, flush=True)
         return None
     trainer = Trainer(config, ranks, inputs, checkpoints, bf16)
@@ -95,7 +94,7 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
 
 
 class StepOutcome(NamedTuple):
-    """Outcome of a step that all ranks know: means over the ranks, of the loss and of flags that are 0 or 1 on each."""
+    """Outcome of a step, the same on all ranks: means over the ranks of the loss and of flags (0 or 1 on each)."""
 
     loss: float
     skipped: float
@@ -104,14 +103,14 @@ class StepOutcome(NamedTuple):
 
 
 class Trainer:
-    """The run of one rank: the model and what trains it, and how far it has come.
+    """The run of one rank: its model, what trains the model, and its progress.
 
     Attributes:
         step: optimizer steps that are done.
         sequences: sequences of the shuffled text that all ranks together have trained on.
         streak: steps in a row that were skipped, or had a loss that is not finite.
-        losses, step_seconds: of each step since the process began: the mean loss of all ranks, and this rank's time.
-        wall_s: seconds of all steps, those before the checkpoint included.
+        losses, step_seconds: mean loss of all ranks, and this rank's time, for each step since the process began.
+        wall_s: seconds of all steps, including those before the checkpoint.
     """
 
     def __init__(self, config: Config, ranks: Ranks, inputs: Inputs, checkpoints: Checkpoints, bf16: bool) -> None:
@@ -134,7 +133,7 @@ class Trainer:
             intra=config.intra,
             steps=config.steps,
             seed=config.seed,
-            # Skipped steps are counted here, together with losses that are not finite.
+            # The trainer counts skipped steps itself, together with losses that are not finite.
             safety=Safety(guard=config.guard, max_skipped=None, check_every=config.check_every or None),
         )
         self.runner: Any = torch.compile(self.model) if config.compile else self.model
@@ -145,11 +144,11 @@ class Trainer:
         self.step_seconds: list[float] = []
 
     def cast(self) -> torch.autocast:
-        """Give the context in which the model computes: bf16 by autocast, or as it is."""
+        """Return the context in which the model computes: autocast to bf16, or none."""
         return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.autocasts)
 
     def restore(self, resumed: ResumedState) -> None:
-        """Take weights, moments, the method's state and the place in the text from a checkpoint. Collective."""
+        """Restore weights, moments, the method's state and the place in the text. Collective."""
         self.collective.do(lambda: resumed.restore(model=self.model, optimizer=self.optimizer, wire=self.wire))
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
 
@@ -185,7 +184,7 @@ class Trainer:
         return summary
 
     def evaluate(self) -> float:
-        """Compute, show and log the mean loss over held-out text, always the same; NaN: not evaluated. Collective."""
+        """Compute, show and log the mean loss over a fixed held-out text; NaN: not evaluated. Collective."""
         config = self.config
         if not config.eval_sequences:
             return math.nan
@@ -215,11 +214,11 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         skipped = wire.skipped > skipped_before
-        # What any rank has to say to all rides on the loss.
+        # Each rank's flags travel to all together with its loss.
         flags = [skipped, bool(signals), bool(self.display.write_error)]
         row = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
         outcome = StepOutcome(*self.ranks.comm.all_reduce(row, "mean").tolist())
-        # Measured behind it: what leaves ahead of the next forward pass travels beside.
+        # Timed after that exchange: messages that leave ahead of the next forward pass travel beside it.
         seconds = time.perf_counter() - began
         self.step += 1
         self.wall_s += seconds
@@ -237,7 +236,7 @@ class Trainer:
         for micro in range(config.accumulate):
             first = self.sequences + comm.rank * config.batch_size
             inputs, targets = windows.batch(first, config.batch_size)
-            if self.inputs.pretrained:  # it may have dropout: what that draws depends on the place in the text alone
+            if self.inputs.pretrained:  # its dropout, if any, draws by the place in the text alone
                 torch.manual_seed(config.seed * 1_000_003 + first)
             self.sequences += comm.size * config.batch_size
             share = _count_learnt(targets) * self.sequences_per_step / (learnt * config.batch_size)  # 1: all learnt
@@ -249,7 +248,7 @@ class Trainer:
         return loss
 
     def _check(self, outcome: StepOutcome) -> None:
-        """End the run where a rank cannot write its files, or no step has counted for a while. Collective."""
+        """End the run if a rank cannot write its files, or if it diverges. Collective."""
         if outcome.write_failed:
             self.collective.do(self.display.check)
         if self.config.max_skipped and self.streak >= self.config.max_skipped:
@@ -260,14 +259,14 @@ class Trainer:
             )
 
     def _save_checkpoint(self, outcome: StepOutcome) -> None:
-        """Save a checkpoint where one is due, at the end and before a stop. Collective."""
+        """Save a checkpoint if one is due, at the end and before a stop. Collective."""
         config = self.config
         scheduled = config.checkpoint_every and self.step % config.checkpoint_every == 0
         final = bool(outcome.stopped) or self.step == config.steps
         if not config.checkpoints or not (scheduled or final):
             return
-        # One skipped step has left all as the step before did. At the end there is no better one to come; before, a run
-        # that diverges would put it in the place of an earlier one.
+        # One skipped step leaves the state of the step before: good, if no better checkpoint will come (at the end).
+        # Earlier, a run that diverges would replace an older checkpoint by it.
         good = self.streak == 0
         if final and self.streak == 1 and outcome.skipped == 1:
             good = all(self.collective.gather(lambda: _is_finite(self.model)))
@@ -276,7 +275,7 @@ class Trainer:
         )
 
     def _stop(self, number: int) -> NoReturn:
-        """End the run after signal ``number`` with a line that says what is saved."""
+        """Raise ThinwireError for signal ``number``, with a line that says what is saved."""
         latest, saved = self.checkpoints.latest, "nothing is saved"
         if self.config.checkpoints and latest == f"step-{self.step:06d}":
             saved = f"{latest} is saved, --resume auto goes on from it"
@@ -287,7 +286,7 @@ class Trainer:
         raise stopped
 
     def _conclude(self, first_loss: float) -> dict[str, Any]:
-        """Evaluate, write summary.json and report.txt, and say what came of the run; return the summary. Collective."""
+        """Evaluate, write summary.json and report.txt, and show the result; return the summary. Collective."""
         config = self.config
         summary = self._summary(self.wire.stats(), first_loss, self.evaluate())
 
@@ -326,7 +325,6 @@ class Trainer:
         )
 
     def _row(self, loss: float, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
-        """Make the step's row of metrics.jsonl."""
         last = self.wire.last_step()
         row = {
             "step": self.step,
@@ -345,7 +343,7 @@ class Trainer:
         return row if kernel is None else row | {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
 
     def _summary(self, stats: dict[str, Any], first_loss: float, last_loss: float) -> dict[str, Any]:
-        """Make what summary.json holds. Collective."""
+        """Return what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,7 +1,7 @@
-"""``thinwire eval``: tasks of EleutherAI's lm-evaluation-harness on a trained model, or on any Hugging Face folder.
+"""``thinwire eval``: run tasks of EleutherAI's lm-evaluation-harness on a trained model or any Hugging Face folder.
 
-A run is exported to a temporary folder, and the harness loads it from there as it loads any other: by transformers,
-with the run's own tokenizer. Where that has no end-of-text token (bytes, bpe) a line's end is taken for it.
+A run is exported to a temporary folder, which the harness loads through transformers with the run's own tokenizer.
+If the tokenizer has no end-of-text token (bytes, bpe), the token of a line's end takes its place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """``thinwire eval RUN --tasks NAME ...``."""
     options: Any = read_options(Options, argv, "thinwire eval")
     if min(options.batch_size, options.limit or 1) < 1 or (options.fewshot or 0) < 0:
         raise ThinwireError("--batch-size and --limit must be 1 or more, --fewshot must not be negative")
@@ -69,7 +68,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     """
     lm_eval = extras.load("lm_eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # It asks git for the commit of the folder that it is called in, and git complains where that is no repository.
+    # The harness asks git for the working folder's commit, and git complains if the folder is not in a repository.
     evaluator: Any = extras.load("lm_eval.evaluator")
     evaluator.get_git_commit_hash = lambda: None
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as exported:
@@ -98,7 +97,7 @@ def evaluate(options: Options) -> dict[str, Any]:
 
 
 def _index_tasks(options: Options) -> Any:
-    """Make the harness's index of tasks; its own, of which there are thousands, are looked through only if need be."""
+    """Make the harness's index of tasks; include the harness's thousands of own tasks only if one is asked for."""
     folder, unknown = options.include and str(options.include), list[str]()
     names = [name for name in options.tasks if not (name.endswith((".yaml", ".yml")) and Path(name).is_file())]
     for defaults in (False, True):

@@ -29,7 +29,6 @@ FILE = re.compile(r"[\w-]+\.safetensors")
 
 
 def rank_file(rank: int) -> str:
-    """Name the file of what rank ``rank`` alone has."""
     return f"rank-{rank:04d}.safetensors"
 
 
@@ -43,12 +42,12 @@ class NoCheckpoint(Damaged):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that exists, by its meta.json.
+    """A checkpoint on the disk.
 
     Attributes:
-        meta: format, run and save (what tells two runs, and two saves, apart), step, sequences, good, world_size,
-            files {name: bytes}, about (what the run is: :mod:`thinwire.train.checkpoint.run_settings`).
-        holders: file -> the ranks that see it whole; {} where it was read by one process alone.
+        meta: format, run and save (ids of the run and of this save), step, sequences, good, world_size, files {name:
+            bytes}, about (a description of the run: :mod:`thinwire.train.checkpoint.run_settings`).
+        holders: file -> the ranks that see it whole; {} if one process alone reads the checkpoint.
     """
 
     path: Path
@@ -61,7 +60,7 @@ class Checkpoint:
 
     @property
     def complete_files(self) -> list[str]:
-        """Names of its files that this folder has, and has whole."""
+        """Names of the files that are in this folder with their full size."""
         sizes = {path.name: path.stat().st_size for path in self.path.glob("*.safetensors")}
         return [name for name, size in self.meta["files"].items() if sizes.get(name) == size]
 
@@ -73,12 +72,12 @@ FIELDS = {
 
 
 def _has_our_fields(meta: dict[str, Any]) -> bool:
-    """Are the fields of meta.json as we write them? A tool that edited it, or a bug, may have written others."""
+    """Check the fields of meta.json against what we write: a tool that edited it, or a bug, may have written others."""
     if any(type(meta.get(name)) is not kind for name, kind in FIELDS.items()):
         return False
     files, about = meta["files"], meta["about"]
     counts = [meta["step"], meta["sequences"], meta["world_size"] - 1, *files.values()]
-    texts = [about.get("mesh"), about.get("method")]  # into these readers look; the rest they compare and show
+    texts = [about.get("mesh"), about.get("method")]  # readers parse these two; they only compare and show the others
     return (
         all(type(count) is int and 0 <= count < 2**63 for count in counts)
         and all(isinstance(text, str) and text.split() for text in texts)
@@ -92,7 +91,7 @@ def read_meta(path: Path) -> Checkpoint:
 
     Raises:
         NoCheckpoint: there is none.
-        Damaged: the meta.json is damaged, or of another format.
+        Damaged: it is damaged, or of another format.
     """
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
@@ -131,10 +130,9 @@ def checkpoint_names(path: Path) -> list[str]:
 
 
 def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
-    """``read`` the checkpoint in the folder ``path``, or the newest good one of the run in it.
+    """Apply ``read`` to the checkpoint in the folder ``path``, or to the newest good one of the run in ``path``.
 
-    Returns:
-        what ``read`` does, and whether damaged ones of the run were passed over, each with a line on standard error.
+    Return what ``read`` returns, and whether damaged checkpoints were passed over (each with a line on standard error).
 
     Raises:
         NoCheckpoint: there is none.
@@ -190,7 +188,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> int:
 
 
 def read_tensors(path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in ``path`` whose name has this ``prefix``, on the CPU, with their checksums compared.
+    """Yield (name, CPU tensor) for each name in ``path`` that begins with ``prefix``; compare each checksum.
 
     Raises:
         Damaged: the file is missing, truncated, foreign, or one of these tensors is not what was written.
@@ -214,7 +212,7 @@ def read_tensors(path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 class States(Mapping[str, Tensor]):
-    """The method's states of all ranks of a checkpoint that is whole, by key: read when they are looked up."""
+    """The method's states of all ranks of a whole checkpoint, by key. Each lookup reads the file."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._path: dict[str, Path] = {}

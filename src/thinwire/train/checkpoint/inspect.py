@@ -1,4 +1,4 @@
-"""``thinwire inspect``: the contents of a checkpoint, whether it is whole, and what waits in it; or how two differ."""
+"""``thinwire inspect``: show what a checkpoint holds and whether it is whole, or how two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ parameter. Or how it differs from OTHER. Each is a checkpoint's folder, or a run
 those whose meta.json is damaged are passed over, with a line.
 
 The exit status is 0; 1 where a file is damaged, or the two differ; 2 for what is no checkpoint."""
-MOST_RANKS = 8
-"""Columns of the table by rank; beyond that it shows the least, the median and the largest of them."""
+MOST_RANKS = 8  # ranks with a column each in a table; for more, it shows the least, the median and the largest norm
 MOST_TENSORS = 20
 _KEPT = re.compile(r"wire/(?:rank-\d+-of-\d+/)?+(?!bound/)=*([^/]*)/(.+)", re.DOTALL)
-"""The key of what a method keeps for a parameter: its kind, and the parameter."""
+"""Key of a method's state for a parameter. Groups: the kind of state, the parameter's name."""
 
 
 def main(argv: list[str]) -> int:
-    """Show one checkpoint, or how two differ."""
     if not argv or set(argv) & {"-h", "--help"}:
         print(USAGE)
         return 0 if argv else 2
@@ -51,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(checkpoint: Checkpoint, console: Console) -> int:
-    """Print what ``checkpoint`` is, its files, and norms by parameter and rank. 1 if a file is damaged."""
+    """Print the run's settings, the files, and norms by parameter and rank; return 1 if a file is damaged, else 0."""
     meta = checkpoint.meta
     word = "" if meta["good"] else ", NOT GOOD (taken while steps were skipped, or the loss was not finite)"
     console.print(f"{checkpoint.path}: step {checkpoint.step} of run {meta['run'][:12]}{word}", soft_wrap=True)
@@ -101,7 +99,7 @@ def _by_rank(kind: str, norms: dict[str, dict[int, float]]) -> Table:
 
 
 def show_differences(first: Checkpoint, second: Checkpoint, console: Console) -> int:
-    """Print how two checkpoints differ. 1 if they do, or one is damaged."""
+    """Print how two checkpoints differ; return 1 if they do or one is damaged, else 0."""
     console.print(f"{first.path} and {second.path}", soft_wrap=True)
     settings = _table("setting", "one", "the other")
     one, other = (checkpoint.meta | checkpoint.meta["about"] for checkpoint in (first, second))
@@ -132,7 +130,7 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
 
 
 def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, largest difference, norm of the difference by that of the first) of each tensor; inf: no pair."""
+    """Yield (name, largest difference, norm of the difference / norm of the first) per tensor; inf: no counterpart."""
     tensors = dict(read_tensors(first))
     for key, other_tensor in read_tensors(second):
         tensor = tensors.pop(key, None)

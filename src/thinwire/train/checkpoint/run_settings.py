@@ -1,4 +1,4 @@
-"""Settings that describe a run, and which may differ when it goes on: differences are refused or warned of by name."""
+"""Settings that describe a run. When a run resumes, a difference is refused, or named in a warning."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from thinwire.methods import resolve
 from thinwire.train.config import SHAPE, Config
 from thinwire.train.model.shapes import ModelConfig
 
-FITS = "fits"
-"""Weights, moments or the method's state would not fit: always refused."""
-DATA = "data"
-"""The run would silently train on other data, or on the same in another order: refused without --resume-anyway."""
-EXACT = "exact"
-"""The run goes on, but is not bit for bit what it would have been: a warning."""
+FITS = "fits"  # weights, moments or the method's state would not fit: always refused
+DATA = "data"  # the run would silently train on other data or in another order: refused without --resume-anyway
+EXACT = "exact"  # the run resumes, but is not bit for bit what it would have been: a warning
 
 TABLE: dict[str, tuple[str, str]] = {
     **dict.fromkeys((*SHAPE, "vocabulary"), (FITS, "the model's shape")),
@@ -55,9 +52,9 @@ TABLE: dict[str, tuple[str, str]] = {
     "torch": (EXACT, "version"),
     "thinwire": (EXACT, "version"),
 }
-"""For each entry of a run's description: what becomes of a difference, and what the entry says."""
+"""Consequence of a difference, and meaning, of each entry of a run's description."""
 LAYOUT = ("engine", "mesh", "world_size", "two_level", "intra")
-"""Entries that say how weights and state lie on the ranks: these may be others, unless --resize refuse says no."""
+"""Entries that say how weights and state lie on the ranks. They may differ, unless --resize is refuse."""
 
 
 def describe_run(
@@ -67,10 +64,9 @@ def describe_run(
     """Describe the run, by the names of ``TABLE``.
 
     Args:
-        shape: a dict where the model is not one of ours.
-        tokens: hashes of the text trained on and of the held-out one.
-        init: a hash of the weights that it began with; None: they were drawn.
-        order: as ``Windows.order`` has it.
+        shape: a dict if the model is Hugging Face's.
+        tokens: hashes of the training text and of the held-out text.
+        init: hash of the weights that the run began with; None: they were drawn.
     """
     if isinstance(shape, ModelConfig):
         shape = dataclasses.asdict(shape) | {"context": shape.context if shape.family == "gpt" else 0}
@@ -89,23 +85,20 @@ def describe_run(
 
 
 def differing(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """List the names of ``TABLE`` by which two runs differ."""
     return [name for name in TABLE if saved.get(name) != current.get(name)]
 
 
 def layout_differs(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Do weights and state lie otherwise on the ranks than they did?"""
     return not {*LAYOUT}.isdisjoint(differing(saved, current))
 
 
 def compare(
     saved: dict[str, Any], current: dict[str, Any], *, resume_anyway: bool = False, resize: str | None = None
 ) -> str:
-    """Write a line about the differences with which the run goes on; "" if there are none.
+    """Return a line about the differences with which the run resumes; "" if there are none.
 
     Raises:
-        ThinwireError: it cannot go on, or must not without ``resume_anyway`` or ``resize``; with both values of each
-            difference.
+        ThinwireError: a difference is refused, always or without ``resume_anyway`` or ``resize``; names both values.
     """
 
     def describe(*levels: str) -> str:

@@ -1,4 +1,4 @@
-"""The state that a checkpoint holds of a run, and how a run takes it back."""
+"""A run's state: what a checkpoint holds of it, and how a run restores it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ Resize = Literal["flush", "redistribute", "reset"]
 def collect_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Collect the tensors of this rank alone, and those that all ranks have alike. Collective.
-
-    The optimizer gets the moments of all that the method steps in its place, so that the checkpoint is one to go on
-    from without the method, too.
-    """
-    wire.hand_over()
+    """Return the tensors that belong to this rank alone, and those that are the same on all ranks. Collective."""
+    wire.hand_over()  # the optimizer gets the moments that the method keeps: the run can resume without the method, too
     of_rank = {WIRE + key: value for key, value in wire.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for key, parameter in _trained(model).items():
@@ -38,18 +34,17 @@ def collect_tensors(
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name the parameters that are trained: others are what the run began with."""
+    """Map names to trained parameters; the others stay what the run began with."""
     return {bare_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 @dataclass
 class ResumedState:
-    """A checkpoint to go on from, and the tensors that this rank takes of it.
+    """A checkpoint to resume from, and the tensors that this rank takes from it.
 
     Attributes:
-        tensors: by the names of their files; {} with ``resize``, where they are read one by one.
-        resize: what becomes of what waits on the ranks of the checkpoint, where they are not those of this run; None:
-            they are.
+        tensors: by their names in the files; {} with ``resize``, which reads them one by one.
+        resize: the fate of values that the checkpoint's ranks have yet to send; None: this run has the same ranks.
     """
 
     checkpoint: Checkpoint
@@ -57,7 +52,7 @@ class ResumedState:
     resize: Resize | None = None
 
     def restore(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
-        """Make weights, moments and the method's state what they were.
+        """Set weights, moments and the method's state to what the checkpoint holds.
 
         Raises:
             ThinwireError: the checkpoint is not of this model.
@@ -94,14 +89,14 @@ class ResumedState:
         wire.load_state_dict(state, resize=self.resize)
 
     def _like(self, saved: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Lay out a weight or a moment as ``parameter`` is; a scalar (AdamW's step count) stays on the CPU."""
+        """Lay out a weight or a moment like ``parameter``; a scalar (AdamW's step count) stays on the CPU."""
         if saved.dim() == 0:
             return saved
         saved = saved.to(parameter.device)
         if not isinstance(parameter, DTensor):
             return saved
         mesh, placements = parameter.device_mesh, parameter.placements
-        if self.resize:  # each rank has all of it, and keeps its shard
+        if self.resize:  # each rank has the whole tensor, and keeps its shard
             return distribute_tensor(saved, mesh, placements, src_data_rank=None)
         return DTensor.from_local(
             saved, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -111,9 +106,9 @@ class ResumedState:
 def read_whole_tensors(
     checkpoint: Checkpoint, kinds: Iterable[str] = ("model/", "optimizer/")
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yield weights ("model/NAME") and moments ("optimizer/NAME/KIND"), whatever engine they were sharded by.
+    """Yield weights ("model/NAME") and moments ("optimizer/NAME/KIND"), unsharded.
 
-    Shards of FSDP2 lie side by side along dim 0; of HSDP's copies the first is read.
+    FSDP2's shards are joined along dim 0; of HSDP's copies the first is read.
     """
     files = [checkpoint.path / MODEL]
     if MODEL not in checkpoint.meta["files"]:

@@ -4,12 +4,11 @@
     DIR/checkpoints/latest         the name of the newest that is good to go on from
 
 Each rank's file holds what differs by rank: the method's state, and under FSDP2 and HSDP the shards of weights and
-moments. Where ranks have folders of their own (hosts without a shared one), each folder holds meta.json, the model's
-file and the files of its own ranks.
+moments. If hosts share no folder, each host's folder holds meta.json, the model's file and the files of its own ranks.
 
-Every tensor has a checksum in its file's metadata, meta.json one of its own, and both are compared when they are read.
-A folder is written under a hidden name, brought to the disk, and then renamed; it is removed in the reverse order. So a
-kill at any moment leaves every visible checkpoint whole.
+Every tensor has a checksum in its file's metadata, and meta.json has one too; readers compare both. A folder is written
+under a hidden name, synced to the disk, and then renamed; removal goes in the reverse order. So a kill at any moment
+leaves every visible checkpoint whole.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ class Checkpoints:
     """The checkpoints of one run, in ``folder``/checkpoints. The methods are collective.
 
     Attributes:
-        run: tells this run's checkpoints from those of others in the same folder.
-        latest: the name of the newest good one that this run has written, or goes on from; "" while there is none.
+        run: an id that tells this run's checkpoints from those of others in the same folder.
+        latest: name of the newest good checkpoint that this run has written or resumed from; "" while there is none.
     """
 
     def __init__(
         self, folder: RunFolder, description: dict[str, Any], *, keep: int, resume_anyway: bool = False,
         resize: Resize | None = None,
     ) -> None:  # fmt: skip
-        """``description``: the run's. ``resume_anyway``, ``resize``: which differences are let pass when it goes on."""
+        """``resume_anyway`` and ``resize`` say which differences from ``description`` a checkpoint may have."""
         self.folder, self.collective, self.keep = folder, folder.collective, keep
         self.description, self.resume_anyway, self.resize = description, resume_anyway, resize
         self.path = folder.path / "checkpoints"
@@ -57,11 +56,10 @@ class Checkpoints:
         self, step: int, sequences: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire,
         good: bool = True,
     ) -> None:  # fmt: skip
-        """Write the checkpoint of ``step``, and remove those of this run that are not among the newest ``keep``.
+        """Write the checkpoint of ``step``, and remove this run's obsolete ones.
 
-        One that is not ``good`` (the run diverges) is marked so: it replaces no other, and ``latest`` does not name it.
-        Where a good one of the same step is there it is not written.
-        ``sequences``: of the shuffled text that all ranks together have trained on.
+        A checkpoint that is not ``good`` (the run diverges) replaces no good one, and ``latest`` does not name it.
+        ``sequences`` counts those of the shuffled text that all ranks together have trained on.
 
         Raises:
             ThinwireError: on all ranks, with what kept one of them from writing. Older checkpoints are as they were.
@@ -101,16 +99,16 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         folder.do_once(publish)
-        folder.do_once(lambda: self._tidy(final.name, good))  # when all hosts have theirs
+        folder.do_once(lambda: self._tidy(final.name, good))  # only after all hosts have published theirs
         self.latest = final.name if good else self.latest
 
     def _tidy(self, newest: str, good: bool) -> None:
-        """Let ``latest`` name the newest good checkpoint, and remove this run's obsolete ones from this folder."""
+        """Point ``latest`` to the newest good checkpoint, and remove this run's obsolete ones from this folder."""
         if good:
             files.write(self.path / "latest", newest + "\n")
         of_this_run = {}
         for name in format.checkpoint_names(self.path):
-            with contextlib.suppress(Damaged):  # nobody can tell whose it is: it stays
+            with contextlib.suppress(Damaged):  # nobody can tell which run it belongs to: it stays
                 meta = read_meta(self.path / name).meta
                 if meta["run"] == self.run:
                     of_this_run[name] = meta["good"]
@@ -118,10 +116,9 @@ class Checkpoints:
             files.remove(self.path / name)
 
     def find(self, resume: str) -> ResumedState | None:
-        """Read what ``--resume`` means: "auto", "latest" or a checkpoint's folder. None: start afresh.
+        """Read the checkpoint that ``--resume`` means: "auto", "latest" or a checkpoint's folder. None: start afresh.
 
-        "auto" and "latest" take the newest that is whole where the one that ``latest`` names is not, and say so. What
-        else is another than in the checkpoint, and may be, is said too.
+        "auto" and "latest" pass over damaged checkpoints with a warning. Settings that may differ get a warning, too.
 
         Raises:
             ThinwireError: there is no such checkpoint, none can be used, or it is not of such a run.
@@ -130,7 +127,7 @@ class Checkpoints:
         in_this_folder = newest or any(
             self.collective.gather(lambda: Path(resume).parent.resolve() == self.path.resolve())
         )
-        if not in_this_folder:  # before a host that lacks the checkpoint gets a copy
+        if not in_this_folder:  # checked before a host that lacks the checkpoint gets a copy
             self.folder.check_free()
         state = self._find_newest(resume) if newest else self._read_named(Path(resume))
         if state is not None:
@@ -163,7 +160,7 @@ class Checkpoints:
             for name in sorted({*latest} - {None} - {candidate.path.name for candidate in candidates})
         ]
         good = [candidate for candidate in candidates if candidate.meta["good"]]
-        # The one that ``latest`` names comes first: beyond it may be a future that the run has gone back from.
+        # The one that ``latest`` names comes first: later ones may be a future that the run has gone back from.
         for candidate in sorted(good, key=lambda it: (it.path.name in latest, it.step), reverse=True):
             try:
                 state = self._read(candidate)
@@ -181,7 +178,7 @@ class Checkpoints:
         raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{but}")
 
     def _list_candidates(self, folder: Path, only: str | None = None) -> tuple[list[Checkpoint], list[str]]:
-        """List the checkpoints in ``folder``, or the one, that any rank sees, and what is wrong with the others."""
+        """List the checkpoints in ``folder`` (or ``only`` one) that any rank can read, and errors of the others."""
 
         def read_all() -> tuple[list[Any], list[str]]:
             readable, errors = [], []
@@ -205,7 +202,7 @@ class Checkpoints:
         return list(candidates.values()), list(all_errors)
 
     def _read(self, checkpoint: Checkpoint) -> ResumedState:
-        """Read this rank's tensors of a checkpoint, for which missing files come from other ranks."""
+        """Read this rank's tensors of a checkpoint; ranks that have a file copy it to those that lack it."""
         collective, saved, holders = self.collective, checkpoint.meta["about"], checkpoint.holders
         run_settings.compare(saved, self.description, resume_anyway=self.resume_anyway, resize=self.resize)
         resize = self.resize if run_settings.layout_differs(saved, self.description) else None
@@ -220,13 +217,13 @@ class Checkpoints:
             try:
                 for file in needed:
                     for name, tensor in format.read_tensors(path / file):
-                        if not resize:  # else it is read for the checksum's sake
+                        if not resize:  # with resize it is read only to compare its checksum
                             tensors[name] = tensor
             except Damaged as error:
                 return str(error)
             return ""
 
-        # Damage, for which all take an older one, is told apart from other trouble by all ranks or none.
+        # If one rank finds damage, all ranks raise Damaged, and so all try an older checkpoint.
         lines = collective.gather(read)
         for rank, line in enumerate(lines):
             if line:
@@ -234,7 +231,7 @@ class Checkpoints:
         return ResumedState(replace(checkpoint, path=path), tensors, resize)
 
     def _fetch(self, checkpoint: Checkpoint, needed: list[str]) -> Path:
-        """Bring files that this folder's ranks need and it lacks from ranks that have them; return their folder."""
+        """Copy files that this folder lacks and its ranks need from ranks that have them; return the files' folder."""
         collective, rank, homes, holders = self.collective, self.collective.rank, self.folder.homes, checkpoint.holders
         path, copy = checkpoint.path, self.path / checkpoint.path.name
         lacking = collective.gather(lambda: [file for file in needed if rank not in holders[file]])
@@ -257,17 +254,16 @@ class Checkpoints:
         return path if path.exists() else copy
 
     def _read_latest(self) -> str | None:
-        """Read the name in ``latest``, which may be damaged; None: there is none."""
+        """Read the name in the file ``latest``, which may be damaged; None: there is no such file."""
         path = self.path / "latest"
         return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
 
 def obsolete(checkpoints: dict[str, bool], newest: str, latest: str | None, keep: int) -> list[str]:
-    """List the checkpoints of a run to remove after ``newest`` was written: all but the ``keep`` newest good ones.
+    """List the ``checkpoints`` of a run, {name: is it good}, to remove after ``newest`` was written.
 
-    ``checkpoints``: for each name, is it good? Those beyond ``newest`` belong to a future that the run has gone back
-    from, and go once something good replaces it. Of those that are not good only ``newest`` stays. The one that
-    ``latest`` names always stays.
+    These stay: ``newest``, the one that ``latest`` names, and the ``keep`` newest good ones up to ``newest``. Good ones
+    beyond ``newest``, a future that the run has gone back from, stay until ``newest`` is good.
     """
     good = sorted((name for name, is_good in checkpoints.items() if is_good), key=step_of)
     past = [name for name in good if step_of(name) <= step_of(newest)]

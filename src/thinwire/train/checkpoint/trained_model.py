@@ -1,4 +1,4 @@
-"""A trained model, read back from a run's folder without ranks: ``thinwire sample`` and ``thinwire export``."""
+"""``thinwire sample`` and ``thinwire export``: a trained model, read from a run's folder by one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainedModel:
 
     Attributes:
         run: the run's folder, with config.yaml and the tokenizer.
-        shape: of a model of ours; None: ``config.init`` names one of Hugging Face's, of which ``init`` is the hash.
+        shape: None: ``config.init`` names a Hugging Face model, and ``init`` is the hash of its weights.
         weights: name -> whole tensor, on the CPU.
     """
 
@@ -43,7 +43,6 @@ class TrainedModel:
     tokenizer: Tokenizer
 
     def model(self) -> Any:
-        """Build the model with its weights."""
         if self.shape is None:
             init, adapters = self.config.init or "", self.config.adapters
             return pretrained.rebuild(init, adapters, self.run, self.init, self.weights)
@@ -54,10 +53,10 @@ class TrainedModel:
         return model
 
     def export(self, folder: Path, *, adapter: bool = False) -> None:
-        """Write the model as a Hugging Face folder. ``adapter``: of a run with --lora, the adapter alone.
+        """Write the model as a Hugging Face folder. ``adapter``: write only the adapter of a run with --lora.
 
         Raises:
-            ThinwireError: ``folder`` holds a model already, or this cannot be one.
+            ThinwireError: ``folder`` holds a model already, or the model cannot be exported.
         """
         if self.shape is None:
             pretrained.export(self.model(), self.run, folder, adapter=adapter)
@@ -86,7 +85,7 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
     else:
         tokenizer = Tokenizer(config.tokenizer, None, run)
         sizes = {field.name: description[field.name] for field in fields(ModelConfig)}
-        # The context of a llama is no part of a run's description.
+        # A run's description leaves out the context of a llama.
         shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()
     weights = {name.removeprefix("model/"): weight for name, weight in read_whole_tensors(checkpoint, ["model/"])}
     return TrainedModel(checkpoint.path, checkpoint.step, run, config, shape, init, weights, tokenizer)
@@ -125,10 +124,9 @@ def generate(
     model: Any, prompt: Tensor, count: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
     end: int | None = None,
 ) -> Iterator[int]:  # fmt: skip
-    """Yield ``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1; fewer if ``end`` is one of them.
+    """Yield ``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1; stop before the token ``end``.
 
-    Each is drawn given as many tokens before it as the context of ``model`` (Decoder or Pretrained) holds, as
-    ``SampleOptions`` says.
+    ``model`` (Decoder or Pretrained) sees as many earlier tokens as its context holds. Knobs as in ``SampleOptions``.
     """
     generator = torch.Generator().manual_seed(seed)
     text = prompt.tolist()
@@ -150,7 +148,6 @@ def generate(
 
 
 def sample_main(argv: list[str]) -> int:
-    """``thinwire sample RUN``."""
     options: Any = read_options(SampleOptions, argv, "thinwire sample")
     if options.tokens < 0 or options.temperature < 0 or options.top_k < 0:
         raise ThinwireError("--tokens, --temperature and --top-k must not be negative")
@@ -159,7 +156,7 @@ def sample_main(argv: list[str]) -> int:
     prompt = tokenizer.encode(options.prompt)
     if not len(prompt):
         raise ThinwireError("--prompt must not be empty: the model goes on from something")
-    # A model of ours has no token after which a text has ended.
+    # Our own models have no end-of-text token.
     end = None if trained.shape else pretrained.load_tokenizer(trained.run / pretrained.HUB_FOLDER).eos_token_id
     tokens = generate(
         trained.model(), prompt.long(), options.tokens, temperature=options.temperature, top_k=options.top_k,
@@ -170,7 +167,6 @@ def sample_main(argv: list[str]) -> int:
 
 
 def export_main(argv: list[str]) -> int:
-    """``thinwire export RUN FOLDER``."""
     options: Any = read_options(ExportOptions, argv, "thinwire export")
     trained = read(options.run)
     trained.export(options.folder, adapter=options.adapter)

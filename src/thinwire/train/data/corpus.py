@@ -1,4 +1,4 @@
-"""Text: read from files, Python's standard library or the hub, in pieces, and split into training and held-out text."""
+"""Text from files, Python's standard library or the hub, read in pieces and split into training and held-out text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from typing import IO
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 
-SPAN = 1 << 15
-"""Characters in a row that go to one side of the split: every ``HELD_OUT``-th span is held out."""
-HELD_OUT = 20
-PIECE = 1 << 22
-"""Characters that are read from a file at a time."""
+SPAN = 1 << 15  # characters in a row that go to one side of the split
+HELD_OUT = 20  # every 20th span is held out
+PIECE = 1 << 22  # characters read from a file at a time
 
 
 def read_corpus(names: Sequence[str]) -> str:
@@ -32,7 +30,7 @@ def read_corpus(names: Sequence[str]) -> str:
 
 
 def read_pieces(names: Sequence[str]) -> Iterator[str]:
-    """Read what ``read_corpus`` reads, in pieces of at most ``PIECE`` characters, as they are asked for."""
+    """Yield the text of ``read_corpus`` lazily, in pieces: up to ``PIECE`` characters of a file, a row of the hub."""
     separator, empty = "", True
     for document in itertools.chain.from_iterable(map(_documents, names)):
         yield separator
@@ -45,7 +43,7 @@ def read_pieces(names: Sequence[str]) -> Iterator[str]:
 
 
 def spans(text: Iterable[str]) -> Iterator[str]:
-    """Cut a ``text`` that comes in pieces into spans of ``SPAN`` characters; the last one is shorter."""
+    """Cut a ``text`` that comes in pieces into spans of ``SPAN`` characters; the last one may be shorter."""
     pending = ""
     for piece in text:
         pending += piece
@@ -57,7 +55,7 @@ def spans(text: Iterable[str]) -> Iterator[str]:
 
 
 def _documents(name: str) -> Iterable[Iterable[str]]:
-    """Give the texts that ``name`` stands for, each in pieces."""
+    """Return the texts that ``name`` stands for, each in pieces."""
     if name.startswith("hub:"):
         return _read_hub(name.removeprefix("hub:"))
     return map(_read_file, _standard_library() if name == "stdlib" else match_paths(name))
@@ -114,7 +112,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def split_spans(text: Iterable[str]) -> Iterator[tuple[bool, str]]:
-    """Yield (is it held out?, span) for each span of a ``text`` that comes in pieces, as ``split`` divides it."""
+    """Yield (is held out, span) for each span of a ``text`` that comes in pieces, divided as by ``split``."""
     text = spans(text)
     start = list(itertools.islice(text, HELD_OUT))
     size = sum(map(len, start))

@@ -1,14 +1,13 @@
-"""Instruction data: JSONL files of questions and answers, of which the answers are learnt.
+"""Instruction data: JSONL files of questions and answers. Only the answers are learnt.
 
     {"prompt": "2 + 2 = ", "completion": "4"}
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
-A row is one sequence: no other row's text is in it. In a batch, shorter rows are padded behind their end to the
-longest, where no token of theirs sees the padding. A token that is not learnt is written ``~token``, which is negative.
+A sequence holds one row. A batch pads rows behind their end, where no token of theirs sees the padding. A token that is
+not learnt is written ``~token``, which is negative.
 
-Prompt and answer are tokenized apart, as they will be when the answer is generated. After a completion comes the
-tokenizer's end-of-text token, before the prompt its begin-of-text token if it puts one there; a chat template writes
-both itself.
+Prompt and answer are tokenized apart, as when an answer is generated. The tokenizer's end-of-text token follows the
+completion, and its begin-of-text token (if it uses one) precedes the prompt; a chat template writes both itself.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.train.data.corpus import HELD_OUT, match_paths
 from thinwire.train.data.windows import Windows
 
-Passage = tuple[str, bool]
-"""Some text, and whether it is learnt."""
+Passage = tuple[str, bool]  # a text, and whether it is learnt
 
 
 class InstructionRows(Windows):
@@ -51,11 +49,8 @@ def read_rows(
 ) -> tuple[InstructionRows, InstructionRows]:
     """Read the rows to train on, and those to evaluate on: of ``valid``, or every 20th (of fewer than 20 the last).
 
-    Args:
-        names, valid: files or globs.
-        tokenizer: transformers'.
-        length: tokens of a row that are trained on, at most; what is longer is cut.
-        warns: warn of rows that were cut.
+    The names are files or globs, ``tokenizer`` is transformers'. A row is cut to ``length`` targets (if ``warns``, with
+    a warning).
 
     Raises:
         ThinwireError: a file cannot be read, a row is neither of the two kinds, or no row is left.
@@ -71,7 +66,7 @@ def read_rows(
 
 
 def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: bool) -> InstructionRows:
-    """Cut rows to ``length`` + 1 tokens, and leave out those that then have nothing to learn."""
+    """Cut rows to ``length`` + 1 tokens, and leave out those with nothing left to learn."""
     learnt = [row for row in (row[: length + 1] for row in rows) if (row[1:] >= 0).any()]
     longer = sum(len(row) > length + 1 for row in rows)
     if longer and warns:
@@ -86,7 +81,7 @@ def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: boo
 
 
 def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
-    """Yield the tokens of each row, (n,) int32; those that are not learnt as ``~token``."""
+    """Yield the tokens of each row, (n,) int32, with ``~token`` for those that are not learnt."""
     begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
     for source, row in _read_objects(names):
         row = row if isinstance(row, dict) else {}
@@ -107,7 +102,7 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
 
 
 def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield each JSON object, and the file and line that it stands in."""
+    """Yield ("FILE, line NUMBER", value) for each line of JSON."""
     for path in (path for name in names for path in match_paths(name)):
         try:
             with path.open(encoding="utf-8") as file:
@@ -119,7 +114,7 @@ def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator[Passage]:
-    """Yield each answer as the template writes it, behind the text that comes before it."""
+    """Yield the text before each answer and then the answer, both as the chat template writes them."""
     if not getattr(tokenizer, "chat_template", None):
         raise ThinwireError(f"{source} has 'messages', the tokenizer no chat template: use prompt and completion")
 

@@ -1,12 +1,12 @@
-"""``thinwire tokenize``, and the token files that it writes: text that is tokenized once, and read as it is needed.
+"""``thinwire tokenize``, and the token files that it writes: text is tokenized once, and then read as it is needed.
 
     FOLDER/train.bin      tokens one behind the other, little endian, and nothing else: as nanoGPT writes them (uint16)
     FOLDER/valid.bin
     FOLDER/tokens.json    the tokenizer, dtype, number of tokens and a hash of each file
     FOLDER/tokenizer-bpe-SIZE.json
 
-``--corpus FOLDER`` trains on such a folder. Files without a ``tokens.json``, nanoGPT's and NumPy's ``.npy``, are
-``--corpus "train-*.bin" --tokenizer ids:50304``. Memory does not grow with the corpus.
+``--corpus FOLDER`` trains on such a folder. ``--corpus "train-*.bin" --tokenizer ids:50304`` trains on files without a
+``tokens.json``: nanoGPT's and NumPy's ``.npy``. Memory does not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
 
 FORMAT, META, SIDES = 1, "tokens.json", ("train", "valid")
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int32")}
-CHUNK = 1 << 22
-"""Tokens that are hashed at a time."""
+CHUNK = 1 << 22  # tokens hashed at a time
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Some tokens of a file: from byte ``first`` on, ``count`` tokens of ``dtype``."""
+    """Tokens of a file: ``count`` of them, of ``dtype``, from byte ``first`` on."""
 
     path: Path
     first: int
@@ -51,13 +50,12 @@ class FileRange:
 
 
 class TokenFiles:
-    """The tokens of some files, one behind the other, like a 1-D tensor: it has a length, and slices are read.
+    """The joined tokens of some files, like a 1-D tensor: it has a length, and slices are read.
 
-    Read, not mapped: the pages of a map that have been touched once count as this process's memory.
+    Files are read, not mapped: pages of a map that have been touched once count as this process's memory.
     """
 
     def __init__(self, ranges: Sequence[FileRange], vocabulary: int, digest: str | None = None) -> None:
-        """``digest``: of all tokens, where it is known."""
         self._vocabulary = vocabulary
         self._files = [(os.open(file.path, os.O_RDONLY), file.first, file.dtype) for file in ranges]
         self._starts = [0, *itertools.accumulate(file.count for file in ranges)]
@@ -87,7 +85,7 @@ class TokenFiles:
         return tokens
 
     def digest(self) -> str:
-        """Give a hash of all tokens."""
+        """Return a hash of all tokens."""
         if self._digest is not None:
             return self._digest
         digest = hashlib.blake2b(digest_size=8)
@@ -98,7 +96,7 @@ class TokenFiles:
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """A corpus of token files. ``folder``: of its ``tokens.json``, where its tokenizer is too; None: it has none."""
+    """A corpus of token files. ``folder`` holds its ``tokens.json`` and tokenizer; None: it has none."""
 
     tokenizer: str
     train: TokenFiles
@@ -109,12 +107,12 @@ class TokenCorpus:
 def find_token_files(
     corpus: Sequence[str], valid: Sequence[str], tokenizer: str, model: tuple[Tokenizer, int] | None = None
 ) -> TokenCorpus | None:  # fmt: skip
-    """Open the token files that ``--corpus``, ``--valid`` and ``--tokenizer`` mean; None: it is text.
+    """Open the token files that ``--corpus``, ``--valid`` and ``--tokenizer`` mean; None: the corpus is text.
 
-    ``model``: the tokenizer and the vocabulary of a model that has them already; files must be made with that.
+    ``model``: the tokenizer and vocabulary of --init, with which the files must have been made.
 
     Raises:
-        ThinwireError: they are damaged, or do not fit each other.
+        ThinwireError: the files are damaged, or do not fit each other.
     """
     if len(corpus) == 1 and Path(corpus[0]).is_dir():
         return _open_folder(Path(corpus[0]), valid, tokenizer, model)
@@ -176,7 +174,7 @@ def _open_folder(
 
 
 def _whole_file(path: Path) -> FileRange:
-    """Find where the tokens of a file begin, how many there are, and their dtype."""
+    """Find all tokens of a .bin (uint16) or .npy file."""
     try:
         if path.suffix == ".bin":
             return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
@@ -191,7 +189,7 @@ def _whole_file(path: Path) -> FileRange:
 def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, Any]:
     """Write the token files of a ``corpus`` (see ``read_corpus``) to ``folder``; return what tokens.json holds.
 
-    The same text is held out, and the tokens are the same, as where ``thinwire train`` reads the text itself.
+    Split and tokens are the same as those of ``thinwire train`` on the text itself.
 
     Raises:
         ThinwireError: the text cannot be read or is empty, the folder cannot be written to, or holds token files.
@@ -221,7 +219,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
 
 
 def copy_tokenizer(corpus: TokenCorpus, run: Path) -> None:
-    """Put the tokenizer of a corpus beside the run that trains on it."""
+    """Copy the tokenizer of a corpus to the folder of the run that trains on it."""
     if corpus.folder is not None and (source := tokenizer_file(corpus.tokenizer, corpus.folder)):
         shutil.copyfile(source, run / source.name)
 
@@ -239,7 +237,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """``thinwire tokenize CORPUS ... --out FOLDER``."""
     options: Any = read_options(Options, argv, "thinwire tokenize")
     meta = tokenize(options.corpus, options.tokenizer, options.out)
     print(

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-pair encodings that are trained here, and those of Hugging Face."""
+"""Tokenizers: bytes, byte-pair encodings trained here, and those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.train.data.corpus import spans
 
-BATCH = 16
-"""Spans that are tokenized at a time: tokenizers keeps about 100 bytes for each byte of them."""
+BATCH = 16  # spans tokenized at a time: the library tokenizers keeps about 100 bytes for each byte of them
 
 
 def tokenizer_file(name: str, folder: Path) -> Path | None:
-    """Name the file in which the tokenizer ``name`` keeps what it is made of; None: it keeps nothing."""
+    """Return the file that keeps the tokenizer ``name`` in ``folder``; None: it needs no file."""
     kind, _, size = name.partition(":")
     return {"bpe": folder / f"tokenizer-bpe-{size}.json", "folder": folder / "tokenizer.json"}.get(kind)
 
 
 class Tokenizer:
-    """``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; ``folder:PATH``, the tokenizer.json
-    of a Hugging Face folder, kept likewise; ``hub:NAME``; or ``ids:SIZE``, of which only the number of tokens is known.
+    """A tokenizer by its name, with ``vocabulary`` tokens.
 
-    Attributes:
-        name: as above. vocabulary: number of tokens.
+    Names: ``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; ``folder:PATH``, the
+    tokenizer.json of a Hugging Face folder, kept likewise; ``hub:NAME``; ``ids:SIZE``, numbers without a text.
     """
 
     def __init__(self, name: str, train: Iterable[str] | None, folder: Path, *, anew: bool = False) -> None:
-        """``train``: the training text, in spans: of it a BPE is made, or a folder's copied, if there is none yet, or
-        ``anew``; None: what another rank wrote is loaded."""
+        """``train``: the training text in spans: the tokenizer's file is made if it is missing, or ``anew``; None: the
+        file that another rank wrote is loaded."""
         self.name, self._tokenizer = name, None
         kind, _, argument = name.partition(":")
         self._adds_special_tokens = kind != "folder"
@@ -56,26 +54,26 @@ class Tokenizer:
         self.vocabulary = self._tokenizer.get_vocab_size()
 
     def as_hub(self) -> HubTokenizer:
-        """Make a ``tokenizers.Tokenizer`` that gives the same tokens."""
+        """Return a ``tokenizers.Tokenizer`` that gives the same tokens."""
         self._check_knows_text()
         if self._tokenizer is not None:
             return self._tokenizer
-        # BPE without merges, over the characters by which it writes bytes: those that are shown stand for themselves,
-        # and those from U+0100 on for the other bytes.
+        # BPE without merges, over characters that stand for bytes: printable ones for themselves, those from U+0100 on
+        # for the other bytes.
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         hidden = [byte for byte in range(256) if chr(byte) not in alphabet]
         numbers = {letter: ord(letter) if ord(letter) < 256 else hidden[ord(letter) - 256] for letter in alphabet}
         return _byte_level(models.BPE(vocab=numbers, merges=[]), use_regex=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Give the text of ``tokens``; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ``tokens``; bytes that are not UTF-8 become U+FFFD."""
         self._check_knows_text()
         if self._tokenizer is None:
             return bytes(tokens).decode("utf-8", errors="replace")
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def encode(self, text: str) -> Tensor:
-        """Give the tokens of ``text``, (T,), in the smallest integer dtype of torch's that holds them."""
+        """Return the tokens of ``text``, (T,) of ``dtype``."""
         return torch.from_numpy(np.concatenate([*self.encode_spans(spans([text])), np.empty(0, self.dtype)]))
 
     def _check_knows_text(self) -> None:
@@ -84,7 +82,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> type[np.integer]:
-        """NumPy dtype of the tokens: uint8, or int32."""
+        """NumPy dtype of the tokens: uint8 for up to 256 tokens, else int32."""
         return np.uint8 if self.vocabulary <= 256 else np.int32
 
     def encode_spans(self, text: Iterable[str]) -> Iterator[np.ndarray]:
@@ -117,7 +115,7 @@ def _train_bpe(size: str, train: Iterable[str]) -> HubTokenizer:
 
 
 def _load(source: Path | str) -> HubTokenizer:
-    """Load the tokenizer of a file, or of this name on the hub."""
+    """Load a tokenizer from a file, or by its name on the hub."""
     try:
         return HubTokenizer.from_file(str(source)) if isinstance(source, Path) else HubTokenizer.from_pretrained(source)
     except Exception as error:  # whatever the parser or the hub's client raises

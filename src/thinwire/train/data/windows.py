@@ -1,4 +1,4 @@
-"""Windows of tokens, and batches of them: a step's batch is a function of (seed, step, rank) alone."""
+"""Windows of tokens, and batches of them. A step's batch depends on (seed, step, rank) alone."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from torch.nn.utils.rnn import pad_sequence
 from thinwire.base.errors import ThinwireError
 from thinwire.train.data.token_files import TokenFiles
 
-IGNORED = -100
-"""In place of a target that is not learnt: torch's cross entropy leaves it out."""
-DRAWN = 1 << 20
-"""Windows up to which the order of an epoch is drawn at once, and kept: 8 bytes each."""
+IGNORED = -100  # replaces a target that is not learnt: torch's cross entropy leaves it out
+DRAWN = 1 << 20  # with up to so many windows, the order of an epoch is drawn at once and kept (8 bytes each)
 
 
 @dataclass
 class Windows:
-    """Windows of ``length`` + 1 tokens, each starting where the last one's targets ended, in an order per epoch.
-
-    Within an epoch no window comes twice; each epoch has an order of its own.
+    """Windows of ``length`` + 1 tokens, each starting at the last token of the one before. Each epoch shuffles them.
 
     Attributes:
         tokens: (T,) integers, on the CPU or in files.
-        count: number of windows.
         targets_per_window: on average.
     """
 
@@ -47,30 +42,30 @@ class Windows:
 
     @property
     def order(self) -> str | None:
-        """Name of the way in which the order of an epoch comes about; None: it is drawn at once."""
+        """Source of an epoch's order: "permuted" (the function), or None (drawn at once)."""
         return "permuted" if self.count > DRAWN else None
 
     def digest(self) -> str:
-        """Give a hash of the tokens."""
+        """Return a hash of the tokens."""
         if not isinstance(self.tokens, Tensor):
             return self.tokens.digest()
         return hashlib.blake2b(self.tokens.numpy().data, digest_size=8).hexdigest()
 
     def window(self, index: int) -> Tensor:
-        """Give window number ``index`` of the text, (length + 1,)."""
+        """Return window number ``index`` of the text, (length + 1,)."""
         start = index * self.length
         return self.tokens[start : start + self.length + 1]
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Give (inputs, targets), (count, length) int64 each, from number ``first`` of the endless order on."""
+        """Return (inputs, targets), (count, length) int64 each, of ``indices(first, count)``."""
         return _inputs_and_targets([self.window(index) for index in self.indices(first, count)])
 
     def count_learnt(self, first: int, count: int) -> int:
-        """Count the targets that are learnt in ``count`` windows from number ``first`` of the order on."""
+        """Count the targets of ``batch(first, count)`` that are learnt."""
         return count * self.length
 
     def indices(self, first: int, count: int) -> Iterator[int]:
-        """Yield the index of each of ``count`` windows from number ``first`` of the endless shuffled order on."""
+        """Yield the indices of ``count`` windows, from number ``first`` of the endless shuffled order on."""
         for number in range(first, first + count):
             epoch, position = divmod(number, self.count)
             seed = self.seed * 1_000_003 + epoch
@@ -80,7 +75,7 @@ class Windows:
                 yield int(_shuffled(self.count, seed)[position])
 
     def spread(self, number: int) -> list[Tensor]:
-        """Give ``number`` windows spread evenly over the text: always the same."""
+        """Return ``number`` windows spread evenly over the text: always the same."""
         return [self.window(i * self.count // number) for i in range(number)]
 
 
@@ -90,9 +85,9 @@ def _shuffled(count: int, seed: int) -> Tensor:
 
 
 def permuted(index: int, count: int, seed: int) -> int:
-    """Compute where a permutation of ``range(count)`` puts ``index``, without its being kept anywhere.
+    """Compute where a permutation of ``range(count)`` puts ``index``, without storing the permutation.
 
-    A Feistel network of four rounds permutes the numbers of as many bits; a number beyond ``count`` is put through it
+    A Feistel network of four rounds permutes the numbers below a power of 4; those from ``count`` on go through it
     again (Black and Rogaway, 2002: "cycle walking").
     """
     half = (count.bit_length() + 1) // 2
@@ -107,12 +102,12 @@ def permuted(index: int, count: int, seed: int) -> int:
 
 
 def _inputs_and_targets(windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Pad shorter windows at the end; what is not learnt, a token's complement, is a token and no target."""
+    """Pad windows at their end, and shift them; ``~token``, which is not learnt, becomes an input but no target."""
     block = pad_sequence([window.long() for window in windows], batch_first=True, padding_value=~0)
     inputs, targets = block[:, :-1], block[:, 1:]
     return torch.where(inputs < 0, ~inputs, inputs).contiguous(), targets.masked_fill(targets < 0, IGNORED)
 
 
 def batches(windows: Sequence[Tensor], size: int) -> list[tuple[Tensor, Tensor]]:
-    """Put windows into batches of ``size``, as (inputs, targets)."""
+    """Split windows into batches of up to ``size``, as (inputs, targets)."""
     return [_inputs_and_targets(windows[i : i + size]) for i in range(0, len(windows), size)]

@@ -1,4 +1,4 @@
-"""Work that the ranks do together beside the training itself: files, over which one of them may stumble or be slow."""
+"""Work that the ranks do together beside training: on files, with which one of them may fail or be slow."""
 
 from __future__ import annotations
 
@@ -17,21 +17,17 @@ from thinwire.network.comm import Comm
 
 T = TypeVar("T")
 
-CHUNK = 1 << 24
-"""Bytes of a file that travel at a time."""
+CHUNK = 1 << 24  # bytes of a file sent at a time
 
 
 class Collective:
-    """All ranks of a job, on a group of CPU tensors whose collectives wait for a rank that is busy with files.
-
-    Every method is collective.
-    """
+    """All ranks, on a group of CPU tensors that waits for a rank busy with files. All methods are collective."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
 
     def share(self, value: Any) -> list[Any]:
-        """Give the ``value`` of every rank (what JSON can say), in rank order."""
+        """Return the ``value`` of every rank, which JSON can hold, in rank order."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, 1, dtype=torch.int64)
         self._comm.all_gather(lengths, torch.tensor([len(data)]))
@@ -44,8 +40,8 @@ class Collective:
         """Return what ``work()`` returned on this rank, once it has succeeded on all.
 
         Raises:
-            ThinwireError: it failed on another rank. Where it failed here, what it raised (an OSError as one line).
-                So no rank goes on alone, nor waits for one that is gone.
+            ThinwireError: it failed on another rank. If it failed here, its own error (an OSError as one line). So no
+                rank goes on alone, or waits for one that is gone.
         """
         error, line = None, None
         try:
@@ -65,11 +61,11 @@ class Collective:
         return result
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
-        """Give what ``work()`` returned on each rank (what JSON can say), in rank order. Raises as ``do``."""
+        """Return what ``work()`` returned on each rank, in rank order. Raise as ``do``."""
         return self.share(self.do(work))
 
     def copy(self, root: int, source: Path, target: Path | None) -> None:
-        """Rank ``root``'s file ``source`` becomes ``target`` on every rank that names one, whole or not at all."""
+        """Copy rank ``root``'s file ``source`` to ``target`` on every rank that names one, whole or not at all."""
         size = self.gather(lambda: source.stat().st_size if self.rank == root else 0)[root]
         writes = target is not None
         target = target or source
@@ -77,7 +73,7 @@ class Collective:
 
         def read(start: int) -> torch.Tensor:
             chunk = torch.zeros(min(CHUNK, size - start), dtype=torch.uint8)
-            if self.rank == root:  # should the file have shrunk, its checksums will say so
+            if self.rank == root:  # if the file has shrunk, its checksums will say so
                 with naming(source), source.open("rb") as file:
                     file.seek(start)
                     file.readinto(chunk.numpy().data)

@@ -1,4 +1,4 @@
-"""Progress of a run, which rank 0 shows and writes while it goes: a bar, metrics.jsonl, and the trackers of --track."""
+"""Progress of a run, which rank 0 shows and writes: a bar, metrics.jsonl, and the trackers of --track."""
 
 from __future__ import annotations
 
@@ -25,18 +25,14 @@ COLUMNS = (
     "step", "loss", "valid_loss", "lr", "grad_norm", "step_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms",
     "wire_bytes_inter", "wire_bytes_intra", "skipped", "tokens", "wall_s",
 )  # fmt: skip
-"""Columns of metrics.csv. An evaluation's row has step, valid_loss and wall_s alone."""
-Log = Callable[[dict[str, float]], object]
-"""Takes the numbers of one row of metrics.jsonl, of a step or of an evaluation."""
+"""Columns of metrics.csv. An evaluation's row has only step, valid_loss and wall_s."""
+Log = Callable[[dict[str, float]], object]  # takes the numbers of one row of metrics.jsonl
 
 
 def cut_metrics(path: Path, step: int) -> tuple[float, int]:
-    """Cut a metrics.jsonl back to the rows that a run at ``step`` had written.
+    """Cut a metrics.jsonl back to ``step``; its evaluation goes too, as the resumed run makes it again.
 
-    The evaluation at ``step`` goes too: a run that goes on from there makes it again.
-
-    Returns:
-        the seconds that it had run then, and the last step in the file as it was (-1: none).
+    Return the seconds that the run had taken by then, and the last step in the uncut file (-1: none).
     """
     rows, wall_s, last_step = [], 0.0, -1
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
@@ -54,13 +50,11 @@ def cut_metrics(path: Path, step: int) -> tuple[float, int]:
 
 
 class Display:
-    """Rank 0's display and files; on other ranks everything here does nothing.
-
-    On a terminal: a progress bar. Elsewhere: a line at the start, per evaluation and at the end.
+    """Rank 0's display (with a progress bar on a terminal) and files; other ranks show and write nothing.
 
     Attributes:
-        wall_s: seconds that the run had taken when it was interrupted, where it goes on.
-        write_error: why a row could not be written; "" while all is well.
+        wall_s: seconds that a resumed run had taken by its checkpoint, else 0.
+        write_error: the reason why a row could not be written; "" while all is well.
     """
 
     def __init__(self, config: Config, rank: int, start: int) -> None:
@@ -91,25 +85,24 @@ class Display:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with contextlib.suppress(OSError):  # a full disk has been told of
+        with contextlib.suppress(OSError):  # a full disk has been reported
             self._open.__exit__(*error)
 
     def say(self, line: str) -> None:
-        """Show a line to the user."""
         self._console.print(line, soft_wrap=True)
 
     def step(self, row: dict[str, Any], rate: float) -> None:
-        """Write one optimizer step's row of metrics.jsonl."""
+        """Write one optimizer step's row of metrics.jsonl; show its ``rate`` in tokens/s."""
         self._write(row)
         self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """Write one evaluation's row of metrics.jsonl."""
+        """Write and show one evaluation's row of metrics.jsonl."""
         self._write(row)
         self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}")
 
     def check(self) -> None:
-        """Raise ThinwireError where a row could not be written."""
+        """Raise ThinwireError if a row could not be written."""
         if self.write_error:
             raise ThinwireError(self.write_error)
 
@@ -125,14 +118,14 @@ class Display:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Flatten the numbers in a row of metrics.jsonl: bytes by link, a skipped step as 1."""
+    """Return the numbers in a row of metrics.jsonl, with wire_bytes flattened by link and booleans as 0 or 1."""
     flat = row | {f"wire_bytes_{link}": count for link, count in row.get("wire_bytes", {}).items()}
     return {name: +value for name, value in flat.items() if isinstance(value, int | float)}
 
 
 @contextlib.contextmanager
 def open_table(folder: Path, start: int) -> Iterator[Log]:
-    """Write metrics.csv, anew from metrics.jsonl where a run goes on, so the two always hold the same rows."""
+    """Open metrics.csv; a resumed run rewrites it from metrics.jsonl, so that both hold the same rows."""
     with (folder / "metrics.csv").open("w", newline="", encoding="utf-8", buffering=1) as file:
         table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         table.writeheader()
@@ -143,10 +136,10 @@ def open_table(folder: Path, start: int) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def open_service(name: str, config: Config, start: int, last_step: int) -> Iterator[Log]:
-    """Go on with the run that this folder has begun on Weights & Biases or Trackio, or begin one: they share an API.
+    """Begin this folder's run on Weights & Biases or Trackio, which share an API, or go on with it.
 
-    Neither takes a row back. Rows of steps that an interrupted run had sent after its checkpoint stay, and are not sent
-    a second time. An error of the service ends the tracking with a warning, not the training.
+    Neither service takes a row back: rows that an interrupted run had sent after its checkpoint stay, and are not sent
+    again. An error of the service ends the tracking with a warning, but not the training.
     """
     api: Any = extras.load(name)
     path, folder = config.out / "tracked.json", config.out

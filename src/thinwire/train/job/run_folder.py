@@ -1,4 +1,4 @@
-"""A run's folder: is it one for all ranks, or one per host; who keeps it; what was there before."""
+"""A run's folder, shared by all ranks or one per host: its lock, its keeper, and what an earlier run left in it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import remove
 from thinwire.train.job.collective import Collective
 
-LOCK_WAIT_S = 3.0
-"""A rank that was killed a moment ago may still hold its lock."""
+LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml")
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
 _REMOVED = r"\.[0-9a-f]{8}\.old"
@@ -31,7 +30,7 @@ _UNFINISHED = {
     "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
     "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
 }
-"""The hidden names that are made here, by glob: --out may be a folder that holds more than the run."""
+"""Hidden names that a run makes, {glob: regular expression}. Others in --out are not ours to remove."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class RunFolder:
     """``--out`` of a run, locked for it.
 
     Attributes:
-        homes: for each rank, the first of the ranks that see the same folder; all 0 where the folder is shared.
+        homes: for each rank, the first of the ranks that see the same folder; all 0 if the folder is shared.
     """
 
     path: Path
@@ -48,7 +47,7 @@ class RunFolder:
 
     @property
     def is_keeper(self) -> bool:
-        """Does this rank keep the folder's common files? One rank per folder does."""
+        """Is this the one rank that keeps the folder's common files?"""
         return self.homes[self.collective.rank] == self.collective.rank
 
     def do_once(self, work: Callable[[], object]) -> None:
@@ -56,7 +55,7 @@ class RunFolder:
         self.collective.do(work if self.is_keeper else lambda: None)
 
     def check_free(self) -> None:
-        """Refuse to start another run where one has been. (A folder that was refused before a first step has none.)"""
+        """Raise ThinwireError if the folder holds metrics or checkpoints of a run. Collective."""
         in_use = (self.path / "metrics.jsonl").exists() or any((self.path / "checkpoints").glob("step-*"))
         if any(self.collective.share(in_use)):
             raise ThinwireError(
@@ -65,7 +64,7 @@ class RunFolder:
             )
 
     def clear(self) -> None:
-        """Remove what an earlier run left, checkpoints last: what is visible of those is always whole."""
+        """Remove an earlier run's files, checkpoints last: visible checkpoints are always whole. Collective."""
 
         def work() -> None:
             for name in _RUN_FILES:
@@ -78,7 +77,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
-    """Hold ``path`` for this run alone until the end of the block, or of this process. Collective.
+    """Lock ``path`` for this run until the end of the block, or of this process. Collective.
 
     Raises:
         ThinwireError: it cannot be written to, or another run is using it.
@@ -91,7 +90,7 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
 
 
 def _find_homes(path: Path, collective: Collective) -> list[int]:
-    """Let each rank leave a mark in its folder, and see whose marks are there too."""
+    """Return ``RunFolder.homes``: each rank leaves a mark in its folder, and looks for the marks of others."""
     token = collective.share(uuid.uuid4().hex)[0]
     marks = [path / f".rank-{token}-{rank}" for rank in range(collective.size)]
 
@@ -112,7 +111,7 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
 
 
 def _lock(path: Path) -> IO[str]:
-    """Take the folder's lock, which the kernel lets go of when this process ends."""
+    """Take the folder's lock, which the kernel releases when this process ends."""
     lock = (path / ".lock").open("a+")
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
@@ -138,11 +137,11 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what a run that was killed left half made or half removed."""
+    """Remove what a killed run left half made or half removed."""
     for pattern, names in _UNFINISHED.items():
         for leftover in path.glob(pattern):
             if re.fullmatch(names, leftover.name):
                 if leftover.is_dir():
-                    shutil.rmtree(leftover, ignore_errors=True)  # a rank of the killed run may be at its end still
+                    shutil.rmtree(leftover, ignore_errors=True)  # a rank of the killed run may still be ending
                 else:
                     leftover.unlink(missing_ok=True)

@@ -7,9 +7,9 @@
 | Cray PALS | PMI_RANK | PMI_SIZE | PMI_LOCAL_RANK, PMI_LOCAL_SIZE | not said |
 | Slurm's srun | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE | SLURM_STEP_NODELIST |
 
-Only ``srun`` sets what begins with SLURM_STEP: the script that ``sbatch`` runs is no task, although it has a
-SLURM_PROCID (0), and the shell of ``salloc`` is a step of one task, or none. ``mpirun`` may itself have been started by
-``srun``, so it is asked first; inside of an allocation Slurm's list of nodes says where its rank 0 is.
+Only ``srun`` sets SLURM_STEP_...: the script that ``sbatch`` runs is no task, although it has a SLURM_PROCID (0), and
+the shell of ``salloc`` is a step of one task, or none. Variables of ``mpirun`` come first, as ``srun`` may have started
+it; inside an allocation, Slurm's list of nodes says where its rank 0 is.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ MPI = (
 )
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-"""Variables that tell two jobs on the same machine apart, the same on all ranks of one: their ports differ by them."""
-FIRST_PORT, PORTS = 15000, 15000
-"""Ports below those that Linux gives away by itself (from 32768)."""
+"""Variables, equal on all ranks of a job, from which two jobs on one machine derive different ports."""
+FIRST_PORT, PORTS = 15000, 15000  # below the ports that Linux gives away by itself (from 32768)
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -38,7 +37,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     Variables that are set already stay as they are.
 
     Raises:
-        ThinwireError: the job is one, and how its ranks lie, or where the first is, cannot be told.
+        ThinwireError: the variables do not say how the job's ranks lie on the nodes, or where rank 0 is.
     """
     position = _by_mpi(environment) or _by_slurm(environment)
     if not position:
@@ -69,7 +68,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def forgotten_srun(environment: Mapping[str, str]) -> str | None:
-    """Write a line for a job of several tasks in which this process is alone, as ``srun`` has not started it."""
+    """Return a line for the user if Slurm's job has several tasks, but ``srun`` did not start this process."""
     tasks = environment.get("SLURM_NTASKS", "1")
     alone = "SLURM_JOB_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     if not alone or tasks == "1":
@@ -78,7 +77,7 @@ def forgotten_srun(environment: Mapping[str, str]) -> str | None:
 
 
 def first_host(nodes: str) -> str:
-    """Read the first of a Slurm list of nodes: "gpu[08-11,20],login" -> "gpu08".
+    """Return the first host in a Slurm list of nodes: "gpu[08-11,20],login" -> "gpu08".
 
     Raises:
         ThinwireError: it is not such a list.

@@ -1,4 +1,4 @@
-"""Setup of a training run: the ranks that meet, the text's windows, the wrapped model and its optimizer."""
+"""Setup of a training run: its ranks, the text's windows, the wrapped model and its optimizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from thinwire.train.model.pretrained import Pretrained
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks, and this one's place: ``comm`` reaches all (its bytes are not counted as the method's)."""
+    """This rank's place among all. ``comm`` reaches all ranks; its bytes are not counted as the method's."""
 
     comm: GroupComm
     per_node: int
@@ -52,7 +52,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
-    """Join the other ranks, as torchrun's environment says; part from them at the end."""
+    """Join the other ranks, as torchrun's environment variables say, and leave them at the end of the block."""
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ThinwireError("--device cuda: torch sees no CUDA device here; use --device cpu")
@@ -65,7 +65,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
         assert dist.group.WORLD is not None
         comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
-        # A rank with nothing to do would leave before the others have reached it.
+        # Without this, a rank with nothing to do would leave before the others have reached it.
         comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
         rank, others = os.environ["RANK"], int(os.environ["WORLD_SIZE"]) - 1
@@ -78,7 +78,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     try:
         yield Ranks(comm, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
     except (LostRank, RuntimeError):
-        lost = True  # without one of its ranks, taking a group down may wait as long as its collectives did
+        lost = True  # destroying a group that lacks a rank may wait as long as its collectives did
         raise
     finally:
         if not lost:
@@ -86,10 +86,10 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
 
 
 def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
-    """Put the model under torch's engine for data parallelism."""
+    """Wrap the model in torch's engine for data parallelism."""
     if config.engine == "ddp":
         method, bucket_mb = resolve(config.method), config.bucket_mb
-        if bucket_mb is None and not method.card.native:  # as suits the method; a native one's are as torch has them
+        if bucket_mb is None and not method.card.native:  # as suits the method; a native one takes torch's default
             exchange = AllReduce(CountingComm.like(ranks.comm, Ledger()))
             bucket_mb = plan_of(method, describe(model).values(), exchange).bucket_cap_mb
         return DistributedDataParallel(
@@ -111,10 +111,10 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
 
 
 def rebuild_buckets(model: nn.Module, windows: Windows, config: Config, ranks: Ranks, cast: Callable) -> None:
-    """Run a throw-away backward pass, so that DDP has rebuilt its buckets before the first step.
+    """Run a throw-away backward pass, so that DDP rebuilds its buckets before the first step.
 
-    The order of a ring's sum depends on the buckets: without this, a resumed dense run on more than two ranks would
-    differ from an uninterrupted one in the last bits of its first step.
+    The order of a ring's sum depends on the buckets: otherwise a resumed dense run on more than two ranks would differ
+    from an uninterrupted one in the last bits of its first step.
     """
     inputs, targets = windows.batch(0, config.batch_size)
     with cast():
@@ -124,7 +124,6 @@ def rebuild_buckets(model: nn.Module, windows: Windows, config: Config, ranks: R
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Make the optimizer that the config names; weight decay is on tensors of two or more dimensions only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -138,12 +137,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs that are read before a run: its text, and the model that it fine-tunes.
-
-    Attributes:
-        pretrained: the model of --init; None: one is made from scratch.
-        train, valid: windows to train on, and to evaluate on.
-    """
+    """A run's text, and the model of --init (None: one is made from scratch)."""
 
     pretrained: Pretrained | None
     tokenizer: Tokenizer
@@ -151,10 +145,10 @@ class Inputs:
     valid: Windows
 
     def hashes(self, collective: Collective) -> tuple[str | None, list[str]]:
-        """Hash the model of --init, if there is one, and the tokens of both texts. Collective.
+        """Return a hash of the model of --init, if there is one, and hashes of the tokens of both texts. Collective.
 
         Raises:
-            ThinwireError: a rank has others than rank 0.
+            ThinwireError: a rank has other hashes than rank 0.
         """
         own_init = self.pretrained.digest if self.pretrained else None
         hashes = collective.gather(lambda: (own_init, [self.train.digest(), self.valid.digest()]))
@@ -177,7 +171,7 @@ def read_inputs(config: Config, folder: RunFolder) -> Inputs:
 
 
 def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, Windows]:
-    """Read token files, or text, for which rank 0 trains a tokenizer where one is asked for. Collective."""
+    """Read token files, or read text and let rank 0 make its tokenizer. Collective."""
     collective = folder.collective
     corpus = collective.do(lambda: find_token_files(config.corpus, config.valid, config.tokenizer))
     if corpus is not None:
@@ -212,7 +206,6 @@ def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) ->
 
 
 def _texts(config: Config) -> tuple[str, str]:
-    """Read the text to train on, and that to evaluate on."""
     text = read_corpus(config.corpus)
     return (text, read_corpus(config.valid)) if config.valid else split(text)
 

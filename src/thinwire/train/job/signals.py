@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C: a first one lets the step under way end, a second one ends at once.
 
-Python calls a signal's handler when the main thread is between two of its instructions: not while it waits for other
-ranks, or for a disk, in a library. So another thread ends the process: it is told of each signal as soon as that comes.
+Python calls a signal's handler only between two instructions of the main thread, not while a library waits for other
+ranks or a disk. So another thread, which is told of each signal as soon as it comes, ends the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 
 def end_at_once() -> None:
-    """Let a first Ctrl-C end the process from now on, whatever it waits for; SIGTERM does so from the start."""
+    """Let the first Ctrl-C end the process from now on, whatever it waits for, as SIGTERM does by default."""
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -22,12 +22,9 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def note_signals() -> Iterator[list[int]]:
-    """Give a list of what has come: inside the block a first SIGTERM or SIGINT is only noted there.
-
-    A second one ends the process with 128 + its number.
-    """
+    """Yield a list that notes a first SIGTERM or SIGINT; a second one ends the process with 128 + its number."""
     signals: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # Python hands signals to no other
+    if threading.current_thread() is not threading.main_thread():  # no other thread gets signals
         yield signals
         return
     reader, wakeup_fd = os.pipe()
@@ -47,7 +44,7 @@ def note_signals() -> Iterator[list[int]]:
 
 
 def _end_at_the_second(reader: int, numbers: Sequence[int]) -> None:
-    """End the process at the second byte that is one of ``numbers``; return at the end of the block."""
+    """End the process at the second byte that is in ``numbers``; return at the end of ``note_signals``' block."""
     count = 0
     while byte := os.read(reader, 1):
         count += byte[0] in numbers

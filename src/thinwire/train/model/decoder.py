@@ -47,7 +47,7 @@ class Mlp(nn.Module):
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
         gpt = shape.family == "gpt"
-        # "side" and not "gate": a gate is a router to those who read names.
+        # Not named "gate": code that goes by names takes a gate for a router.
         self.side = None if gpt else nn.Linear(shape.width, shape.hidden, bias=False)
         self.up = nn.Linear(shape.width, shape.hidden, bias=gpt)
         self.output = nn.Linear(shape.hidden, shape.width, bias=gpt)
@@ -59,7 +59,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: attention, then MLP, each added to what came in."""
+    """Pre-norm block: attention, then MLP, each added to its input."""
 
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         self.apply(self._initialize)
         for name, parameter in self.named_parameters():
             if name.endswith("output.weight"):
-                # Two additions per layer: keep the variance of the sum at the last layer what it is at the first.
+                # Each layer adds twice: this keeps the variance of the sum the same from the first layer to the last.
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers))
 
     @property

@@ -2,8 +2,7 @@
 
     FOLDER/config.json   model.safetensors   tokenizer.json   tokenizer_config.json
 
-The family "gpt" is GPT-2's architecture (``GPT2LMHeadModel``), "llama" Llama's (``LlamaForCausalLM``). Written with
-safetensors and tokenizers alone: transformers is not needed here.
+The family "gpt" becomes a ``GPT2LMHeadModel``, "llama" a ``LlamaForCausalLM``. Writing needs no transformers.
 """
 
 from __future__ import annotations
@@ -23,14 +22,10 @@ EPSILON, ROPE_THETA = 1e-5, 10000.0
 
 
 def export(shape: ModelConfig, weights: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
-    """Write the model to ``folder``.
-
-    Args:
-        weights: as ``Decoder.named_parameters()`` names them.
-        tokenizer: a ``tokenizers.Tokenizer`` that gives the tokens the model was trained on.
+    """Write the model to ``folder``, from ``Decoder.named_parameters()`` and its ``tokenizers.Tokenizer``.
 
     Raises:
-        ThinwireError: ``folder`` holds a model already, or the architecture has no counterpart there.
+        ThinwireError: ``folder`` holds a model already, or transformers has no such architecture.
     """
     shape = shape.check()
     if (folder / "config.json").exists():
@@ -84,12 +79,11 @@ _NAMES = {
     "mlp.up": ("mlp.c_fc", "mlp.up_proj"),
     "mlp.output": ("mlp.c_proj", "mlp.down_proj"),
 }
-"""Our name of a module -> GPT-2's and Llama's; "": it has no such module."""
+"""{our name of a module: (GPT-2's, Llama's)}; "": the architecture has no such module."""
 
 
 def _rename(weights: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Name weights as the family's architecture does. GPT-2 keeps its matrices transposed, and queries, keys and values
-    in one."""
+    """Rename weights for the architecture; transpose GPT-2's matrices, and join its queries, keys and values."""
     gpt, renamed = family == "gpt", {}
     names = {ours: theirs[0 if gpt else 1] for ours, theirs in _NAMES.items()}
     for name, weight in weights.items():

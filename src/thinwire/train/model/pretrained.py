@@ -1,9 +1,9 @@
-"""Fine-tuning (``thinwire train --init FOLDER``) of a causal language model of Hugging Face's, whole or by adapters.
+"""Fine-tuning (``thinwire train --init FOLDER``) of a Hugging Face causal language model, whole or by adapters.
 
-    OUT/hf/   config.json, the tokenizer and its chat template: with a checkpoint's weights, all of the model
+    OUT/hf/   config.json, the tokenizer and its chat template: with a checkpoint's weights, the whole model
 
-A checkpoint holds what is trained: all weights, or with ``--lora`` the adapters alone. Then FOLDER is needed to make a
-model of it again, and the checkpoint knows it by a hash of its weights.
+A checkpoint holds what is trained: all weights, or with ``--lora`` only the adapters. The model of adapters needs
+FOLDER, too, which the checkpoint identifies by a hash of its weights.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from torch.nn import functional as F
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 
-HUB_FOLDER = "hf"
-"""Folder in --out of what is no tensor."""
+HUB_FOLDER = "hf"  # folder in --out of the model's files that hold no tensors
 GENERATION = "generation_config.json"
 
 
 class Pretrained(nn.Module):
-    """Tokens (B, T) -> logits (B, T, vocabulary), or the mean cross entropy over those of ``targets`` (B, T) that are
-    not -100.
+    """Tokens (B, T) -> logits (B, T, vocabulary), or the mean cross entropy over ``targets`` (B, T) other than -100.
 
-    Padding needs no mask where it comes after the text: no token sees those that follow.
+    Padding after the text needs no mask: no token sees later ones.
 
     Attributes:
-        hub: a model of transformers', or peft's around one.
-        digest: a hash of the weights that it was loaded with; "" where they are a checkpoint's.
+        hub: a model of transformers, or one of peft around it.
+        digest: a hash of the weights that it was loaded with; "" if they are a checkpoint's.
     """
 
     def __init__(self, hub: Any, digest: str = "") -> None:
@@ -51,7 +49,7 @@ class Pretrained(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder's layers, by the class that transformers says must not be split."""
+        """The decoder's layers: modules of the class that transformers says must not be split."""
         classes = {name for module in self.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         blocks = [module for module in self.modules() if type(module).__name__ in classes]
         if not blocks:
@@ -60,7 +58,7 @@ class Pretrained(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding: never fewer than the tokenizer has tokens."""
+        """Rows of the embedding: at least as many as the tokenizer has tokens."""
         return self.hub.get_input_embeddings().weight.shape[0]
 
     @property
@@ -81,14 +79,10 @@ class Pretrained(nn.Module):
 
 
 def load(init: str, adapters: dict[str, Any] | None, seed: int = 0) -> Pretrained:
-    """Load the model in the folder ``init``, in fp32, with new ``adapters`` where there are to be any.
-
-    Args:
-        adapters: arguments of peft's ``LoraConfig``.
-        seed: of the adapters' first values.
+    """Load the model in the folder ``init`` in fp32; add adapters (arguments of ``LoraConfig``), drawn by ``seed``.
 
     Raises:
-        ThinwireError: there is none, it lacks weights, or has none of the modules that adapters are for.
+        ThinwireError: there is no model, it lacks weights, or it has none of the modules that adapters are for.
     """
     folder = Path(init)
     if not (folder / "config.json").is_file():
@@ -107,13 +101,13 @@ def _add_adapters(hub: Any, adapters: dict[str, Any], seed: int) -> Any:
     peft = extras.load("peft")
     torch.manual_seed(seed)  # the same adapters on all ranks
     with _quiet("--lora"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed matrices, which peft notices
-        warnings.simplefilter("ignore", FutureWarning)  # peft's use of transformers, which no user can change
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft handles GPT-2's transposed matrices itself
+        warnings.simplefilter("ignore", FutureWarning)  # about peft's use of transformers, which no user can change
         return peft.get_peft_model(hub, peft.LoraConfig(**adapters, task_type="CAUSAL_LM"))
 
 
 def save_hub_files(init: str, run: Path) -> None:
-    """Write what a run needs of the folder ``init`` beside its checkpoints to ``run``/hf."""
+    """Write to ``run``/hf what a run needs of the folder ``init`` besides its weights."""
     tokenizer, folder = load_tokenizer(Path(init)), run / HUB_FOLDER
     with _quiet(f"cannot copy the settings in {init}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +120,7 @@ def save_hub_files(init: str, run: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load transformers' tokenizer of a run's ``folder``/hf, or of a Hugging Face folder."""
+    """Load transformers' tokenizer from a Hugging Face folder, or from the folder hf of a run."""
     with _quiet(f"cannot load the tokenizer in {folder}"):
         return extras.load("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -134,10 +128,10 @@ def load_tokenizer(folder: Path) -> Any:
 def rebuild(
     init: str, adapters: dict[str, Any] | None, run: Path, digest: str, weights: Mapping[str, Tensor]
 ) -> Pretrained:
-    """Build the model with a checkpoint's ``weights``; what they lack (all but the adapters) is the --init folder's.
+    """Build the model with a checkpoint's ``weights``; those that they lack (all but adapters) come from ``init``.
 
     Raises:
-        ThinwireError: that folder is gone, or holds another model than the run began with.
+        ThinwireError: the folder ``init`` is gone, or holds another model than the run began with.
     """
     with _quiet(f"cannot read {run / HUB_FOLDER}"):
         transformers = extras.load("transformers")
@@ -155,7 +149,7 @@ def rebuild(
 
 
 def export(model: Pretrained, run: Path, folder: Path, *, adapter: bool) -> None:
-    """Write ``model`` to ``folder``, with its tokenizer: adapters merged into the weights, or the ``adapter`` alone.
+    """Write ``model``, with adapters merged into its weights, or only the ``adapter``; and its tokenizer.
 
     Raises:
         ThinwireError: ``folder`` holds a model already, or there is no adapter.
@@ -185,8 +179,7 @@ def _digest(hub: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _quiet(trouble: str) -> Iterator[None]:
-    """Let transformers draw no bars and log nothing from here on; its errors become one line that begins with
-    ``trouble``."""
+    """Silence transformers from here on; turn its errors in the block into one line that begins with ``trouble``."""
     logging = extras.load("transformers").utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,8 +1,8 @@
-"""Shapes of models, and the presets.
+"""Shapes of models, and the presets. This module needs no torch: a command line is read before torch is imported.
 
 GPT 125M, 345M (Megatron's name), 355M (GPT-2 medium, the same shape) and 1.3B after GPT-2 and GPT-3 (Brown et al. 2020,
 Table 2.1); GPT 2.0B after Radius (MLSys 2025, Table 1); Llama 500M and 1.8B in the shape of H2O-Danube3-500M and
-H2O-Danube-1.8B, as SCAPE trains them. Without torch: a command line is read before torch is imported.
+H2O-Danube-1.8B, as SCAPE trains them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class ModelConfig:
         kv_heads: heads of keys and values, fewer than ``heads`` for grouped-query attention; 0: as many.
         hidden: width inside the MLP; 0: 4 * width.
         context: longest sequence, in tokens.
-        vocabulary: number of tokens.
     """
 
     family: Literal["gpt", "llama"] = "gpt"
@@ -37,7 +36,7 @@ class ModelConfig:
     vocabulary: int = 256
 
     def check(self) -> ModelConfig:
-        """Fill in what is 0, and refuse what does not fit."""
+        """Return the shape with its zeros filled in; raise ThinwireError if its numbers do not fit each other."""
         shape = replace(self, kv_heads=self.kv_heads or self.heads, hidden=self.hidden or 4 * self.width)
         if min(shape.layers, shape.width, shape.heads, shape.hidden, shape.context, shape.vocabulary) < 1:
             raise ThinwireError(f"every number of a model's shape must be 1 or more, got {shape}")
