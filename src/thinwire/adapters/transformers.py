@@ -49,7 +49,7 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
 
 
 class Thinwire(TrainerCallback):
-    """The callback that ``attach`` adds. It keeps the trainer, because the Trainer hands callbacks the model without DDP.
+    """The callback that ``attach`` adds. It keeps the trainer, which hands callbacks the model without DDP.
 
     Attributes:
         wire: the wire of the model; None before training.

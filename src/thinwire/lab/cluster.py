@@ -122,7 +122,7 @@ class Cluster:
         self._processes.clear()
 
     def popen(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on a node, in its own session. Signal it by ``kill_group``: the real process is a child."""
+        """Start a command on a node, in its own session. Signal it by ``kill_group``: it may be a child."""
         options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
         if self.emulated:
             # Joining a mount namespace changes the directory to its root; env changes it back.
