@@ -33,7 +33,7 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
         method, options: see ``thinwire.compress``: ``guard``, ``seed``, ... ``steps`` is the Trainer's.
 
     Raises:
-        ThinwireError: this Trainer compresses already, or this transformers is unknown; ``train()`` raises the rest.
+        ThinwireError: this Trainer compresses already, or its version is not carried; ``train()`` raises the rest.
     """
     if any(isinstance(callback, Thinwire) for callback in trainer.callback_handler.callbacks):
         raise ThinwireError("this Trainer compresses already: attach() once")

@@ -122,8 +122,6 @@ class DDP(Engine):
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
     def attach(self, turn: StepLoop, road: Road) -> None:
-        """Register the hook."""
-
         def reduce(bucket: dist.GradBucket) -> Any:
             if self.model._join_config.enable:
                 raise ThinwireError(
