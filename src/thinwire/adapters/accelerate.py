@@ -3,7 +3,7 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     wire = compress(accelerator, model, optimizer, "int8", steps=1000)
 
-The loop stays as it is: ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``, ``load_state``.
+The training loop stays as it is: ``accumulate``, ``backward``, ``clip_grad_norm_``, ``save_state``, ``load_state``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from thinwire.wire import compress as compress_model
 
 
 def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method | str = "int8", **options: Any) -> Wire:
-    """``thinwire.compress`` with what the ``accelerator`` knows: its scaler, clipping and checkpoints.
+    """Call ``thinwire.compress`` with the accelerator's scaler, and connect its clipping and checkpoints.
 
-    Collective, after ``accelerator.prepare`` and before the first step.
+    Collective. Call it after ``accelerator.prepare`` and before the first step.
 
     Args:
         accelerator: the ``accelerate.Accelerator`` that prepared ``model`` and ``optimizer`` (or a list of several).
-        method: see ``thinwire.compress``; so for ``options``: ``steps``, ``guard``, ``seed``, ...
+        method, options: see ``thinwire.compress``: ``steps``, ``guard``, ``seed``, ...
 
     Raises:
-        ThinwireError: as ``thinwire.compress``; the accelerator knows of one process.
+        ThinwireError: as ``thinwire.compress``; or the accelerator knows of one process only.
     """
     if accelerator.num_processes == 1:
         raise ThinwireError(
@@ -50,7 +50,7 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
         return wire.clip_grad_norm_(max_norm, norm_type)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
-    # Both are called on every rank. What a wire loads does not depend on the weights, which are loaded after it.
+    # Every rank calls both hooks. The wire's state does not depend on the weights, which are loaded after it.
     accelerator.register_save_state_pre_hook(lambda models, weights, path: files.save(wire, Path(path, "thinwire")))
     accelerator.register_load_state_pre_hook(lambda models, path: files.load(wire, Path(path, "thinwire")))
     return wire

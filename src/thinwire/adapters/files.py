@@ -1,8 +1,6 @@
-"""The state of a wire beside a framework's own checkpoint: a file per rank, without pickle.
+"""The state of a wire beside a framework's own checkpoint, without pickle.
 
-    FOLDER/rank-0000.safetensors   rank-0001.safetensors ...
-
-Each rank writes and reads its own, so hosts that share no folder each have those of their ranks.
+Each rank writes and reads its own file, ``FOLDER/rank-0000.safetensors`` ..., so hosts need not share the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def _file(folder: Path) -> Path:
 
 
 def save(wire: Wire, folder: Path) -> None:
-    """Write this rank's state into ``folder``, whole or not at all. Every rank calls it."""
+    """Write this rank's state into ``folder``, whole or not at all. Every rank must call it."""
     file = _file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
@@ -34,12 +32,10 @@ def save(wire: Wire, folder: Path) -> None:
 
 
 def load(wire: Wire, folder: Path) -> None:
-    """Go on from what this rank wrote into ``folder``. Every rank calls it.
-
-    A checkpoint of a run without Thinwire is taken with a warning: nothing waits yet.
+    """Load this rank's state from ``folder``. Every rank must call it. Without ``folder``, warn and start anew.
 
     Raises:
-        ThinwireError: other ranks have a file there, and this one has not.
+        ThinwireError: ``folder`` has no file of this rank.
     """
     file = _file(folder)
     if file.exists():

@@ -1,8 +1,6 @@
-"""Lightning.
+"""Lightning: its DDP strategy with compression. The LightningModule stays as it is.
 
     Trainer(strategy=ThinwireStrategy("int8"), ...)
-
-Its DDP strategy, with ours between backward pass and optimizer; the LightningModule stays as it is.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ except ModuleNotFoundError as error:
 
 
 class ThinwireStrategy(DDPStrategy):
-    """DDP whose gradients travel by ``method``. What each rank keeps is saved beside a checkpoint, in FILE.thinwire.
+    """DDP that exchanges gradients by ``method``, and saves each rank's state beside a checkpoint, in FILE.thinwire.
 
     Args:
         method: see ``thinwire.compress``.
-        options: more of ``thinwire.compress``: ``{"guard": False}``. ``steps`` is the Trainer's, where it knows.
+        options: other arguments of ``thinwire.compress``: ``{"guard": False}``. Default of ``steps``: the Trainer's.
         ddp: for Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``process_group_backend``, ...
 
     Attributes:
-        wire: of the model that is trained; None before.
+        wire: the wire of the model; None before training.
 
     Raises:
         ThinwireError: when training begins, as ``thinwire.compress``.
@@ -60,13 +58,13 @@ class ThinwireStrategy(DDPStrategy):
             **{"steps": int(steps) if 0 < steps < math.inf else None, **self._options},
             scaler=getattr(self.precision_plugin, "scaler", None),
         )  # fmt: skip
-        if len(self.optimizers) == 1:  # what methods do may depend on by how much gradients were scaled
+        if len(self.optimizers) == 1:  # through the wire: methods may need to know the scale of clipped gradients
             wire = self.wire
             self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: wire.clip_grad_norm_(clip_val)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.wire is not None and "optimizer_states" in checkpoint:  # else it holds the weights only
+        if self.wire is not None and "optimizer_states" in checkpoint:  # otherwise it holds the weights only
             files.save(self.wire, _beside(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -80,7 +78,7 @@ class ThinwireStrategy(DDPStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        shutil.rmtree(_beside(filepath), ignore_errors=True)  # by every rank: each host has its own
+        shutil.rmtree(_beside(filepath), ignore_errors=True)  # on every rank: each host has its own folder
 
     def teardown(self) -> None:
         if self.wire is not None:
@@ -89,6 +87,6 @@ class ThinwireStrategy(DDPStrategy):
 
 
 def _beside(checkpoint: Any) -> Path:
-    """``last.ckpt`` may be a link to another one."""
+    """Return the folder beside ``checkpoint``, or beside the file that it links to (``last.ckpt``)."""
     file = Path(checkpoint).resolve()
     return file.with_name(file.name + ".thinwire")

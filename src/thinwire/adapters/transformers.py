@@ -1,10 +1,8 @@
-"""The Hugging Face Trainer.
+"""The Hugging Face Trainer, with its own checkpoints, resuming, accumulation, clipping, bf16, gradient checkpointing.
 
     trainer = Trainer(...)
     attach(trainer, "int8")
     trainer.train()
-
-Checkpoints, ``resume_from_checkpoint``, accumulation, clipping, bf16 and gradient checkpointing are the Trainer's own.
 """
 
 from __future__ import annotations
@@ -25,29 +23,24 @@ except ModuleNotFoundError as error:
 
 
 def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> Thinwire:
-    """Compress what ``trainer`` exchanges, from its next ``train()`` on.
+    """Compress the gradients of ``trainer`` from its next ``train()`` on. Return the callback, which has the wire.
 
-    Every log of a loss gains, of the last step on this rank: ``wire_mb`` (10^6 bytes sent), ``exposed_ms`` (what the
-    loop waited for) and ``skipped_steps`` (so far).
-
-    DDP's ``find_unused_parameters``, which the Trainer turns on for its own models where
-    ``ddp_find_unused_parameters`` says nothing, is turned off there: methods that keep something refuse it.
+    Every log of a loss gains ``wire_mb`` (10^6 bytes) and ``exposed_ms`` of the last step on this rank, and
+    ``skipped_steps`` so far. If ``ddp_find_unused_parameters`` is None, it becomes False: the Trainer would turn it on
+    for its own models, and methods that keep state refuse it.
 
     Args:
-        method: see ``thinwire.compress``; so for ``options``: ``guard``, ``seed``, ... ``steps`` is the Trainer's.
-
-    Returns:
-        The callback; its ``wire`` is there once training has begun.
+        method, options: see ``thinwire.compress``: ``guard``, ``seed``, ... ``steps`` is the Trainer's.
 
     Raises:
-        ThinwireError: this Trainer has been attached to already; the rest is raised by ``train()``.
+        ThinwireError: this Trainer compresses already, or its version is not carried; ``train()`` raises the rest.
     """
     if any(isinstance(callback, Thinwire) for callback in trainer.callback_handler.callbacks):
         raise ThinwireError("this Trainer compresses already: attach() once")
     if not hasattr(trainer, "_save_optimizer_and_scheduler"):
         raise ThinwireError("this transformers saves in another way: pip install -U 'thinwire[hf]'")
     callback = Thinwire(trainer, method, options)
-    trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
+    trainer.callback_handler.callbacks.insert(0, callback)  # before the callbacks that report its logs
     if trainer.args.ddp_find_unused_parameters is None:
         trainer.args.ddp_find_unused_parameters = False
         if getattr(trainer.accelerator, "ddp_handler", None) is not None:
@@ -56,10 +49,10 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
 
 
 class Thinwire(TrainerCallback):
-    """The callback that ``attach`` adds, with the trainer, because callbacks are handed the model without DDP.
+    """The callback that ``attach`` adds. It keeps the trainer, which hands callbacks the model without DDP.
 
     Attributes:
-        wire: of the model that is trained; None before.
+        wire: the wire of the model; None before training.
     """
 
     def __init__(self, trainer: Trainer, method: Method | str, options: dict[str, Any]) -> None:
@@ -68,7 +61,7 @@ class Thinwire(TrainerCallback):
         self._resumed: Path | None = None
         save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
-        # These two are called on every rank, and know the folder.
+        # The Trainer calls these two on every rank, with the folder.
         def save_with_wire(folder: str) -> None:
             save(folder)
             if self.wire is not None:

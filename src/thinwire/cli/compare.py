@@ -16,11 +16,11 @@ OURS = {
     "--method": "write --methods before --",
     "--ranks": "write --nodes and --ranks-per-node before --",
 }
-"""Flags of ``thinwire train`` that ``thinwire compare`` sets itself, and what to do instead."""
+"""The flags of ``thinwire train`` that ``thinwire compare`` sets itself, and what to do instead."""
 
 
 def compare_main(argv: list[str]) -> int:
-    """``thinwire compare ... [-- flags of thinwire train]``. Returns the exit status."""
+    """Run ``thinwire compare ... [-- flags of thinwire train]``. Return the exit status."""
     options, extra = split(argv)
     settings = read_options(Comparison, options, "thinwire compare")
     settings = replace(settings, extra=tuple(extra), command=shlex.join(["thinwire", "compare", *argv]))
@@ -28,11 +28,7 @@ def compare_main(argv: list[str]) -> int:
 
 
 def check_flags(settings: Comparison) -> int:
-    """Refuse now what ``thinwire train`` would refuse in the first run, and what a comparison sets itself.
-
-    Returns:
-        the first seed.
-    """
+    """Refuse flags that a comparison sets itself or that ``thinwire train`` would refuse. Return the first seed."""
     entries = settings.entries().values()
     for source, words in (("after --", settings.extra), *((f"of {entry.method}", entry.flags) for entry in entries)):
         for word in words:

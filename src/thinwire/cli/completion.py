@@ -1,7 +1,4 @@
-"""``thinwire completion``: a script for the shell, which completes commands, flags and the words that flags take.
-
-The flags are those that each command's own ``--help`` shows.
-"""
+"""``thinwire completion``: a shell script that completes commands, flags of their ``--help``, and words of flags."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ FLAGS = re.compile(r"^[\s│]*(?:-h, )?(--[a-z][\w-]*(?:, --[a-z][\w-]*)*)(?: \{
 
 
 def main(argv: list[str]) -> int:
-    """Print the script. Returns the exit status."""
+    """Print the script. Return the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
@@ -37,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def options(command: str) -> dict[str, list[str]]:
-    """Find the flags that ``thinwire COMMAND --help`` shows, and the words that each takes, where it names them."""
+    """Return the flags in ``thinwire COMMAND --help``, each with the words that the help lists for it."""
     printed = io.StringIO()
     wide = mock.patch.dict(os.environ, {"COLUMNS": "1000"})  # nothing is wrapped
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit), wide:
@@ -50,7 +47,7 @@ def options(command: str) -> dict[str, list[str]]:
 
 
 def script(shell: str) -> str:
-    """Write the script for bash; zsh takes the same through its ``bashcompinit``."""
+    """Write the script for bash; zsh runs it through ``bashcompinit``."""
     choices = {"--method": names(), "--methods": names(), "--intra": names(), "--preset": list(PRESETS)}
     cases = [f'"completion completion") words="{" ".join(SHELLS)}" ;;', '"lab lab") words="run" ;;']
     for command in program.COMMANDS:

@@ -28,7 +28,7 @@ class LabRun(Network):
 
 
 def lab_main(argv: list[str]) -> int:
-    """``thinwire lab run ... -- COMMAND``. Returns the exit status."""
+    """Run ``thinwire lab run ... -- COMMAND``. Return the exit status."""
     word, *rest = argv or [""]
     if word in ("-h", "--help"):
         rest = argv
@@ -51,7 +51,7 @@ def lab_main(argv: list[str]) -> int:
 
 
 def delayed(cluster: Cluster) -> str:
-    """Say what delayed the packets; of our own forwarder, also what became of them and whether it kept up."""
+    """Say what delayed the packets, with the forwarder's counts if there is one."""
     counts = cluster.forwarded()
     if counts is None:
         return "delayed by the kernel (netem)"

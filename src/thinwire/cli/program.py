@@ -1,7 +1,4 @@
-"""The ``thinwire`` program: the first word chooses a command, the rest is that command's own.
-
-Commands are imported when called, so that ``thinwire lab`` does not wait for torch.
-"""
+"""The ``thinwire`` program. It imports a command when called, so that ``thinwire lab`` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 2 for input that cannot be used, or the error's own."""
+    """Run one command. Return the exit status: 0, 2 for unusable input, or the error's own."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print("usage: thinwire COMMAND [options]     (thinwire COMMAND --help for its options)\n")
@@ -61,13 +58,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """:func:`main` as the shell starts it: ends the process with its status."""
+    """Run :func:`main` and end the process with its status."""
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A worker thread of torch's may be just letting go of the last collective's tensors, for which it needs Python. Met
-    # by an interpreter that is being taken down it aborts the process ("terminate called without an active exception"),
-    # and a run that has done all its work is reported as failed. So nothing is taken down.
+    # End without taking the interpreter down. A worker thread of torch's may be releasing the last collective's tensors
+    # and needs Python for it: it would abort the process ("terminate called without an active exception").
     if "torch" in sys.modules:
         os._exit(status)
     sys.exit(status)

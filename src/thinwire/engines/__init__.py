@@ -1,1 +1,1 @@
-"""PyTorch's own engines, translated: DDP, FSDP2, HSDP."""
+"""PyTorch's own engines, behind one interface: DDP, FSDP2, HSDP."""

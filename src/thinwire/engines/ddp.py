@@ -1,4 +1,4 @@
-"""DistributedDataParallel, by its communication hook."""
+"""DistributedDataParallel, through its communication hook."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from thinwire.network.ledger import Ledger
 
 
 class CommHook:
-    """The state of the hook that DDP calls for each bucket. A model has one for good, which the next engine takes over.
+    """The state of the hook that DDP calls for each bucket. A model keeps it for good; the next engine takes it over.
 
     Attributes:
-        reduce: reduces a bucket now. free: the engine that does it is closed, and another may take its place.
+        reduce: the engine's function that reduces a bucket. free: that engine is closed; another may take its place.
     """
 
     reduce: Callable[[dist.GradBucket], Any]
@@ -39,7 +39,6 @@ class CommHook:
 
     @staticmethod
     def find(model: DistributedDataParallel) -> CommHook | None:
-        """Return our hook's state on ``model``, if it has one."""
         return next((state for _, state in model._comm_hooks if isinstance(state, CommHook)), None)
 
 
@@ -48,9 +47,9 @@ def thinwire_hook(state, bucket):  # DDP compares annotations with the types the
 
 
 class DDP(Engine):
-    """Every bucket that the reducer hands out takes the road on a worker, in bucket order, beside the backward pass.
+    """Every bucket of the reducer takes the road on a worker, in bucket order, beside the backward pass.
 
-    The reducer does not divide when a hook is set; the exchange returns the mean.
+    With a hook the reducer does not divide; the exchange returns the mean.
     """
 
     kind = "ddp"
@@ -61,7 +60,7 @@ class DDP(Engine):
         self.model = model
         self._check(model, method)
         meet()
-        # A group of our own: the worker's collectives must not meet DDP's own (buffer broadcasts) on one group.
+        # Our own group: the worker's collectives must not mix with DDP's (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
         self.comms = [comm]
         self._own_comms = [comm]  # released when the engine closes
@@ -79,18 +78,18 @@ class DDP(Engine):
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watches: list[RemovableHandle] = []
-        self._dropped = False  # what this step has exchanged was thrown away before another backward pass
+        self._dropped = False  # were gradients that this step has exchanged thrown away before another backward pass?
         self._inspected = False  # have the values been searched for zeros?
         self._lacks_buckets = False  # did the last backward pass that exchanged any end before the last bucket?
 
     @staticmethod
     def process_groups(model: DistributedDataParallel) -> list[dist.ProcessGroup]:
-        """Return the user's group that crosses to every rank that trains with this one."""
+        """Return the user's group of all ranks that train together."""
         return [model.process_group]
 
     @staticmethod
     def facts(model: DistributedDataParallel) -> dict[str, str]:
-        """Describe the settings that must be the same on all ranks, for their buckets to be the same."""
+        """Describe the settings that must be the same on all ranks, so that their buckets are the same."""
         names = ("bucket_bytes_cap", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
         return {name: str(getattr(model, name)) for name in names}
 
@@ -123,8 +122,6 @@ class DDP(Engine):
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
     def attach(self, turn: StepLoop, road: Road) -> None:
-        """Register the hook."""
-
         def reduce(bucket: dist.GradBucket) -> Any:
             if self.model._join_config.enable:
                 raise ThinwireError(
@@ -140,7 +137,7 @@ class DDP(Engine):
                     return road.reduce(flat, pieces)
 
             if bucket.is_last():
-                # Before DDP's own callback, which shows of an error in a future that it is no tensor.
+                # Before DDP's own callback, which would hide an error in the future behind "not a tensor".
                 torch.autograd.Variable._execution_engine.queue_callback(self.worker.drain)
             return self.worker.submit(job, flat.device, last=bucket.is_last())
 
@@ -149,12 +146,12 @@ class DDP(Engine):
             hook = CommHook()
             self.model.register_comm_hook(hook, thinwire_hook)
         hook.reduce, hook.free = reduce, False
-        # When the hook is called in a second backward pass, autograd has added the new gradients to the first one's, or
-        # put them in their place: so whether those are still there is found out before.
+        # Watch each gradient: when a second backward pass calls the hook, autograd has already added the new gradients
+        # to the earlier ones or replaced them, so the hook cannot see whether those were dropped.
         self._watches = [weight.register_hook(partial(self._watch, turn, weight)) for weight in self._trained()]
 
     def _watch(self, turn: StepLoop, weight: Tensor, gradient: Tensor) -> None:
-        """Find out, as a ``gradient`` of ``weight`` comes, whether those of an earlier backward pass were dropped."""
+        """Find out, when a gradient of ``weight`` comes, whether those of an earlier backward pass were dropped."""
         if self._dropped or not turn.seen(self.parameters[id(weight)].name):
             return
         if weight.grad is None:
@@ -167,9 +164,7 @@ class DDP(Engine):
         return [weight for weight in self.model.module.parameters() if id(weight) in self.parameters]
 
     def cut_short(self) -> bool:
-        """Buckets leave in their order: behind one that lacks a gradient none does, and torch says so only in the next
-        forward pass.
-        """
+        # Buckets leave in order: none follows one that lacks a gradient. torch says so in the next forward pass only.
         return self._lacks_buckets
 
     def missing(self) -> str | None:
@@ -184,7 +179,7 @@ class DDP(Engine):
         self._dropped = self._inspected = False
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
-        """Locate each parameter in the bucket's buffer; checked against the buffer's own views when first seen."""
+        """Locate each parameter in the bucket's buffer, and check new buckets against the buffer's own views."""
         key = tuple(id(parameter) for parameter in bucket.parameters())
         if key not in self._pieces:
             flat, pieces, offset = bucket.buffer(), [], 0
@@ -205,7 +200,7 @@ class DDP(Engine):
         return self._pieces[key]
 
     def layout(self) -> Layout:
-        """Return the buckets of all steps but the first, if gradients come in the reverse order of the parameters."""
+        """Return the buckets of all steps but the first, if gradients come in reverse order of the parameters."""
         order = self._trained()[::-1]
         sizes = [self.model.bucket_bytes_cap]
         if getattr(self.model, "bucket_bytes_cap_default", False):
@@ -232,6 +227,6 @@ class DDP(Engine):
 
 
 def _form(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return shape and strides of a gradient that is not plain in DDP's bucket: the parameter's, if it is dense."""
+    """Return shape and strides of a gradient in DDP's bucket if they are not plain: those of a dense parameter."""
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return None if parameter.is_contiguous() or not dense else (tuple(parameter.shape), parameter.stride())

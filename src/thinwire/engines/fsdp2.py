@@ -1,10 +1,9 @@
-"""FSDP2 (``fully_shard``) and HSDP, by custom reduce-scatter, custom all-gather and the all-reduce hook.
+"""FSDP2 (``fully_shard``) and HSDP, through custom reduce-scatter, custom all-gather and the all-reduce hook.
 
 FSDP2: rank r owns row r of every buffer, so the method's exchange is a reduce-scatter. HSDP: the reduce-scatter inside
 the node stays dense, and the method's exchange is an all-reduce of the shards across nodes.
 
-All private names of torch's FSDP2 that Thinwire needs are used in this file, in ``fsdp2_module.py`` and in
-``fsdp2_weights.py``.
+Only this file, ``fsdp2_module.py`` and ``fsdp2_weights.py`` use private names of torch's FSDP2.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from thinwire.network.ledger import Ledger
 
 
 def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
-    """List every FSDP module of ``model`` with its parameter group; but those without parameters of their own."""
+    """List the FSDP modules of ``model`` that have parameters of their own, each with its parameter group."""
     modules: dict[Any, FSDPModule] = {}
     for candidate in model.modules():
         if isinstance(candidate, FSDPModule):
@@ -55,7 +54,7 @@ def param_groups(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
 
 
 def _other_groups(model: nn.Module, listed: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """List the groups of the meshes of ``model``'s parameters whose ranks are not those of a ``listed`` group."""
+    """List the groups of the parameters' meshes that have other ranks than each ``listed`` group."""
     covered = {tuple(dist.get_process_group_ranks(group)) for group in listed}
     groups: list[dist.ProcessGroup] = []
     for parameter in model.parameters():
@@ -69,7 +68,7 @@ def _other_groups(model: nn.Module, listed: Sequence[dist.ProcessGroup]) -> list
 
 
 class FSDP2(ShardedEngine):
-    """A communication object per FSDP module; torch calls it with the module's flat gradient and takes our row."""
+    """Every FSDP module has a communication object. torch calls it with the flat gradient and takes our row."""
 
     kind = "fsdp2"
 
@@ -92,7 +91,7 @@ class FSDP2(ShardedEngine):
         self.comms = [shard]
         self.rank = shard.rank
         self.reduce_group = _reduce_group(self.groups[0][1])
-        # On a CPU a worker reduces, on a group of its own, where it does not meet the gathers of weights.
+        # On a CPU a worker reduces, on its own group, so that it does not mix with the gathers of weights.
         self.worker = None if devices.streams(shard.device) else Worker(ledger)
         reduces = self.comm(self.reduce_group)
         self._own_comms: list[GroupComm] = []  # released when the engine closes
@@ -122,7 +121,7 @@ class FSDP2(ShardedEngine):
 
     @staticmethod
     def process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-        """List the user's groups that cross, one after the other, to every rank that trains with this one."""
+        """List the user's groups that together reach all ranks that train together."""
         info = param_groups(model)[0][1].mesh_info
         names = ("shard_process_group", "replicate_process_group")
         groups = [getattr(info, name) for name in names if hasattr(info, name)]
@@ -130,7 +129,7 @@ class FSDP2(ShardedEngine):
 
     @staticmethod
     def facts(model: nn.Module) -> dict[str, str]:
-        """Describe what must be the same on all ranks, for their buffers to be the same: modules, dtypes, gathers."""
+        """Describe what must be the same on all ranks, so that their buffers are: modules, dtypes, gathers."""
         names = {id(module): clean_name(name) for name, module in model.named_modules()}
         facts = {}
         for module, group in param_groups(model):
@@ -183,7 +182,7 @@ class FSDP2(ShardedEngine):
             )
 
     def attach(self, turn: StepLoop, road: Road) -> None:
-        """Give every FSDP module its communication objects; on HSDP torch calls both stages of the road by itself."""
+        """Give every FSDP module its communication objects. On HSDP torch itself calls both stages of the road."""
         for module, group in self.groups:
             link = GroupLink(self, group, turn, road)
             self.links.append(link)
@@ -191,7 +190,7 @@ class FSDP2(ShardedEngine):
             module.set_custom_reduce_scatter(cast(Any, link))
             module.set_custom_all_gather(cast(Any, ModuleAllGather(link)))
             if self.kind == "hsdp":
-                # FSDP's own all-reduce cannot be replaced, only left out: it believes that it is 1-D, and our hook
+                # FSDP's all-reduce cannot be replaced, only left out: with a 1-D mesh torch runs none, and our hook
                 # averages across nodes. Parameters keep their (Replicate, Shard) placements.
                 one_dimensional = _shard_only(group.mesh_info)
                 group.mesh_info = one_dimensional
@@ -200,7 +199,7 @@ class FSDP2(ShardedEngine):
                 module.set_all_reduce_hook(link.all_reduce_hook(road.last))
 
     def layout(self) -> Layout:
-        """Return a buffer and a shard per FSDP module, last module first, if every parameter has a gradient."""
+        """Return a buffer and a shard per FSDP module, the last module first, as if every parameter had a gradient."""
         buffers, dtypes, shards = [], [], []
         for link in reversed(self.links):
             params = link.in_order()
@@ -220,7 +219,7 @@ class FSDP2(ShardedEngine):
             self.model.set_requires_gradient_sync(True)
 
     def close(self) -> None:
-        """Close the worker. The communication objects live as long as the model, or until ``renew``, and do nothing."""
+        """Close the worker. The communication objects stay on the model until ``renew``."""
         self.sender.stop()
         for replica in self.replicas:
             replica.drop()
@@ -232,7 +231,7 @@ class FSDP2(ShardedEngine):
 
     @staticmethod
     def renew(model: Any) -> None:
-        """If an engine that was closed has its communication objects on ``model``, put torch's own back."""
+        """Put torch's own communication objects back in place of those of a closed engine."""
         for _, group in param_groups(model):
             link = group._reduce_scatter_comm
             if isinstance(link, GroupLink) and link.engine.closed:
@@ -254,7 +253,7 @@ class FSDP2(ShardedEngine):
             self.tail = None
         self.sender.stop()
         for replica in self.replicas:
-            replica.look()  # what has changed the weights so far was no optimizer
+            replica.look()  # changes of the weights before now are not the optimizer's
 
     def stepped(self) -> None:
         for replica in self.replicas:
@@ -274,19 +273,18 @@ class FSDP2(ShardedEngine):
 
 
 def _policy(group: Any) -> Any:
-    """Return the MixedPrecisionPolicy of a module's parameters; torch 2.15 keeps it with each of them only."""
+    """Return a module's MixedPrecisionPolicy, which torch 2.15 keeps with each parameter only."""
     return group.fsdp_params[0].mp_policy
 
 
 def _reduce_group(group: Any) -> dist.ProcessGroup:
-    """Return the group over which torch reduces gradients: that of the gathers, or one of the same ranks beside it
-    (``set_separate_reduce_scatter_group``, torch 2.13)."""
+    """Return the group over which torch reduces: that of the gathers, or another of the same ranks (torch 2.13)."""
     info = group.mesh_info
     return getattr(info, "reduce_scatter_process_group", None) or info.shard_process_group
 
 
 def _shard_only(info: Any) -> Any:
-    """Return the same mesh, seen as sharded only."""
+    """Return the mesh info without the replicate dimension."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     sharded_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)

@@ -1,7 +1,4 @@
-"""The objects that torch calls for each FSDP2 module in place of its own reduce-scatter and all-reduce.
-
-Torch's private names are those of a module's parameter group and of its parameters.
-"""
+"""The objects that torch calls for each FSDP2 module in place of its own reduce-scatter and all-reduce."""
 
 from __future__ import annotations
 
@@ -32,21 +29,21 @@ from thinwire.network.ledger import Ledger
 
 
 def has_own_gradient(fsdp_param: Any) -> bool:
-    """Tell whether this rank has a gradient of the whole parameter that has not been reduced."""
+    """Tell whether this rank has a gradient of the whole parameter that is not reduced yet."""
     return hasattr(fsdp_param, "_unsharded_param") and (
         fsdp_param.unsharded_accumulated_grad is not None or fsdp_param._unsharded_param.grad is not None
     )
 
 
 class ShardedEngine(Engine):
-    """The half of ``FSDP2`` that the links between its modules and the road use.
+    """The part of ``FSDP2`` that the links between its modules and the road use.
 
     Attributes:
-        groups: every FSDP module of the model with its parameter group. fsdp_params: torch's, of all of them.
-        links: to each of them, once attached.
-        ranks: among which gradients are averaged. reduce_group: torch's, of its reduce-scatter.
-        worker: runs exchanges beside the backward pass where there are no streams. tail: events of the last reduction:
-            gradients were there, means were.
+        groups: every FSDP module with its parameter group. fsdp_params: torch's parameter objects of all groups.
+        links: one for each group, once attached.
+        ranks: the number of ranks that average gradients. reduce_group: the group of torch's reduce-scatter.
+        worker: runs exchanges beside the backward pass on devices without streams.
+        tail: two events of the last reduction: gradients complete, means complete.
     """
 
     ranks: int
@@ -62,23 +59,23 @@ class ShardedEngine(Engine):
         self.closed = False
         self.names = {id(weight): clean_name(name) for name, weight in model.named_parameters()}
         self._comms: dict[int, GroupComm] = {}
-        self._mode: tuple[bool, bool] | None = None  # of the last forward pass: training, recording gradients?
-        self._asked: set[int] = set()  # modules that have asked for their weights in it
+        self._mode: tuple[bool, bool] | None = None  # the last forward pass: training? recording gradients?
+        self._asked: set[int] = set()  # links whose modules have asked for their weights in that pass
 
     @property
     def replicas(self) -> list[Replica]:
-        """The weights whose gathers the method has a hand in."""
+        """The replicas of weights that the method encodes."""
         return [link.replica for link in self.links if link.replica is not None]
 
     def comm(self, group: dist.ProcessGroup) -> GroupComm:
-        """The verbs on one of the engine's own groups."""
+        """Return the communicator of one of the engine's groups, always the same one."""
         if id(group) not in self._comms:
             device = next(self.model.parameters()).device
             self._comms[id(group)] = GroupComm(group, self.ledger, device=device)
         return self._comms[id(group)]
 
     def drain(self) -> None:
-        """Wait for the gradients that are under way beside the backward pass. Raises what their exchange has raised."""
+        """Wait for the exchanges beside the backward pass. Raise the errors that they have raised."""
         if self.worker is not None:
             with self.waited():
                 self.worker.drain()
@@ -86,9 +83,9 @@ class ShardedEngine(Engine):
     def begin_forward(self, link: GroupLink) -> None:
         """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins.
 
-        Averaged weights, say, are put in for an evaluation and taken out after it, and classes that do so write them
-        through ``.data``, which torch does not count. So before every forward pass that records no gradients, and where
-        training goes on after it, ranks agree on whether anybody's have changed: evaluating is what they do together.
+        Some classes write averaged weights for an evaluation through ``.data``, which torch does not count. So before
+        every forward pass that records no gradients, and before training goes on after it, ranks agree on whether the
+        weights of any have changed. All ranks must evaluate together.
         """
         if not self.replicas:
             return
@@ -114,17 +111,16 @@ class ShardedEngine(Engine):
 
 
 _WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
-"""The functions of torch's parameter group around which its link puts its own."""
+"""The functions of torch's parameter group that a link wraps."""
 _REPLACED = ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info", "post_forward_mesh_info")
-"""The attributes of it that are others until the link is detached."""
+"""The attributes of torch's parameter group that are replaced until the link is detached."""
 
 
 class GroupLink:
     """The link between one FSDP parameter group and the road: the callable in place of torch's own reduce-scatter.
 
-    torch runs it on a stream of its own, beside the backward pass. A CPU has none: there it is a worker's job, as on
-    DDP, and torch makes views of an output that is still to come. One module's gradients are under way at a time, as
-    many as torch holds anyway.
+    torch runs it on its own stream, beside the backward pass. On a CPU, which has no streams, a worker runs it as on
+    DDP, and torch makes views of an output that is not written yet. One module is exchanged at a time, as in torch.
     """
 
     def __init__(self, engine: ShardedEngine, group: Any, turn: StepLoop, road: Road) -> None:
@@ -136,34 +132,31 @@ class GroupLink:
         self._expected: list[Tensor] | None = None
         self.device: torch.device = group.device
         self.gathered: Any = None  # an event: the last gather of the weights is over
-        self.copied: Any = None  # an event: FSDP2 has read what it gave
-        self._computed: Any = None  # an event: the gradients of the next reduction are there
+        self.copied: Any = None  # an event: FSDP2 has copied the gathered weights
+        self._computed: Any = None  # an event: the gradients of the next reduction are complete
         self._key: tuple[int, ...] = ()  # ids of the active parameters
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         for name in _WRAPPED:
             setattr(group, name, functools.partial(getattr(self, name), getattr(group, name)))
 
     def unshard(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Note that a forward pass asks for the weights of the module, before torch's ``original`` gathers them."""
+        """Note that a forward pass asks for the module's weights, before torch's ``original`` gathers them."""
         if self.group._training_state.name == "FORWARD":
             self.engine.begin_forward(self)
         return original(*arguments, **options)
 
     def wait_for_unshard(self, original: Callable[[], None]) -> None:
-        """Note when the stream that computes, on a GPU, has come to where it needs the weights."""
+        """Note when, on a GPU, the computing stream reaches the point where it needs the weights."""
         if self.gathered is not None:
             self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
             self.gathered = None
         original()
         self.copied = devices.mark(self.device)
-        with self.engine.waited():  # one module has got its weights: those of others may leave
+        with self.engine.waited():  # this module has its weights, so the weights of others may leave
             self.engine.sender.go_on()
 
     def post_backward(self, original: Callable[..., Any], *arguments: Any) -> Any:
-        """Find out which parameters are in the next reduction: torch leaves out those without a gradient.
-
-        The numel can be the same for other parameters, so the set has to be read where torch decides it.
-        """
+        """Find out here, where torch decides it, which parameters have a gradient and so are in the next reduction."""
         self._computed = devices.mark(self.device)
         zeros = getattr(self.group, "reduce_scatter_unused_params", False)
         self._active = [
@@ -181,26 +174,27 @@ class GroupLink:
     def detach(self) -> None:
         """Put torch's own communication back in place."""
         for name in _WRAPPED:
-            delattr(self.group, name)  # the class's own show again
+            delattr(self.group, name)  # the class's own functions apply again
         for name, value in self._stock.items():
             setattr(self.group, name, value)
 
     def in_order(self) -> list[Any]:
-        """Return the parameters as the reduction packs them: torch 2.15 goes by the dtype of their gradients.
+        """Return the parameters in the order in which the reduction packs them.
 
-        It finds that order in the first forward pass. Those that are trained have one dtype, and keep theirs.
+        torch 2.15 sorts them by the dtype of their gradients in the first forward pass, which keeps the order of the
+        trained ones, because these have one dtype.
         """
         order = getattr(self.group, "_reduce_scatter_param_indices", ()) or range(len(self.group.fsdp_params))
         return [self.group.fsdp_params[index] for index in order]
 
     @property
     def divisor(self) -> float | None:
-        """The user's divisor of the sum over all ranks (``set_gradient_divide_factor``); None: their number."""
+        """The user's divisor of the sum over ranks (``set_gradient_divide_factor``); None: the number of ranks."""
         return getattr(self.group, "gradient_divide_factor", None)
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.engine.drain()
-        return torch.empty(*size, dtype=dtype, device=device)  # the output becomes ``.grad``, so it is fresh every time
+        return torch.empty(*size, dtype=dtype, device=device)  # not reused, because the output becomes ``.grad``
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
         engine = self.engine
@@ -212,14 +206,14 @@ class GroupLink:
                 f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
             )
         pieces = self.verify(input_tensor)
-        if self.divisor is not None:  # the sum divided by it is the mean of what is so many times as large
+        if self.divisor is not None:  # sum / divisor = mean of values scaled by ranks / divisor
             input_tensor.mul_(engine.ranks / self.divisor)
         self.turn.enter([piece.name for piece in pieces])
         road = self.road.stages[0] if engine.kind == "hsdp" else self.road
         self.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
 
     def exchange(self, pieces: Sequence[Piece], reduce: Callable[[], object], mean: Tensor) -> None:
-        """``reduce`` the gradients of ``pieces`` to their ``mean``, now or, on a CPU, beside the backward pass."""
+        """Reduce the gradients of ``pieces`` to their ``mean``, now or, on a CPU, beside the backward pass."""
 
         def job() -> Tensor:
             with self.turn.exchanging("gradients", (piece.name for piece in pieces)):
@@ -229,7 +223,7 @@ class GroupLink:
         worker = self.engine.worker
         if worker is None:
             job()
-            self.engine.tail = self._computed, devices.mark(self.device)  # of a backward pass, the last one's
+            self.engine.tail = self._computed, devices.mark(self.device)  # the last reduction's remain
             return
         worker.submit(job, mean.device, last=False)
         in_backward = torch._C._current_graph_task_id() != -1
@@ -239,7 +233,7 @@ class GroupLink:
             self.engine.drain()
 
     def _only_views(self, mean: Tensor) -> bool:
-        """Tell whether torch will make views of ``mean``, which is still to come, and look at none of its values."""
+        """Tell whether torch only makes views of ``mean`` now and reads none of its values."""
         return self.divisor is None and all(
             weight.grad is None and weight.dtype == mean.dtype and not weight._post_accumulate_grad_hooks
             for weight in (fsdp_param.sharded_param for fsdp_param in self._active)
@@ -247,8 +241,8 @@ class GroupLink:
 
     @staticmethod
     def _gradient(fsdp_param: Any) -> Tensor:
-        """Return this rank's gradient before the reduction; 0-dim where there is none."""
-        accumulates = hasattr(type(fsdp_param), "unsharded_accumulated_grad_data")  # until torch 2.14; then .grad does
+        """Return this rank's gradient before the reduction; a 0-dim tensor if there is none."""
+        accumulates = hasattr(type(fsdp_param), "unsharded_accumulated_grad_data")  # until torch 2.14; later in .grad
         if accumulates and fsdp_param.unsharded_accumulated_grad is not None:
             return fsdp_param.unsharded_accumulated_grad_data
         if fsdp_param._unsharded_param.grad is not None:
@@ -257,13 +251,13 @@ class GroupLink:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The place of each parameter in the flat input: columns of (ranks, n), in the group's order."""
+        """The place of each active parameter in the flat input: columns of (ranks, n)."""
         if self._key not in self._pieces:
             self._pieces[self._key] = self.pieces_of(self._active)
         return self._pieces[self._key]
 
     def pieces_of(self, fsdp_params: list[Any]) -> tuple[Piece, ...]:
-        """Locate each of ``fsdp_params`` in a flat input of theirs."""
+        """Locate each of ``fsdp_params`` in a flat input (ranks, n) of these."""
         ranks, widths = self._ranks, [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
         *columns, total = itertools.accumulate(widths, initial=0)
         return tuple(
@@ -272,12 +266,11 @@ class GroupLink:
         )
 
     def version(self) -> int:
-        """Return a number that rises with each change of this rank's shard that torch counts (not by ``.data``)."""
+        """Return a number that rises with each change of this rank's shards that torch counts (not by ``.data``)."""
         shards = [fsdp_param.sharded_param for fsdp_param in self.group.fsdp_params]
         return sum(shard._version + cast(Any, shard)._local_tensor._version for shard in shards)
 
     def shards(self) -> list[Tensor]:
-        """Return this rank's shard of each parameter."""
         return [cast(Any, fsdp_param.sharded_param)._local_tensor for fsdp_param in self.group.fsdp_params]
 
     def shard(self, dtype: torch.dtype) -> Shard:
@@ -299,10 +292,10 @@ class GroupLink:
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""
         name = self.engine.names.get(id(fsdp_param.sharded_param))
-        return clean_name(fsdp_param._param_fqn) if name is None else name  # torch's: it is another object since
+        return clean_name(fsdp_param._param_fqn) if name is None else name  # torch's name if the object was replaced
 
     def verify(self, flat: Tensor) -> tuple[Piece, ...]:
-        """Return the pieces. When a composition is first seen, the values must lie where they should."""
+        """Return the pieces of ``flat``. For a set of parameters that is new, check where the values lie."""
         expected, self._expected = self._expected, None
         pieces, ranks = self.pieces, self._ranks
         if sum(piece.numel for piece in pieces) != flat.numel():
@@ -323,10 +316,10 @@ class GroupLink:
         """Make the hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
 
         def hook(shard: Tensor) -> None:
-            devices.keep(shard)  # torch 2.11 to 2.13 let go of the buffer while this stream still reads it
+            devices.keep(shard)  # torch 2.11 to 2.13 release the buffer while this stream still reads it
             inter = shard_of(self.pieces)
-            if self._ranks == 1:  # torch leaves the reduce-scatter out where one rank has all of the shard
-                if self.divisor is not None:  # torch has divided by it already
+            if self._ranks == 1:  # torch skips the reduce-scatter if one rank has the whole shard
+                if self.divisor is not None:  # torch has already divided
                     shard.mul_(self.divisor)
                 self.verify(shard)
                 if self.divisor is not None:

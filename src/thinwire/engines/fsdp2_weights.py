@@ -20,8 +20,8 @@ from thinwire.network.comm import Work
 class ModuleAllGather:
     """The callable in place of torch's own all-gather of the weights.
 
-    torch asks for the buffer, copies this rank's shard to its place there, and calls. Where the method encodes weights,
-    both are the replica's.
+    torch calls ``allocate``, copies this rank's shard into the buffer, and calls the object. If the method encodes
+    weights, the replica does both.
     """
 
     def __init__(self, link: GroupLink) -> None:
@@ -56,7 +56,7 @@ class ModuleAllGather:
         ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
         with self.engine.waited(), self.exchanging(), ledger.weights(), torch.no_grad():
             if replica is not None and self._encoded:
-                # While some optimizers have stepped and others have not, weights change without a step being over.
+                # While only some of the optimizers have stepped, weights change before the step is over.
                 unsettled = link.turn.open
                 if not unsettled:
                     self._check_weights(replica)
@@ -70,11 +70,7 @@ class ModuleAllGather:
         return None if work is None else _TimedWork(work, self)
 
     def _check_weights(self, replica: Replica) -> None:
-        """Check that the weights are those that the last step has left. (On a GPU the host would wait.)
-
-        Raises:
-            ThinwireError: they have changed in the middle of training, and torch has not counted it.
-        """
+        """Raise a ThinwireError if weights have changed uncounted since the last step. (On a GPU it would wait.)"""
         if devices.streams(replica.device) is None and replica.changed_unseen():
             raise ThinwireError(
                 f"the weights beside {replica.shard.names[0]} were given other values through .data, which torch does "
@@ -82,12 +78,12 @@ class ModuleAllGather:
             )
 
     def send(self, step: int) -> None:
-        """Let this rank's message of ``step`` leave, if one can; on a GPU, beside the stream that computes."""
+        """Send this rank's message of ``step``, if possible; on a GPU, beside the computing stream."""
         group, replica = self.link.group, self.link.replica
         if replica is None or not group.is_sharded or not replica.sends(step):
             return
         with self.exchanging(), self.engine.ledger.weights(), torch.no_grad():
-            # A copy on the stream that computes: weights that change from now on need not wait for its reader.
+            # A copy on the computing stream: weights may change from now on without waiting for its reader.
             shard = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
             with self._on_gather_stream(shard):
                 replica.send(shard, step)
@@ -104,7 +100,7 @@ class ModuleAllGather:
             yield
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Inside, the weights of the module are exchanged."""
+        """Tell the step loop that the module's weights are exchanged inside."""
         names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
         return self.link.turn.exchanging("weights", names)
 
@@ -112,13 +108,13 @@ class ModuleAllGather:
     def _encoded(self) -> bool:
         """Whether torch asks for weights that the method encodes.
 
-        After ``reshard_after_forward=<int>`` fewer ranks gather what the first gather of the step has left them.
+        With ``reshard_after_forward=<int>``, the later gathers of a step, among fewer ranks, are not encoded.
         """
         return self.engine.method.card.encodes_weights and not self.link.group.is_sharded_post_forward
 
 
 class _TimedWork(Work):
-    """A work whose wait is written down as exposed time. (FSDP2 waits only for what is a ``Work``.)"""
+    """A work whose wait counts as exposed time. (FSDP2 waits only for instances of ``Work``.)"""
 
     def __init__(self, work: Work, gather: ModuleAllGather) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Run inside a node's namespace: turn segmentation offload off, so that every frame is counted with its own header.
+"""Turn segmentation offload off in a node's namespace, so that the kernel counts every frame with its own header.
 
-A veth with the offload hands whole 64 KiB super-packets over, and its counters see one header for all of them. With a
-second word, ``checksums``, the kernel writes TCP's checksums too: a forwarder in user space hands on what it reads.
-Called as a script by ``cluster.py`` (ethtool is not on every machine); the numbers are from linux/ethtool.h.
+With the offload, a veth hands over 64 KiB super-packets, and its counters see one header for each. The second argument
+``checksums`` also makes the kernel write TCP's checksums, because a forwarder in user space does not. ``cluster.py``
+calls this script (not every machine has ethtool); the numbers are from linux/ethtool.h.
 """
 
 import array

@@ -7,13 +7,13 @@
       eth0 (10.0.0.1)            eth0 (10.0.0.2)   tbf on eth0: what the node sends
       node 0                     node 1
 
-A link with delay or loss has the kernel's netem above the tbf of its port. Where the kernel has none, a process of ours
-takes the bridge's place and does the same (``forwarder.py``).
+A link with delay or loss has the kernel's netem above the tbf of its port. If the kernel has no netem, ``forwarder.py``
+takes the bridge's place and does the same.
 
-Nothing has a name on the host and nothing can be left behind. The namespaces live in a process-id namespace of their
-own, whose first process reads a pipe that only we hold: when we end, however we end (also by SIGKILL), the pipe closes,
-that process ends, and the kernel kills every process of the lab and drops its interfaces. The host's network is never
-touched. Works as root, and as an ordinary user where user namespaces are allowed.
+The lab never touches the host's network and leaves nothing behind. Its namespaces live in a process-id namespace of
+their own, whose first process reads a pipe that only we hold. When we end (even by SIGKILL), the pipe closes, that
+process ends, and the kernel kills every process of the lab and drops its interfaces. The lab works as root, and as an
+ordinary user where user namespaces are allowed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from thinwire.base.processes import Bytes, die_with_parent, free_port, interface
 from thinwire.lab.link import Link
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-LIMIT_S = 20.0  # for any one step of the set-up
+LIMIT_S = 20.0  # for each step of the set-up
 INTERFACE = "eth0"
-# Of every namespace. Neighbour discovery and router solicitations would be counted as traffic. The host's congestion
-# control would be felt (BBR paces itself): cubic where there is one, as most clusters have.
+# Every namespace runs these lines. IPv6's neighbour discovery and router solicitations would count as traffic, and the
+# host's congestion control would show (BBR paces itself): use cubic if the kernel has it, as most clusters do.
 SYSCTLS = """
 for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > $f || true; done
 for c in reno cubic; do echo $c > /proc/sys/net/ipv4/tcp_congestion_control || true; done
@@ -54,12 +54,11 @@ class Cluster:
     Args:
         nodes: number of nodes, at least 1.
         ranks_per_node: ranks that ``environment`` places on each node.
-        link: rate of each node's link, in each direction: "200mbit", "1gbit", "unlimited"; or "loopback" for no network
-            at all (all nodes on 127.0.0.1, no limit, no counters). Or a ``Link``, which may have another MTU, delay,
-            jitter, loss and reordering.
+        link: rate of each node's link, in each direction: "200mbit", "1gbit", "unlimited"; "loopback" for no network
+            (all nodes on 127.0.0.1, no limit, no counters); or a ``Link``.
 
     Raises:
-        NoNamespaces: namespaces cannot be made; on entry.
+        NoNamespaces: on entry, if namespaces cannot be made.
     """
 
     def __init__(self, nodes: int = 2, ranks_per_node: int = 1, link: str | Link = "unlimited") -> None:
@@ -84,7 +83,7 @@ class Cluster:
 
     @property
     def delayed_by(self) -> str | None:
-        """The source of delay and loss: "netem" (the kernel), "forwarder" (a process of ours), or None."""
+        """The source of delay and loss: "netem" (the kernel), "forwarder" (our own process), or None."""
         if not self.link.distant:
             return None
         return "netem" if self._forwarder is None else "forwarder"
@@ -109,7 +108,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End every process of the lab; its namespaces and interfaces go with them."""
+        """End every process of the lab, and so its namespaces and interfaces."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -123,23 +122,20 @@ class Cluster:
         self._processes.clear()
 
     def popen(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on a node, in a session of its own; ``options`` are those of ``subprocess.Popen``.
-
-        Signal it by ``kill_group``: the process here only waits for the one inside.
-        """
+        """Start a command on a node, in its own session. Signal it by ``kill_group``: it may be a child."""
         options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options
         if self.emulated:
-            # Joining a mount namespace moves to its root; env goes back to where we are.
+            # Joining a mount namespace changes the directory to its root; env changes it back.
             directory = str(options.pop("cwd", None) or os.getcwd())
             command = [*self._enter[node], "env", f"--chdir={directory}", *command]
         else:
-            options["preexec_fn"] = die_with_parent  # an emulated one has its pipe
+            options["preexec_fn"] = die_with_parent  # a process in a namespace ends with the lab's pipe
         process = subprocess.Popen(command, **options)
         self._processes.append(process)
         return process
 
     def environment(self, rank: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return what torchrun would set for ``rank``, with gloo bound to the node's interface and one thread."""
+        """Return the variables that torchrun sets for ``rank``, with gloo bound to the node's interface, one thread."""
         local = self.ranks_per_node
         return dict(os.environ if base is None else base) | {
             "RANK": str(rank),
@@ -155,21 +151,21 @@ class Cluster:
         }
 
     def new_port(self) -> None:
-        """Choose the next run's rendezvous port: any in a namespace, a free one on the host's loopback."""
+        """Choose the rendezvous port of the next run."""
         self._port = self._port + 1 if self.emulated else free_port()
 
     def counters(self) -> list[Bytes] | None:
-        """Return the bytes that each node's interface has sent and received since it was made; None on loopback."""
+        """Return the bytes that each node's interface has sent and received so far; None on loopback."""
         if not self.emulated:
             return None
         counts = [interface_bytes(INTERFACE, holder) for holder in self._holders]
         return [count for count in counts if count is not None]
 
     def forwarded(self) -> dict[str, float] | None:
-        """Ask the forwarder for its ``Forwarder.report`` so far; None where there is no forwarder.
+        """Return the forwarder's ``Forwarder.report`` so far; None without a forwarder.
 
         Raises:
-            ThinwireError: it has ended, and no packet arrives any more.
+            ThinwireError: the forwarder has ended.
         """
         if self._forwarder is None:
             return None
@@ -183,7 +179,7 @@ class Cluster:
         return json.loads(answer)
 
     def check(self) -> None:
-        """Raise a ``ThinwireError`` where the emulated network has ended, so that a run on it could only wait."""
+        """Raise a ``ThinwireError`` if the emulated network has ended, because a run on it would wait forever."""
         if self._forwarder is not None and (status := self._forwarder.poll()) is not None:
             raise ThinwireError(f"the process that forwards the emulated network's packets has ended (status {status})")
 
@@ -215,7 +211,7 @@ class Cluster:
                 "link set lo up",
                 f"addr add {self.address(node)}/24 dev {INTERFACE}",
                 f"link set {INTERFACE} up",
-                # What is far away is not asked for by Ethernet: the question would be lost like any packet.
+                # Fixed addresses on a distant link: an ARP request would be lost like any other packet.
                 *(f"neigh add {self.address(far)} lladdr {ethernet(far)} dev {INTERFACE} nud permanent"
                   for far in range(self.nodes if self.link.distant else 0) if far != node),
             ])  # fmt: skip
@@ -231,12 +227,12 @@ class Cluster:
 
     @staticmethod
     def _knows_netem(join: list[str]) -> bool:
-        """Tell whether this kernel has netem, tried on the switch's own loopback, which nothing uses."""
+        """Tell whether this kernel has netem, by a trial on the switch's loopback, which nothing uses."""
         probe = [*join, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
         return subprocess.run(probe, capture_output=True, timeout=LIMIT_S).returncode == 0
 
     def _keeper(self) -> list[str]:
-        """Start the lab's first process, which holds the switch. Returns the command that joins its namespaces."""
+        """Start the lab's first process, which holds the switch. Return the command that joins its namespaces."""
         as_root = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         as_user = [*as_root, "--user", "--map-root-user"]
         line = ""
@@ -251,18 +247,17 @@ class Cluster:
         raise NoNamespaces(f"no network namespaces may be made here ({line}): run as root, or use --link loopback")
 
     def _hold(self, join: list[str]) -> tuple[int, int]:
-        """Start the process that holds a node's namespace. Returns its pid as we see it, and as the lab does."""
+        """Start the process that holds a node's namespace. Return its pid outside and inside the lab."""
         process, line = self._spawn(
             [*join, "unshare", "--net", "sh", "-c", "echo $$; exec sleep infinity"],
             stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
         )  # fmt: skip
         if not line.isdigit():
             raise NoNamespaces(f"a node's namespace could not be made ({line}): run as root, or use --link loopback")
-        self._pipes.pop().close()  # a pipe for each of many nodes would be many
+        self._pipes.pop().close()  # saves a file descriptor per node
         return only_child(process), int(line)
 
     def _forward(self, join: list[str]) -> subprocess.Popen[bytes]:
-        """Start the forwarder beside the switch's ports; like all in the namespace it ends with the lab."""
         link = self.link
         settings = {
             "ports": {ethernet(node): f"port{node}" for node in range(self.nodes)}, "delay": link.delay,
@@ -277,7 +272,7 @@ class Cluster:
         return process
 
     def _spawn(self, command: list[str], **streams: Any) -> tuple[subprocess.Popen[bytes], str]:
-        """Start a process that belongs to the lab. Returns it, and the first line that it prints."""
+        """Start a process of the lab. Return it and the first line that it prints."""
         process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, start_new_session=True, **streams)
         self._processes.append(process)
         assert process.stdout
@@ -297,12 +292,12 @@ class Cluster:
 
 
 def ethernet(node: int) -> str:
-    """Return a node's Ethernet address, a locally administered one."""
+    """Return a node's locally administered Ethernet address."""
     return f"02:00:0a:00:00:{node + 1:02x}"
 
 
 def only_child(process: subprocess.Popen[Any]) -> int:
-    """Find the one child of ``process``, by the process ids of this namespace."""
+    """Return the process id, in this namespace, of the one child of ``process``."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             if int(status.read_text().rpartition(")")[2].split()[1]) == process.pid:
@@ -311,6 +306,6 @@ def only_child(process: subprocess.Popen[Any]) -> int:
 
 
 def kill_group(process: subprocess.Popen[Any], number: int) -> None:
-    """Send a signal to everything that ``process`` started and that stayed in its session."""
+    """Send a signal to ``process`` and to its descendants in the same session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -26,7 +26,7 @@ from thinwire.lab.run import launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
-"""Exit statuses: a method has failed; a method's loss is above the limit."""
+"""Exit statuses: a method has failed; a method's loss is too high."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Entry:
         return " ".join((self.method, *self.flags))
 
     def own_flags(self, extra: Sequence[str]) -> list[str]:
-        """Return its flags, with the optimizer that the method is made for. ``extra``: those of all methods."""
+        """Return the entry's flags, with the optimizer of the method. ``extra``: the flags of all methods."""
         from thinwire.methods import resolve
 
         optimizer = resolve(self.method).OPTIMIZER.__name__.lower()
@@ -96,24 +96,20 @@ class Comparison(Network):
 
     @property
     def fail_above(self) -> float | None:
-        """Share above dense's loss from which a method's loss fails the comparison."""
+        """The share above dense's loss beyond which a method fails the comparison."""
         text = self.fail_if_loss_worse_than
         return None if text is None else share(text, "--fail-if-loss-worse-than, of dense's loss,")
 
     @property
     def seed_numbers(self) -> Sequence[int]:
-        """The seeds, the same for every method; none: one run of each, with the program's own."""
+        """The seeds of every method; empty: one run of each method, with the training program's seed."""
         return range(self.first_seed, self.first_seed + self.seeds) if self.seeds > 1 else ()
 
     def entries(self) -> dict[str, Entry]:
-        """Return the entries by label, the silent run first.
-
-        Raises:
-            ThinwireError: a setting that cannot be.
-        """
+        """Check the settings (``ThinwireError``) and return the entries by label, the silent run first."""
         from thinwire.methods import resolve
 
-        Cluster(self.nodes, self.ranks_per_node, self.parse_link())  # refuses what cannot be; nothing is made yet
+        Cluster(self.nodes, self.ranks_per_node, self.parse_link())  # checks its arguments; makes nothing yet
         entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *method_names(self.methods)])}
         for entry in entries.values():
             resolve(entry.method)
@@ -130,15 +126,15 @@ class Comparison(Network):
         return entries
 
     def flags(self, entry: Entry, seed: int | None, directory: Path) -> list[str]:
-        """Return the program's flags for one run."""
+        """Return the training program's flags for one run."""
         flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
         flags += [*self.extra, *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
-        # Nothing is exchanged on DDP only: sharded weights must be gathered. It is the floor for all engines.
+        # Only DDP can exchange nothing: sharded weights must be gathered. The silent run is the floor for all engines.
         return flags + (["--engine", "ddp"] if entry.label == SILENT else [])
 
 
 def method_names(text: str) -> list[str]:
-    """``"dense,int8(group=64, error_feedback=True)"`` -> its methods: commas within parentheses do not separate."""
+    """Split ``"dense,int8(group=64, error_feedback=True)"`` at the commas outside parentheses."""
     names, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -153,12 +149,9 @@ def method_names(text: str) -> list[str]:
 
 
 def compare(settings: Comparison) -> int:
-    """Train per seed and method in one cluster, one after the other; write the reports and the pictures.
+    """Train per seed and method, one after the other in one cluster; write the reports and the pictures.
 
-    A method that fails gets a row that says why, and the others go on.
-
-    Returns:
-        0; ``FAILED`` where a method has failed, otherwise ``LOSS_TOO_HIGH`` where one's loss is above the limit.
+    A method that fails gets a row with the reason, and the others go on. Return the exit status.
     """
     entries = settings.entries()
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -175,7 +168,7 @@ def compare(settings: Comparison) -> int:
 
 
 def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster) -> list[Run]:
-    """Train once per seed and entry; an entry that has failed is left out from then on. Returns a run per entry."""
+    """Train once per seed and entry, without the entries that have failed before. Return a run per entry."""
     runs: dict[str, list[Run]] = {label: [] for label in entries}
     failed: dict[str, str] = {}
     for seed in settings.seed_numbers or (None,):
@@ -201,7 +194,7 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
 
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
-    """Return the report's entries beside its runs; the verdict is to come."""
+    """Return the report's entries without its runs, with an empty verdict."""
     own = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
     link = cluster.link
     return {
@@ -224,7 +217,7 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Describe processor, operating system and Python, for readers of the times."""
+    """Describe processor, operating system and Python."""
     model = platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -264,10 +257,10 @@ def log_of(directory: Path) -> Path:
 
 
 def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float) -> Run:
-    """Run ``command``; return what its files hold, and the kernel's bytes of each node over the whole run.
+    """Run ``command``; return the contents of its files, and the kernel's bytes of each node over the whole run.
 
     Raises:
-        ThinwireError: it has failed, took longer than ``limit_s``, left no readable files, or its loss is not finite.
+        ThinwireError: it failed, took longer than ``limit_s``, left no readable files, or its loss is not finite.
     """
     log = log_of(directory)
     outcome = launch(cluster, command, log=log, limit_s=limit_s)
@@ -289,13 +282,13 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         "directory": directory.name,
         "seconds": outcome.seconds,
         "summary": summary,
-        "rows": [row for row in rows if "loss" in row],  # those of steps, without those of evaluations
+        "rows": [row for row in rows if "loss" in row],  # rows of steps, without rows of evaluations
         "node_totals": None if outcome.traffic is None else [traffic._asdict() for traffic in outcome.traffic],
     }
 
 
 def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str | None, ranks_per_node: int) -> Run:
-    """Join a method's runs, one per seed, to one: means of their summaries, and of their losses at each step."""
+    """Join a method's runs, one per seed, into one: the means of their summaries and of their losses at each step."""
     return {
         "method": entry.label,
         "flags": list(flags),
@@ -309,7 +302,7 @@ def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str 
 
 
 def mean(values: Sequence[Any]) -> Any:
-    """Average numbers, and those in dictionaries; of anything else return the first."""
+    """Average numbers, also inside dictionaries; of other values, return the first."""
     first = values[0]
     if isinstance(first, dict):
         return {key: mean([value[key] for value in values]) for key in first}
@@ -318,7 +311,7 @@ def mean(values: Sequence[Any]) -> Any:
 
 
 def curve(runs: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
-    """Return for each step the mean, least and largest loss of all seeds, mean seconds, and a node's bytes so far."""
+    """Return for each step: mean, least and largest loss over seeds, mean seconds, and bytes sent so far by a node."""
     rows = []
     sent_bytes = 0.0
     for step in zip(*(run["rows"] for run in runs), strict=True):
@@ -332,7 +325,7 @@ def curve(runs: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
 
 
 def measure(report: dict[str, Any]) -> None:
-    """Fill in each run's ratios, its bytes by the kernel's count, the use of the link, and when it had dense's loss."""
+    """Fill in each run's ratios, kernel bytes, link use, and the step at which it reached dense's loss."""
     finished = {run["method"]: run for run in report["runs"] if not run["failed"]}
     silent, dense = finished.get(SILENT), finished.get(DENSE)
     unknown = ("step_to_dense", "step_to_none", "faster", "final", "loss_gap", "bytes_per_step", "link_use", "to_dense")
@@ -350,7 +343,7 @@ def measure(report: dict[str, Any]) -> None:
         run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
         payload = summary["wire_bytes_per_step"]["inter"] * report["ranks_per_node"]
         framed = framing.frames(round(payload), report["mtu"])
-        exchanges = run is not silent and payload > 0  # the silent run sends a flag of a few bytes, no gradients
+        exchanges = run is not silent and payload > 0  # the silent run sends only a flag of a few bytes
         kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])
         run["bytes_per_step"] = {
             "ledger": payload,
@@ -368,9 +361,8 @@ def measure(report: dict[str, Any]) -> None:
 def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None, str]:
     """Return node 0's bytes per step by the interface's counters, and their source.
 
-    Best are the cumulative counters that the run itself noted at each step (``link_tx_bytes``): last minus first, over
-    the steps between. Otherwise the node's total over the run less that of the silent run, which has the same set-up
-    and evaluation and exchanges nothing.
+    The best source are the cumulative counters in the run's rows (``link_tx_bytes``): last minus first, over the steps
+    between. The other: the node's total less that of the silent run, which has the same set-up and evaluation.
     """
     keys = ("link_tx_bytes", "link_rx_bytes")
     noted = [row for row in run["rows"] if all(row.get(key) is not None for key in keys)]
@@ -385,7 +377,7 @@ def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None
 
 
 def for_json(value: Any) -> Any:
-    """Return the report without the copies of metrics.jsonl; intervals with the names of their ends."""
+    """Return the report without the rows of metrics.jsonl, and named tuples as dictionaries."""
     if isinstance(value, dict):
         return {key: for_json(item) for key, item in value.items() if key != "rows"}
     if hasattr(value, "_asdict"):

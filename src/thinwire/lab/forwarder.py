@@ -1,10 +1,10 @@
-"""Run inside the switch's namespace, where the kernel has no netem: hand frames from port to port, late, and not all.
+"""Forward frames between the switch's ports with delay, loss and reordering, where the kernel has no netem.
 
-Called as a script by ``cluster.py``, with its settings as one word of JSON. It reads whole Ethernet frames from raw
-sockets on the ports, draws each frame's fate as netem would (an even delay, a loss, one that overtakes), keeps it in a
-heap until it is due, and writes it to the port of its receiver, whose own queue limits the rate. A frame's delay counts
-from the moment at which the kernel took it in, so that a forwarder that was kept waiting is not late yet. It ends with
-its standard input. Asked there by a line, it answers with its counts, a line of JSON.
+``cluster.py`` runs this script in the switch's namespace, with its settings as one argument of JSON. It reads Ethernet
+frames from raw sockets on the ports, draws each frame's fate as netem would (uniform delay, loss, reordering), keeps
+the frame in a heap until it is due, and writes it to the receiver's port, whose queue limits the rate. The delay counts
+from the kernel's timestamp of the frame, so scheduling delays of this process do not add up. For each line on standard
+input it prints its counts as a line of JSON; it ends with its standard input.
 """
 
 import gc
@@ -22,10 +22,10 @@ from contextlib import suppress
 ETH_P_ALL = 3
 SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE, SO_TIMESTAMPNS = 32, 33, 35
-BUFFER = 1 << 25  # bytes: the kernel's queue before us, and what may wait in a port's own queue
+BUFFER = 1 << 25  # bytes of a port's receive and send buffers
 STAMP, STATISTICS = struct.Struct("qq"), struct.Struct("II")
 ANCILLARY = socket.CMSG_SPACE(STAMP.size)
-BATCH = 64  # frames read from a port before those that are due leave
+BATCH = 64  # frames read from a port before due frames are sent
 LATE_S = 0.001
 COUNTS = ("packets", "lost", "overtook", "no_room", "missed", "queue_full", "late", "latest_ms")
 
@@ -49,14 +49,12 @@ class Port:
 
 
 class Forwarder:
-    """The ports by the nodes behind them, and the frames on their way.
+    """The ports and the frames on their way.
 
     Args:
-        ports: an interface for each node, by the node's Ethernet address. Frames to any other are dropped.
-        delay, jitter: seconds, one way.
-        loss, reorder: shares of the frames.
-        room: bytes that may be on their way to one node; what comes beyond is lost.
-        frame: bytes of the largest frame.
+        ports: each node's interface, by Ethernet address. Frames to other addresses are dropped.
+        delay, jitter: seconds, one way. loss, reorder: shares of the frames.
+        room: bytes that may be on their way to one node; frames beyond are lost. frame: bytes of the largest frame.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class Forwarder:
             self.send_due()
 
     def receive(self, port: Port) -> None:
-        """Read what has come in at a port, and draw the fate of each frame."""
+        """Read up to ``BATCH`` frames from a port, and draw the fate of each."""
         recvmsg, size = port.socket.recvmsg, self.frame
         monotonic_now, wall_now = time.monotonic(), time.time()
         for _ in range(BATCH):
@@ -139,11 +137,11 @@ class Forwarder:
                 self.counts["latest_ms"] = max(self.counts["latest_ms"], 1000 * lateness)
             try:
                 port.socket.send(frame)
-            except OSError:  # its queue is full, as a switch's may be; or its node has cut the link
+            except OSError:  # the port's queue is full, or its node has cut the link
                 self.counts["queue_full"] += 1
 
     def report(self) -> dict[str, float]:
-        """Return what became of the frames so far, and the processor time that it took."""
+        """Return the counts of frames so far, and the processor time in seconds."""
         for port in self.ports:
             counts = port.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, STATISTICS.size)  # since the last call
             self.counts["missed"] += STATISTICS.unpack(counts)[1]
@@ -152,9 +150,9 @@ class Forwarder:
 
 
 if __name__ == "__main__":
-    gc.disable()  # nothing here is cyclic, and a pause would be felt
+    gc.disable()  # nothing here is cyclic, and a pause would delay frames
     with suppress(PermissionError):
-        os.nice(-20)  # the kernel's own would come before every process
+        os.nice(-20)  # the kernel's own netem would come before every process
     try:
         forwarder = Forwarder(**json.loads(sys.argv[1]))
     except OSError as error:

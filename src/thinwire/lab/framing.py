@@ -2,9 +2,9 @@
 
     14 Ethernet + 20 IPv4 + 32 TCP (20, and 12 of the timestamp option) + 1448 payload = 1514 bytes per full frame
 
-The receiver answers two full segments with one acknowledgement of 66 bytes (an empty segment), which travels the other
-way and is counted there. Where traffic flows both ways, an acknowledgement often rides on a data frame instead.
-Preamble, checksum and gap (24 bytes per frame on a real cable) are seen neither by the counters nor by the rate limit.
+The receiver acknowledges two full segments with 66 bytes (an empty segment), which count in the other direction. Where
+data flows both ways, a data frame often carries the acknowledgement. Neither the counters nor the rate limit see
+preamble, checksum and gap (24 bytes per frame on a real cable).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 64e3, 40e9  # bit/s
 SMALLEST, LARGEST = 576, 9000  # bytes
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-MAX_DELAY = 10.0  # s: beyond it no handshake comes about
-MAX_LOSS = 0.5  # of the packets: beyond it hardly one connection does
-AT_ONCE, AT_ONCE_S = 1 << 20, 0.005  # bytes that a node may send faster than its rate, and time: more than its burst
-UNLIMITED = 1e9  # bit/s: so much is kept on its way on a distant link without a rate
+MAX_DELAY = 10.0  # s: beyond it no handshake succeeds
+MAX_LOSS = 0.5  # share of the packets: beyond it hardly any connection succeeds
+AT_ONCE, AT_ONCE_S = 1 << 20, 0.005  # bytes and seconds by which a node may exceed its rate: more than its burst
+UNLIMITED = 1e9  # bit/s: the rate from which ``room`` is computed on a distant link without a rate
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,14 @@ class Link:
 
     Attributes:
         text: as the user wrote it.
-        rate: bits per second, counted as the kernel counts them: with the 14-byte Ethernet header, without preamble
-            and checksum. None: no limit.
-        loopback: do not make a network at all; all nodes share 127.0.0.1.
-        mtu: bytes of a full frame without its Ethernet header. Larger: fewer frames; each costs processor time.
-        delay: seconds from a node to another, one way, beyond what the rate takes.
-        jitter: seconds; each packet's delay is drawn anew, evenly from ``delay - jitter`` to ``delay + jitter``, so
-            that packets closer together than it arrive out of order.
+        rate: bits per second, with the 14-byte Ethernet header, without preamble and checksum. None: no limit.
+        loopback: make no network; all nodes share 127.0.0.1.
+        mtu: bytes of a full frame without its Ethernet header. Larger: fewer frames, less processor time.
+        delay: seconds from one node to another, one way, beyond what the rate takes.
+        jitter: seconds. Each packet's delay is drawn uniformly from ``delay - jitter`` to ``delay + jitter``, so
+            packets that follow each other closely arrive out of order.
         loss: share of the packets that never arrive.
-        reorder: share of the packets that are not delayed, and so overtake those before them.
+        reorder: share of the packets that are not delayed, and so overtake the others.
     """
 
     text: str
@@ -48,7 +47,7 @@ class Link:
     def parse(
         cls, text: str, mtu: int = 1500, delay: str = "0ms", jitter: str = "0ms", loss: str = "0%", reorder: str = "0%"
     ) -> Link:
-        """Read ``"200mbit"`` (also kbit, gbit, and decimals), ``"unlimited"`` ``"loopback"``; ``"30ms"``; ``"1%"``."""
+        """Read ``"200mbit"`` (also kbit, gbit, decimals), ``"unlimited"``, ``"loopback"``; ``"30ms"``; ``"1%"``."""
         word, rate = text.strip().lower(), None
         if word not in ("unlimited", "loopback"):
             match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", word)
@@ -80,7 +79,7 @@ class Link:
 
     @property
     def distance(self) -> str:
-        """The delay and loss as text: ``delay 30ms ± 5ms, loss 1%``; "" where there is none."""
+        """The delay and loss as text: ``delay 30ms ± 5ms, loss 1%``; "" for none."""
         delay = f"delay {1000 * self.delay:g}ms" + (f" ± {1000 * self.jitter:g}ms" if self.jitter else "")
         loss = f"loss {100 * self.loss:g}%" if self.loss else ""
         reorder = f"reorder {100 * self.reorder:g}%" if self.reorder else ""
@@ -89,9 +88,9 @@ class Link:
     def tbf(self) -> str:
         """Return the ``tc`` arguments of a token bucket with this rate.
 
-        burst: at least one 64 KiB super-packet, so that none is cut up in the queue, and 1 ms of the rate, so that a
-        late timer loses nothing. limit: 25 ms of queue, deep enough for TCP to keep the link busy after a drop, short
-        enough that small messages are not held up behind large ones for longer than on a real switch.
+        burst: at least a 64 KiB super-packet, so that the queue cuts none up, and 1 ms of the rate, so that a late
+        timer loses nothing. limit: 25 ms of queue: TCP keeps the link busy after a drop, and small messages wait behind
+        large ones no longer than on a real switch.
         """
         assert self.rate is not None
         burst = max(66_000, int(self.rate / 8 * 0.001))
@@ -99,11 +98,11 @@ class Link:
         return f"tbf rate {int(self.rate)}bit burst {burst} limit {limit}"
 
     def room(self, nodes: int) -> int:
-        """Return the bytes that may be on their way to one node: what its peers send in a delay, and bursts."""
+        """Return the bytes that may be on their way to one node: the peers' traffic during a delay, and bursts."""
         return nodes * (int((self.rate or UNLIMITED) / 8 * (self.delay + self.jitter + AT_ONCE_S)) + AT_ONCE)
 
     def netem(self, nodes: int) -> str:
-        """Return the ``tc`` arguments of the kernel's own delay and loss. Its limit is in packets, of any size."""
+        """Return the ``tc`` arguments of the kernel's delay and loss. The limit counts packets of any size."""
         words = ["netem", "limit", str(self.room(nodes) // 66)]
         if self.delay:
             words += ["delay", f"{self.delay * 1e6:.0f}us", f"{self.jitter * 1e6:.0f}us"]
@@ -116,7 +115,7 @@ class Link:
 
 @dataclass
 class Network:
-    """The emulated network, as a command line has it."""
+    """The settings of an emulated network on the command line."""
 
     nodes: int = 2
     """Emulated nodes, each with a link of its own."""
@@ -140,7 +139,7 @@ class Network:
 
 
 def duration(text: str, label: str) -> float:
-    """Read ``"30ms"`` (also us, s, and decimals), in seconds. ``label``: its name in the error."""
+    """Read ``"30ms"`` (also us, s, decimals) as seconds. ``label``: its name in the error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
     if match is None:
         raise ThinwireError(f"{label} is a duration, as 30ms, 200us or 0.2s, got '{text}'")
@@ -148,7 +147,7 @@ def duration(text: str, label: str) -> float:
 
 
 def share(text: str, label: str) -> float:
-    """Read ``"1%"`` or ``"0.01"``, as 0.01. ``label``: its name in the error."""
+    """Read ``"1%"`` or ``"0.01"`` as 0.01. ``label``: its name in the error."""
     number, _, suffix = text.strip().partition("%")
     try:
         value = float(number) / (100 if "%" in text else 1)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 GREY, INK = "#8A8A8A", "#333333"
 COMPUTE, EXPOSED = "#56B4E9", "#D55E00"
-# One colour per method in every picture, told apart with any colour vision (after Paul Tol's muted palette and that of
-# Okabe and Ito); what the others are measured against is grey.
+# One colour per method in every picture, distinct for any colour vision (after Paul Tol's muted palette and Okabe and
+# Ito's). The baselines are grey.
 COLOURS = {
     "none": "#A0A0A0", "dense": "#1A1A1A", "fp32": "#5C5C5C", "bf16": "#7A7A7A",
     "int8": "#0072B2", "loco": "#44AA99", "onebit-adam": "#117733",
@@ -38,9 +38,9 @@ COLOURS = {
     "trickle": "#B22222", "sign": "#117733", "local-steps": "#44AA99",
 }  # fmt: skip
 DASHES = ("-", "--", ":", "-.")
-"""Line styles of the first, second, ... run in one colour."""
+"""Line styles of the first, second, ... run of one colour."""
 PANEL_CURVES = 8
-"""Curves in one panel, at most. More runs take more panels, each with the grey ones for comparison."""
+"""Most curves in one panel. More runs take more panels, each with the grey curves."""
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -59,7 +59,7 @@ STYLE: dict[Any, Any] = {
 
 
 def colour(method: str) -> str:
-    """Choose the colour of ``method``, as the command line writes it; a method of the user's own is black."""
+    """Choose the colour of ``method``, as written on the command line; black for the user's own methods."""
     return COLOURS.get(plain(method), "#000000")
 
 
@@ -69,10 +69,7 @@ def plain(method: str) -> str:
 
 
 def draw(report: dict[str, Any], out: Path) -> list[Path]:
-    """Write the PNG files of ``report`` (as ``compare`` builds it, with its rows) to ``out``; returns their paths.
-
-    A method that failed is in none; where all did there are no pictures.
-    """
+    """Write pictures of the methods in ``report`` that have not failed, if any, to ``out``; return their paths."""
     report = report | {"runs": [run for run in report["runs"] if not run["failed"]]}
     if not report["runs"]:
         return []
@@ -90,7 +87,7 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> None:
-    """Write a PNG of 256 colours (a third of the bytes), with ``text`` in its header, and close the figure."""
+    """Write a PNG of 256 colours (a third of the bytes) with ``text`` in its header, and close the figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight", facecolor="white")
     plt.close(figure)
@@ -102,10 +99,9 @@ def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> N
 
 
 def loss(report: dict[str, Any], x: str, label: str) -> Figure:
-    """Draw the training loss of every method. Earlier lines are wider: equal ones all show.
+    """Draw the training loss of every method: the mean over seeds, and a band from the least to the largest.
 
-    Several seeds: their mean, and a band from the least to the largest. Against bytes ("sent") the run that exchanges
-    nothing has no place.
+    Earlier lines are wider, so that equal lines all show. The plot against bytes ("sent") leaves the silent run out.
     """
     runs = [run for run in report["runs"] if run["rows"] and (x != "sent" or run["method"] != "none")]
     grey = [run for run in runs if run["method"] in ("none", "dense")]
@@ -156,7 +152,7 @@ def label_curves(axes: Axes) -> None:
 
 
 def traffic(report: dict[str, Any]) -> Figure:
-    """Draw the bytes that node 0 sent per step: the ledger's payload as bars, the kernel's count as a mark."""
+    """Draw the bytes that node 0 sent per step: the ledger's payload as bars, the kernel's count as marks."""
     runs = [run for run in report["runs"] if run["method"] != "none"]
     figure, axes = bars([run["method"] for run in runs])
     ledger = [run["bytes_per_step"]["ledger"] for run in runs]
@@ -177,7 +173,7 @@ def traffic(report: dict[str, Any]) -> Figure:
 
 
 def step_time(report: dict[str, Any]) -> Figure:
-    """Draw a step's time: computation, and communication that computation did not hide."""
+    """Draw a step's time: computation, and exposed communication."""
     runs = report["runs"]
     figure, axes = bars([run["method"] for run in runs])
     totals = [run["summary"]["step_ms"] for run in runs]
@@ -202,7 +198,6 @@ def step_time(report: dict[str, Any]) -> Figure:
 
 
 def bars(methods: Sequence[str]) -> tuple[Figure, Axes]:
-    """Make a figure with a row for each method."""
     figure, axes = plt.subplots(figsize=(8.5, 1.6 + 0.55 * len(methods)))
     axes.grid(axis="y", visible=False)
     names(axes, methods)
@@ -210,7 +205,6 @@ def bars(methods: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def names(axes: Axes, methods: Sequence[str]) -> None:
-    """Write the methods down the left, the first on top."""
     axes.set_yticks(range(len(methods)), methods)
     axes.set_ylim(len(methods) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)

@@ -1,4 +1,4 @@
-"""The report of a comparison: a table for the terminal, report.md, and report.html, which is one file."""
+"""The report of a comparison: a table for the terminal, report.md and report.html."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.plan.plan import human
 
 
 def network(report: dict[str, Any]) -> str:
-    """Describe in one line the network of the runs."""
+    """Describe the network of the runs in one line."""
     world = f"{report['nodes']} nodes x {report['ranks_per_node']}"
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
@@ -54,7 +54,7 @@ def _spread(run: Run, span: Span | None, digits: str) -> str:
 
 
 def _reached(run: Run, key: str, digits: str) -> str:
-    """Show the mean over seeds of the ``key`` at which a run had dense's final loss, or how many of them had it."""
+    """Show the mean over seeds of ``key`` where a run reached dense's final loss, or the number of seeds that did."""
     points = run["to_dense"]
     if run["method"] == SILENT or not points:
         return "-"
@@ -85,12 +85,11 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
 )
 SHORT = ("method", "step, ms", "x none", "faster than dense", "exposed, ms", "sent/step", "valid loss",
          "loss to dense", "s to dense's loss")  # fmt: skip
-"""The columns that decide, for which a terminal has room."""
+"""The columns on a terminal."""
 ALL = tuple(name for name, _ in COLUMNS)
 
 
 def cells(run: Run, columns: Sequence[str]) -> list[str]:
-    """Return a method's row, without numbers if the method failed."""
     if run["failed"]:
         return [run["method"], "failed", *["-"] * (len(columns) - 2)]
     return [cell(run) for name, cell in COLUMNS if name in columns]
@@ -112,7 +111,7 @@ def table(report: dict[str, Any], terminal: bool = False) -> Table:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """List what the numbers do not show: why a method failed, flags of its own, a large share that stays dense."""
+    """List each method's own flags, and why it failed or its plan's note."""
     lines = []
     for run in report["runs"]:
         method = run["method"]
@@ -126,7 +125,6 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def explained(report: dict[str, Any]) -> list[str]:
-    """Explain the columns."""
     sources = [run["bytes_per_step"]["kernel_source"] for run in report["runs"] if not run["failed"]]
     return [
         "step: median milliseconds per optimizer step. x none, x dense: against the run that exchanges nothing "
@@ -151,7 +149,7 @@ def explained(report: dict[str, Any]) -> list[str]:
 
 
 def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """Write report.md: the verdict, the columns that decide, the pictures, all columns and what they mean."""
+    """Write report.md."""
 
     def bullets(lines: Sequence[str]) -> str:
         return "\n".join(f"* {line}" for line in lines)
@@ -195,7 +193,7 @@ $body
 
 
 def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """Write report.html: :func:`markdown` as one file, pictures included."""
+    """Write report.html: :func:`markdown` with the pictures, in one file."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(report, pictures))
     for path in pictures:
         data = base64.b64encode(path.read_bytes()).decode()

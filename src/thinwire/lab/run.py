@@ -1,4 +1,4 @@
-"""Run a torchrun-style command once per rank on a cluster, and end all ranks when one fails."""
+"""Run a torchrun-style command once per rank on a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.base.processes import POLL_S, Bytes, wait
 from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
 from thinwire.lab.link import Link
 
-GRACE_S = 5.0  # between asking ranks to end and ending them
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
 WHOLE_LINES = threading.Lock()  # one rank's line at a time
 
 
@@ -27,7 +27,7 @@ class Outcome:
     """The end of a run.
 
     Attributes:
-        returncode: 0, or what the first rank to fail ended with (128 + signal where a signal ended it).
+        returncode: 0, or the exit status of ``failed_rank`` (128 + signal if a signal ended it).
         failed_rank: the first rank to fail, or None.
         seconds: wall clock, from the start of the first rank to the end of the last.
         traffic: bytes by node, set-up included; None on loopback.
@@ -41,7 +41,7 @@ class Outcome:
 
 @contextmanager
 def open_cluster(nodes: int, ranks_per_node: int, link: Link) -> Iterator[Cluster]:
-    """Open a cluster; on a machine that allows no namespaces, plain loopback, with a line on stderr that says so."""
+    """Open a cluster, or plain loopback with a line on stderr if this machine allows no namespaces."""
     with ExitStack() as stack:
         try:
             cluster = stack.enter_context(Cluster(nodes, ranks_per_node, link))
@@ -59,13 +59,12 @@ def say(line: str) -> None:
 def launch(
     cluster: Cluster, command: Sequence[str], *, log: Path | None = None, limit_s: float | None = None
 ) -> Outcome:
-    """Run ``command`` once per rank. Returns when all have ended.
+    """Run ``command`` once per rank and wait for all ranks; when one fails, end all.
 
     Args:
-        command: as on a shell; a first word ``thinwire`` is this very installation.
-        log: a file for the output of all ranks; by default they write to our stdout and stderr. Lines of ranks other
-            than 0 begin with ``[rank k]``.
-        limit_s: end everything after so many seconds.
+        command: as on a shell; a first word ``thinwire`` means this installation.
+        log: file for the output of all ranks (None: our stdout and stderr). Lines of ranks > 0 begin with ``[rank k]``.
+        limit_s: end all ranks after so many seconds.
 
     Raises:
         ThinwireError: the limit has passed, or the emulated network has ended.
@@ -88,7 +87,7 @@ def launch(
         finally:
             _end(ranks)
             for copier in copiers:
-                copier.join(0.5)  # something that left its session may hold the pipe open
+                copier.join(0.5)  # a process that left its rank's session may hold the pipe open
     seconds = time.monotonic() - start
     end = cluster.counters()
     traffic = None if begin is None or end is None else [b - a for a, b in zip(begin, end, strict=True)]
@@ -106,7 +105,7 @@ def _start(cluster: Cluster, command: Sequence[str], rank: int, piped: bool) -> 
 
 
 def _copy(process: subprocess.Popen[bytes], rank: int, file: IO[str] | None) -> list[threading.Thread]:
-    """Start to copy a rank's output, where it comes through pipes, to ``file`` or to our own streams."""
+    """Start threads that copy a rank's piped output to ``file`` or to our own streams."""
     pairs = [(process.stdout, file or sys.stdout), (process.stderr, file or sys.stderr)]
     threads = [
         threading.Thread(target=_copy_lines, args=(source, target, f"[rank {rank}] " if rank else ""), daemon=True)
@@ -126,7 +125,7 @@ def _copy_lines(source: IO[bytes], target: IO[str], prefix: str) -> None:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Ask the ranks that still run to end, then end them and whatever they left in their sessions."""
+    """Ask running ranks to end, then kill all processes in the ranks' sessions."""
     for process in ranks:
         if process.poll() is None:
             kill_group(process, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The verdict of a comparison in one line: how much faster each method is than dense, and what it costs in loss."""
+"""The verdict of a comparison in one line: each method's speed and loss against dense."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 SILENT = "none"  # the method that exchanges nothing
 DENSE = "dense"
 WORSE = 0.05
-"""Loss above dense's from which a method is advised against (lower: stricter), where no other limit is given."""
+"""Default limit: the share above dense's loss beyond which the verdict advises against a method (lower: stricter)."""
 SAME = 0.01
-"""Half of the interval of a loss that is called the same as dense's, at most."""
+"""Largest half interval of a loss that is called the same as dense's."""
 WORTH = 1.1
-"""Dense's step over that of the run without communication: below this no method can gain much."""
-# Of Student's t: 97.5% lie below, at 1 to 30 degrees of freedom. With more the last is a little too wide.
+"""Dense's step over the silent run's: below this no method can gain much."""
+# The 97.5% quantile of Student's t at 1 to 30 degrees of freedom; beyond 30 the last is a little too wide.
 T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -23,7 +23,7 @@ T95 = (
 
 Run = dict[str, Any]
 Pairs = Sequence[tuple[Run, Run]]
-"""A method's run and dense's, with the same seed; for each seed."""
+"""For each seed, a method's run and dense's."""
 
 
 class Span(NamedTuple):
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Span:
-    """Return the mean of one value or more with its interval; of one value, all three are that value."""
+    """Return the mean of one or more values with its interval, of width 0 for one value."""
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Span(mean, mean, mean)
@@ -48,15 +48,13 @@ def interval(values: Sequence[float]) -> Span:
 
 
 def final_loss(summary: dict[str, Any]) -> float:
-    """Return the loss on held-out text where there was an evaluation, otherwise the training loss."""
+    """Return the loss on held-out text if there was an evaluation, otherwise the training loss."""
     return summary["train_loss"] if summary.get("valid_loss") is None else summary["valid_loss"]
 
 
 def faster(pairs: Pairs) -> Span:
-    """Divide dense's step by a method's, seed by seed: above 1 where the method is faster.
-
-    With one seed, the interval is that of the quartiles of its steps.
-    """
+    """Divide dense's step by a method's (above 1: the method is faster). The interval is over seeds, if there are
+    several, otherwise from the quartiles of the steps."""
     ratios = [dense["summary"]["step_ms"] / run["summary"]["step_ms"] for run, dense in pairs]
     if len(ratios) > 1:
         return interval(ratios)
@@ -72,23 +70,23 @@ def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
 
 
 def above(pairs: Pairs) -> Span:
-    """Return how far a method's final loss is above dense's, as a share of it, seed by seed."""
+    """Return how far a method's final loss is above dense's, as a share of dense's."""
     return interval([final_loss(run["summary"]) / final_loss(dense["summary"]) - 1 for run, dense in pairs])
 
 
 def worse(report: dict[str, Any], limit: float) -> list[str]:
-    """List the methods whose loss is more than ``limit`` above dense's, each with its number."""
+    """List the methods whose loss is more than ``limit`` above dense's, each with its percentage."""
     gaps = {run["method"]: run["loss_gap"] for run in report["runs"] if run["loss_gap"] and run["method"] != SILENT}
     return [f"{method} {percent(gap.mean)}" for method, gap in gaps.items() if gap.mean > limit]
 
 
 def percent(share: float) -> str:
-    """``0.0031`` -> ``+0.3%``."""
+    """Write ``0.0031`` as ``+0.3%``."""
     return f"{100 * share:+.0f}%" if abs(share) >= 0.1 else f"{100 * share:+z.1f}%"
 
 
 def line(report: dict[str, Any]) -> str:
-    """Sum up ``report``, after ``compare.measure``, in one line."""
+    """Sum up ``report`` in one line, after ``compare.measure``."""
     runs = {run["method"]: run for run in report["runs"]}
     compared = [run for run in report["runs"] if run["method"] not in (SILENT, DENSE) and not run["failed"]]
     failed = [f"{run['method']} failed: {run['failed']}" for run in report["runs"] if run["failed"]]
@@ -139,13 +137,13 @@ def _loss_words(gap: Span, seeds: int) -> str:
 
 
 def reached(run: Run, dense: Run) -> dict[str, Any] | None:
-    """Find the first row of a run whose training loss, averaged over the last steps, is down at dense's at the end."""
+    """Return the first row whose smoothed training loss is at or below dense's at the end; None if there is none."""
     target = _smooth(dense["rows"])[-1]["loss"]
     return next((row for row in _smooth(run["rows"]) if row["loss"] <= target), None)
 
 
 def _smooth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of steps, with the mean loss of the last tenth of the run's steps in place of each step's own."""
+    """Average each row's loss over the steps up to it, as many as a tenth of the run."""
     width = max(1, len(rows) // 10)
     losses = [row["loss"] for row in rows]
     means = [statistics.fmean(losses[end - width : end]) for end in range(width, len(rows) + 1)]

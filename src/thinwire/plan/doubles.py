@@ -1,4 +1,4 @@
-"""Doubles for a dry run on tensors without storage, and a count of the bytes that real ones would take."""
+"""Doubles for a dry run on tensors without storage, and a count of the bytes that real tensors would take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.core.state import State
 
 
 class Watch(TorchDispatchMode):
-    """Adds up the storages of meta tensors that are made while it is on, while each lives."""
+    """Counts the bytes of the living meta tensors that were made while it was on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class Watch(TorchDispatchMode):
         return result
 
     def end_step(self, share: float) -> None:
-        """Begin the peak of the next step: one that stands for ``share`` of the steady state is over."""
+        """Begin the peak of the next step, after one that stands for ``share`` of the steady state."""
         self.peak = self.live
 
     def lend(self, *tensors: Tensor) -> None:
-        """Leave out ``tensors``, which are the engine's."""
+        """Do not count ``tensors``, which are the engine's."""
         for tensor in tensors:
             self._note(tensor, 0)
             key = tensor.untyped_storage()._cdata
@@ -59,14 +59,14 @@ class Watch(TorchDispatchMode):
 
 @functools.cache
 def _in_place(function: Any) -> bool:
-    """Tell whether a torch operation only changes the values of its first argument. Torch may take 1 ms over it."""
+    """Tell whether a torch operation only changes the values of its first argument. (torch may take 1 ms for it.)"""
     schema = function._schema
     written = [result.alias_info is not None and result.alias_info.is_write for result in schema.returns]
     return schema.name.endswith("_") and written == [True] and torch.Tag.inplace_view not in function.tags
 
 
 class CountedState(State):
-    """The state of a dry run. Tensors that it keeps elsewhere than on the device do not count."""
+    """The state of a dry run. Offloaded tensors do not count."""
 
     def __init__(self, offload: Collection[str], watch: Watch | None) -> None:
         super().__init__(offload)
@@ -80,13 +80,13 @@ class CountedState(State):
 
 
 def zeros_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return zeros as torch's function does, which on the meta device takes fifty times as long."""
+    """Return zeros; on the meta device fifty times as fast as torch's function."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
     return empty if empty.is_meta else empty.zero_()
 
 
 def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parameter]) -> Any:
-    """Return an optimizer of the user's class over the doubles of its weights (by id), with Adam's moments of them."""
+    """Return an optimizer of the original's class over the doubles of its weights (by id), with Adam's moments."""
     double: Any = object.__new__(type(original))
     double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
     double.param_groups = [
@@ -103,7 +103,7 @@ def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parame
 
 
 def step_once(double: Any, original: torch.optim.Optimizer) -> None:
-    """Leave in ``double`` the state that ``original`` has after a step, if it can be found out without values."""
+    """Give ``double`` the state that ``original`` has after a step, if ``original`` can step without values."""
     double._optimizer_step_pre_hooks, double._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     stand_in, double.state = double.state, defaultdict(dict)
     for group in double.param_groups:
@@ -112,5 +112,5 @@ def step_once(double: Any, original: torch.optim.Optimizer) -> None:
             weight.grad = zeros_like(weight)
     try:
         double.step()
-    except Exception:  # somebody's own optimizer, which reads values
+    except Exception:  # the user's own optimizer reads values
         double.state = stand_in

@@ -1,9 +1,8 @@
-"""A dry run tells what a method will send and hold: its own code without storage, over a counting network.
+"""A dry run finds out what a method will send and hold.
 
-No method says what it needs. A dry run plays steps of its steady state: its own code, buckets, state and codecs, on
-tensors that have a shape and no storage (torch's "meta" device), over groups whose size is a number. Nothing is
-computed and nothing is sent; what would be is read off the ledger. On a real device, with one small parameter, the same
-steps compile the kernels.
+It plays steps of the method's steady state with the method's own code, buckets, state and codecs, on tensors without
+storage (torch's "meta" device), over groups whose size is a number. It computes and sends nothing; the ledger counts
+what would be sent. On a real device, with small parameters, the same steps compile the kernels.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device of one rank in the steady state, beyond those of engine, model and optimizer.
+    """Bytes on one rank's device in the steady state, without those of engine, model and optimizer.
 
-    ``resident``: from step to step. ``peak``: with all that comes and goes inside a step, at its largest.
+    ``resident``: bytes that stay from step to step. ``peak``: the most bytes at one time, temporary ones included.
     """
 
     resident: int
@@ -52,11 +51,11 @@ class DryRun:
     """The steady state of one rank, per optimizer step: the average over the method's ``cycle``.
 
     Attributes:
-        sent: bytes by link ("inter", "intra"), of gradients and all that goes with them (masks, the guard's flag).
-        parameters: the same by parameter; what belongs to none alone is shared out by size.
-        weights: bytes sent for one gathering of the weights, where the engine shards them. Exact with a ``watch`` only.
-        collectives: calls by kind, without those for the weights.
-        memory: see :class:`Memory`; None without a ``watch``.
+        sent: bytes by link ("inter", "intra") of gradients and what goes with them (masks, the guard's flag).
+        parameters: the same bytes by parameter; bytes of no single parameter are divided by size.
+        weights: bytes sent for one gathering of the weights, if the engine shards them. Exact with a ``watch`` only.
+        collectives: calls by kind, without calls for the weights.
+        memory: None without a ``watch``.
     """
 
     sent: Mapping[str, float]
@@ -67,12 +66,12 @@ class DryRun:
 
 
 def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None) -> DryRun:
-    """Play the method of ``road`` in its steady state. Nothing of that size is allocated.
+    """Play the method of ``road`` in its steady state, without allocating memory for tensors.
 
     Args:
-        layout: the buffers that will come; bytes are told by parameter where each holds one (:func:`separate_buffers`).
+        layout: the engine's buffers. Bytes by parameter need one buffer for each (:func:`separate_buffers`).
         guards: the groups on which ranks agree whether a step counts.
-        watch: adds up memory; None: only what is sent of gradients, in a quarter of the time.
+        watch: counts memory. None: count only bytes sent for gradients, in a quarter of the time.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
@@ -94,7 +93,7 @@ def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), w
             _add(sent, gradients.bytes, share)
             _add(parameters, sent_by_parameter, share)
             _add(collectives, gradients.calls, share)
-            weight_bytes = sum(weights.bytes.values())  # the first of all gathers everything, the last is as all others
+            weight_bytes = sum(weights.bytes.values())  # the first step gathers everything, so the last one counts
             if watch is not None:
                 peak = max(peak, watch.peak) if number >= card.steady else 0
                 watch.end_step(share)
@@ -113,8 +112,7 @@ def _add(total: Counter[str], counts: Mapping[str, float], share: float) -> None
 
 
 def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
-    """Return the state of ``road``'s method at its largest: key -> a tensor without storage, but for counters, which
-    live on the host.
+    """Return the largest state of ``road``'s method: tensors without storage by key, and counters on the host.
 
     Raises:
         ThinwireError: the method refuses one of the parameters, or reads values on the host.
@@ -125,11 +123,11 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     play = _Playback(layout, road, run)
     try:
         with torch.no_grad():
-            if card.alone(card.steady):  # its state holds what differs by rank, of the user's optimizers too
+            if card.alone(card.steady):  # its state then includes that of the user's optimizers, which differs by rank
                 for double, original in zip(play.optimizers, run.optimizers, strict=True):
                     step_once(double, original)
             play.open()
-            for number in sorted({0, card.steady, *card.steady_steps}):  # where a warm-up begins, most is sent
+            for number in sorted({0, card.steady, *card.steady_steps}):  # step 0: a warm-up sends most where it begins
                 play.gather(number)
                 play.exchange(number)
                 play.step(number)
@@ -145,9 +143,9 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
 
 
 def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
-    """Play the steady state on ``device``, with zeros for the smallest parameters that are compressed and that are not.
+    """Compile the kernels now, so that no rank compiles in the first steps while the others wait.
 
-    So no rank compiles in the first steps, while the others wait. Costs nothing where nothing is compressed.
+    Plays the steady state on ``device`` with zeros for two parameters: the smallest compressed and the smallest dense.
     """
     method = road.last.method
     by_size = sorted(run.parameters.values(), key=lambda parameter: (parameter.local, parameter.name), reverse=True)
@@ -159,9 +157,9 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     small_run = replace(run, parameters={parameter.name: parameter for parameter in smallest}, weights=weights)
 
     def lone(comm: Comm) -> Comm:
-        """Make a group of one rank: others would have to choose masks and scales that fit."""
+        """Make a group of one rank, because several would have to choose masks and scales that fit together."""
         counting = CountingComm(0, [0], Ledger())
-        counting.one_node = comm.one_node  # a method may send something else inside a node
+        counting.one_node = comm.one_node  # a method may encode differently inside a node
         return counting
 
     lone_road = Road(
@@ -190,7 +188,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
 
 
 def _move(device: torch.device) -> None:
-    """Pack and unpack a buffer of each dtype: one that holds one small parameter may have the form of rows already."""
+    """Pack and unpack a buffer of each dtype, because a buffer with one small parameter may need no packing."""
     bucket = Bucket([Piece("", 0, 3)], rows=2, owner=False, group=4, dtype=torch.float32, device=device)
     rows = torch.zeros(*bucket.shape, device=device)
     for dtype in (torch.float32, torch.bfloat16):
@@ -200,16 +198,13 @@ def _move(device: torch.device) -> None:
 
 
 def separate_buffers(parameters: Collection[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
-    """Make a layout with one buffer for each of ``parameters``, as the engine would hand them out.
-
-    ``dtype``: of all buffers; None: as the parameters.
-    """
+    """Make a layout with one buffer for each of ``parameters``. ``dtype``: of all buffers; None: as the parameters."""
     buffers = [(road.piece(parameter),) for parameter in parameters]
     return Layout(buffers, [dtype or parameter.dtype for parameter in parameters])
 
 
 def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exchange, steps: int = 10_000) -> Run:
-    """Make a run of ``method`` for plans without a user's model and optimizer: N can be any number in it."""
+    """Make a run of ``method`` for plans without a user's model and optimizer."""
     by_name = {parameter.name: parameter for parameter in parameters}
     weights = {
         name: nn.Parameter(torch.empty(parameter.local, dtype=parameter.dtype, device=META))
@@ -222,8 +217,8 @@ def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exch
 def _steps(card: Card, *, watched: bool = True) -> list[int]:
     """List the last step before the steady state, its first, those of ``cycle``, and the step before each of them.
 
-    A method may do more after a gap: SCAPE's message brings the weights from one step to the next, and no further.
-    ``watched``: two steps more, in which memory may peak.
+    The steps before are there because a method may do more after a gap: SCAPE's message brings the weights from one
+    step to the next only. ``watched``: two steps more, in which memory may peak.
     """
     first, cycle = card.steady, card.steady_steps
     opening = range(first, first + (3 if watched else 1))
@@ -242,7 +237,7 @@ class _Playback:
         watch: Watch | None = None,
         guards: Sequence[Comm] = (),
     ) -> None:
-        """Make the doubles. ``watch`` is told of the engine's own. ``guards``: on which a method agrees on a flag."""
+        """Make the doubles. ``guards``: the groups on which the method agrees on a flag."""
         self.ledger = Ledger()
         self._layout, self._device, self._guards, self._watch = layout, device, guards, watch or Watch()
         self._comm = functools.partial(CountingComm.like, ledger=self.ledger)
@@ -257,11 +252,11 @@ class _Playback:
         self._road = self._double(road, run)
         self.method = self._road.last.method
         self._buffers = [self._buffer(*pair) for pair in zip(layout.buffers, layout.dtypes, strict=True)]
-        self._gathers: list[tuple[Replica, Tensor]] = []  # and where it puts everybody's weights
+        self._gathers: list[tuple[Replica, Tensor]] = []  # each with the buffer for all ranks' weights
         self.sender = EarlySender()
 
     def open(self) -> None:
-        """Make the replicas of weights that the engine keeps for the method."""
+        """Make the replicas of weights, if the method encodes weights."""
         if not self.method.card.encodes_weights or self._layout.comm is None:
             return
         comm = self._comm(self._layout.comm)
@@ -274,14 +269,13 @@ class _Playback:
             self._gathers.append((replica, out))
 
     def gather(self, number: int) -> None:
-        """Gather all weights once, in step ``number``."""
         for replica, out in self._gathers:
             self.sender.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
             self.sender.go_on()
 
     def read_own(self, number: int) -> None:
-        """Write a message of each module, and read it: a rank without peers might have none to read."""
+        """Write and read a message of each module, because a rank without peers may have none to read."""
         for replica, out in self._gathers:
             rows = out.view(replica.comm.size, -1)
             resident = rows[0].clone() if replica.message.resident and not replica.message.exact else None
@@ -294,7 +288,7 @@ class _Playback:
             replica.send(out.view(replica.comm.size, -1)[replica.comm.rank].clone(), number)
 
     def exchange(self, number: int) -> dict[str, float]:
-        """Carry all buffers over the road. Returns the bytes sent, by the first parameter of each."""
+        """Carry all buffers over the road. Return the bytes sent by the first parameter of each buffer."""
         sent: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self._buffers:
@@ -321,7 +315,6 @@ class _Playback:
         method.finish()
 
     def agree(self, comms: Iterable[Comm]) -> None:
-        """Agree on a flag with the ranks of each of ``comms``."""
         for comm in comms:
             self._comm(comm).all_reduce(torch.empty(1, device=META), "max")
 
@@ -336,7 +329,7 @@ class _Playback:
         return Road(stages, None if road.levels is None else road.levels.on(self._comm))
 
     def _buffer(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:
-        """Make a buffer of the engine's and one for its means; return them with its pieces."""
+        """Make a buffer, one for its means, and return both with the pieces."""
         device = self._device
         flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=device)
         out = torch.zeros(pieces[0].stride, dtype=dtype, device=device) if pieces[0].stride else flat

@@ -1,7 +1,6 @@
-"""The measured loss of a method: which runs are nearest to a plan's method, and how far they ended from dense.
+"""The measured loss of a method against dense, in the runs nearest to a plan's method. Nothing is predicted.
 
-``measured.csv`` is made of docs/data/regimes.jsonl by ``benchmarks/loss/regime_tables.py``. Nothing is predicted: where
-no run has the method, the plan says so.
+``benchmarks/loss/regime_tables.py`` makes ``measured.csv`` from docs/data/regimes.jsonl.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class MeasuredLoss:
     """The loss of one method in one setting, each side at its best learning rate.
 
     Attributes:
-        method: as it was run. regime: "scratch", "long", "going-on" or "finetune". ranks: that averaged gradients.
-        parameters: of the model. gap_percent: loss above dense's (negative: below), mean over ``seeds`` runs.
+        method: with its knobs. regime: "scratch", "long", "going-on" or "finetune". ranks: number of ranks.
+        parameters: number in the model. gap_percent: loss above dense's (negative: below), mean over ``seeds`` runs.
     """
 
     method: str
@@ -49,7 +48,6 @@ class MeasuredLoss:
 
 @functools.cache
 def read_measured() -> tuple[MeasuredLoss, ...]:
-    """Read all rows of ``measured.csv``."""
     text = files("thinwire.plan").joinpath("measured.csv").read_text()
     types = get_type_hints(MeasuredLoss)
     return tuple(
@@ -59,11 +57,12 @@ def read_measured() -> tuple[MeasuredLoss, ...]:
 
 
 def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
-    """Find up to ``count`` rows of ``method`` with the fewest other knobs, each of another text; "scratch" first."""
-    knobs = own_knobs_of(method)  # those that choose parameters are those of the model that was measured
+    """Return up to ``count`` rows of ``method`` with the fewest different knobs, each of another text; from scratch
+    first."""
+    knobs = own_knobs_of(method)  # without knobs that choose parameters, which suit the model that was measured
     differing: dict[MeasuredLoss, int] = {}
     for row in read_measured():
-        with suppress(ThinwireError):  # this version has not that method, or not that knob
+        with suppress(ThinwireError):  # this version lacks the method or the knob
             measured = resolve(row.method)
             if measured.name == method.name:
                 differing[row] = sum(getattr(measured, knob) != getattr(method, knob) for knob in knobs)
@@ -80,7 +79,7 @@ def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[Measure
 
 
 def describe_measured(method: Method, ranks: int) -> str:
-    """Write the line for a plan: the nearest measured runs, or that there are none."""
+    """Write a plan's line about the nearest measured runs, or that there are none."""
     rows = nearest_measured(method, ranks)
     if not rows:
         return f"loss: no run of {method.name} has been compared with dense; compare one of your own"

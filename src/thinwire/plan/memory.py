@@ -1,4 +1,4 @@
-"""The memory of a method: the bytes that it holds now. A dry run finds out how many it will need."""
+"""The bytes that a method holds now. (A dry run finds out how many it will need.)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.ops.moments import Moments
 def resident_bytes(device: torch.device, *roots: object) -> int:
     """Add up the bytes of all tensors on ``device`` that can be reached from ``roots`` by attributes and containers.
 
-    Each storage counts once. What belongs to others is not entered: models, optimizers and process groups.
+    Each storage counts once. Models, optimizers and process groups are left out.
     """
     storages = [tensor.untyped_storage() for tensor in _tensors(roots, set()) if tensor.device == device]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,4 +1,4 @@
-"""The plan: how each parameter is sent, decided once, shown to the user, and compared with what really happened."""
+"""The plan, which says how each parameter is sent, and the report, which compares it with what really happened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from thinwire.plan.measured import describe_measured
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter's line in the plan. Bytes are sent per step and rank."""
+    """A parameter's line in the plan. Bytes are per step and rank."""
 
     parameter: Parameter
     why_dense: str | None
@@ -40,14 +40,14 @@ class Row:
 MB = 2**20
 """The unit of torch's ``bucket_cap_mb``."""
 BUCKETS = 16
-"""In how many buckets the gradients come, if not in more of the size that torch gives them. The last one's exchange
-begins when the backward pass ends, so what is left then is 1 / BUCKETS of the exchange, or of the backward pass where
-that is the shorter one. Higher => less is left, more and smaller messages."""
+"""The number of buckets of the gradients, within the limits below. The last bucket's exchange begins when the backward
+pass ends, so 1 / BUCKETS of the exchange (or of the backward pass, if shorter) is left then. Higher => less is left,
+more and smaller messages."""
 MIN_SENT = 0.5e6
-"""Bytes that a rank sends of a bucket, at least: 4 ms at 1 Gbit/s, while starting an exchange takes up to one. Lower =>
-smaller buckets of what is compressed most."""
+"""Fewest bytes that a rank sends of a bucket: 4 ms at 1 Gbit/s, while starting an exchange takes up to 1 ms. Lower =>
+smaller buckets for methods that compress most."""
 MAX_MB = 25.0
-"""torch's own bucket: of a large model, larger ones gain nothing."""
+"""The size of torch's own buckets. Larger ones gain nothing, even for a large model."""
 _HELP = {
     "small": "lower smallest, or name them in send=",
     "named in dense=": "take them out of dense=",
@@ -55,26 +55,25 @@ _HELP = {
     "not selected": "widen select, or name them in send=",
     "attention input": "take select='all', or name them in send=",
 }
-"""The knob that helps, by how a reason to stay dense begins. For any other reason it is ``send``."""
+"""The knob that helps, by the first words of a reason to stay dense. For other reasons it is ``send``."""
 
 
 class Plan:
     """Every parameter: what is sent, how many bytes, what stays dense and why. ``str(plan)`` is a table.
 
     Attributes:
-        wire_bytes: sent per step and rank, for gradients and what goes with them. dense_bytes: the same for the
-            engine's own dense exchange.
-        weight_bytes: sent per rank for one gathering of the weights, where the engine shards them.
-        dense_weight_bytes: the same by the engine's own.
-        compressed: share of the trained values that the method compresses, 0 to 1; None where it is not made to
-            (dense, fp32, none). On HSDP with such a method across nodes: what the hop inside compresses.
-        measured: the loss of the nearest measured runs with their settings, or that there are none, in one line; ""
-            where nothing is compressed.
-        note: why so little is compressed and which knob helps, in one line; None if what stays dense is neither half
-            of the values nor half of the bytes, and every pattern of names matches one.
-        lost: what is not returned of the values that are compressed, in one phrase; "" where nothing is lost.
-        bucket_cap_mb: of DistributedDataParallel, which would suit the method: MB of gradients per bucket. None on
-            other engines, where the method is not made to compress, and where ranks step alone.
+        wire_bytes: bytes sent per step and rank, for gradients and what goes with them.
+        dense_bytes: the same for the engine's own dense exchange.
+        weight_bytes: bytes sent per rank for one gathering of the weights, if the engine shards them.
+        dense_weight_bytes: the same for the engine's own gathering.
+        compressed: share of the trained values that the method compresses, 0 to 1; None for dense, fp32 and none. On
+            HSDP with such a method across nodes: the share that the method inside the node compresses.
+        measured: one line on the loss of the nearest measured runs, if any; "" if nothing is compressed.
+        note: one line on why so little is compressed, which knob helps, and patterns that match no name; None if less
+            than half of the values and of the bytes stay dense, and every pattern matches.
+        lost: one phrase on what the compressed values lose for good; "" for nothing.
+        bucket_cap_mb: the ``bucket_cap_mb`` of DistributedDataParallel that suits the method. None on other engines,
+            for methods that do not compress, and where ranks step alone.
     """
 
     def __init__(
@@ -87,11 +86,11 @@ class Plan:
         layout: Callable[[], Layout] | None = None,
         guards: Sequence[Comm] = (),
     ) -> None:
-        """Make the plan. Bytes and memory are found by a dry run when they are asked for.
+        """Make the plan. A dry run finds out bytes and memory when they are first read.
 
         Args:
-            run: what the method was told. wire_dtype: of the engine's buffers; None: as the parameters.
-            layout: of the engine; None: not known, and with it neither memory nor what the weights cost.
+            run: of the method. wire_dtype: of the engine's buffers; None: as the parameters.
+            layout: of the engine; None: the plan knows neither memory nor bytes for weights.
             guards: the groups on which ranks agree whether a step counts.
         """
         method = road.last.method
@@ -111,7 +110,7 @@ class Plan:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """The rows, one for each trainable parameter."""
+        """One row for each trainable parameter."""
         sent = self._by_parameter.parameters
         return [
             Row(p, self._reasons[p.name], sent[p.name], self._road.dense_bytes(p, self._wire_dtype or p.dtype))
@@ -154,24 +153,19 @@ class Plan:
 
     @functools.cached_property
     def dry_run(self) -> DryRun:
-        """The dry run with the buffers that the engine will hand out: memory and collectives.
-
-        Raises:
-            ThinwireError: the engine's layout is not known.
-        """
+        """The dry run with the engine's buffers: memory and collectives. ThinwireError without the engine's layout."""
         if self._layout is None:
             raise ThinwireError("a plan without an engine's layout has no dry run of its buffers")
         return dry_run(self._layout(), self._road, self._run, self._guards, Watch())
 
     @functools.cached_property
     def _by_parameter(self) -> DryRun:
-        """The dry run with a buffer for each parameter."""
         layout = separate_buffers(self._parameters, self._road, self._wire_dtype)
         return dry_run(layout, self._road, self._run, self._guards)
 
     @functools.cached_property
     def dense_from(self) -> int | None:
-        """The number of ranks from which the engine's dense exchange sends less, by the largest parameter; None: never.
+        """The number of ranks from which dense sends less, estimated by the largest parameter; None: never.
 
         A message m to all costs (N - 1) m, a ring of D bytes 2 (N - 1) / N D. ``largest_bytes`` at two N tells m and D.
         """
@@ -205,32 +199,30 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """The warning to give at once: half of the values stay dense, a pattern of names matches none (``note``), or
-        so many ranks send more than dense."""
+        """The warning to give at once: most values stay dense, a pattern matches no name, or dense would send less."""
         little = self.compressed is not None and self.compressed < 0.5
         many = self._grows if self.dense_from is not None and self.ranks >= self.dense_from else None
         return "; ".join(filter(None, (self.note if little or self._unmatched else None, many))) or None
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes that this rank needs at its peak, beyond the stock engine's; None: its layout is not known."""
+        """The bytes that this rank needs at its peak, beyond the stock engine's; None without the engine's layout."""
         memory = None if self._layout is None else self.dry_run.memory
         return None if memory is None else memory.peak
 
     def _share(self, stage: Stage) -> float | None:
-        """Return ``compressed`` of ``stage`` itself."""
         carrier = carrier_of(stage.method)
         if carrier.card.native or not carrier.rank_equal or isinstance(carrier, Fp32):
             return None
         return sum(p.numel for p in self._sent(stage)) / self._values
 
     def _sent(self, stage: Stage) -> list[Parameter]:
-        """Return the parameters that the method of ``stage`` compresses."""
+        """List the parameters that the method of ``stage`` compresses."""
         return [parameter for parameter in self._parameters if keep_dense(stage.method, parameter) is None]
 
     @functools.cached_property
     def _little(self) -> str | None:
-        """Name the reason that keeps most values dense, and its knob, if half of the values or of the bytes stay so."""
+        """Name the reason that keeps most values dense, and its knob, if half of the values or bytes stay dense."""
         method, share = self._speaks.method, self.compressed
         why_dense = {p.name: reason for p in self._parameters if (reason := keep_dense(method, p)) is not None}
         if share is None or not why_dense:
@@ -268,7 +260,7 @@ class Plan:
         return in_text(table, 120)
 
     def _summary(self) -> Iterator[str | None]:
-        """Yield the lines below the table; None or "" for those that say nothing here."""
+        """Yield the lines below the table; None or "" for no line."""
         share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
         totals = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
         if self.weight_bytes < self.dense_weight_bytes:
@@ -290,7 +282,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """A table of what was sent and where the time went, beside the plan. ``stats``: as ``Wire.stats`` gives them."""
+    """A table of bytes sent and times beside the plan. ``stats``: from ``Wire.stats``."""
 
     stats: dict[str, Any]
     plan: Plan
@@ -325,7 +317,7 @@ class Report:
 def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:
     """Make the plan of ``method`` on the last of ``exchanges``, and of ``intra`` on the one before, if there are two.
 
-    As ``compress()`` makes it, for a method that may or may not have begun; without an engine and its layout.
+    The plan is that of ``compress()``, without an engine's layout. The method need not have begun.
     """
     parameters = list(parameters)
     run = method.run if hasattr(method, "run") else stand_in_run(method, parameters, exchanges[-1])
@@ -333,7 +325,7 @@ def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchang
 
 
 def road_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Road:
-    """Make the road of ``method`` and, if there is one, of ``intra``; arguments as for :func:`plan_of`."""
+    """Make the road of ``method`` and, if given, ``intra``; arguments as for :func:`plan_of`."""
     parameters, methods = list(parameters), [method] if intra is None else [intra, method]
     return Road([
         Stage(stage_method, dense_among(stage_method, parameters), exchange, Guard([], False), Ledger())
@@ -349,7 +341,7 @@ def in_text(table: Any, width: int) -> str:
 
 
 def human(nbytes: float) -> str:
-    """Write 12345678 as '12.3 MB' (decimal units, as link rates are)."""
+    """Write 12345678 as '12.3 MB' (decimal units, like link rates)."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000 or unit == "GB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
