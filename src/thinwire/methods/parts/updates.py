@@ -192,7 +192,7 @@ class UpdateSpace:
             )
 
     def end_step(self, step: Step) -> None:
-        """Show the gradients again after the step, and update r."""
+        """Put the hidden ``grad`` back after the step, and update r."""
         self._steps.show(step)
         if self._measured:
             new = _ratio(self._sum_squares(), self._run.exchange.ranks)
@@ -212,7 +212,7 @@ class UpdateSpace:
         exchange.mean(bucket)
 
     def hand_over(self, name: str, second: Tensor) -> None:
-        """Make ``second`` = mean_n v_n, in the shape of this rank's part of ``name``, the optimizer's ``exp_avg_sq``."""
+        """Give the optimizer ``second`` = mean_n v_n, in the shape of this rank's part of ``name``."""
         if self._state.get("seen", name) is not None:
             self._run.holders[name].optimizer.state[self._run.weights[name]] = self._moments(name, second)
 
@@ -252,7 +252,7 @@ class UpdateSpace:
         return [name for name in self._steps.names if rests(holders[name].group)]
 
     def power(self) -> Tensor | None:
-        """Return r mean_n |g_n|^2, 0-dim: about the squared norm of the mean gradient behind the steps; None: no steps."""
+        """Return r mean_n |g_n|^2, 0-dim, about the squared norm of the steps' mean gradient; None: no steps."""
         if not self._measured:
             return None
         r = self._state.get("alike", "")
@@ -310,7 +310,7 @@ class UpdateSpace:
         """
         positions = bucket.once("sampled", lambda: self._sample_positions(bucket))
         count, tensors = len(positions), len(bucket.segments)
-        # Row 0: the samples of all tensors, then |g_n| of each; row 1: their squares.
+        # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         torch.take(bucket.rows, positions, out=sums[0, :count])
         if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
