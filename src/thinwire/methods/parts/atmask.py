@@ -61,7 +61,7 @@ class WeightsAtMask:
     """
 
     def __init__(self, method: str, weights: Literal["auto", "masked", "dense"], run: Run) -> None:
-        """Take the knob ``weights``. Raises ThinwireError if it is "masked" and the engine gathers less than float32."""
+        """Take the knob ``weights``. Raises ThinwireError for "masked" where the engine gathers less than float32."""
         self._wanted, self._run = weights != "dense" and not run.gathers - {torch.float32}, run
         self._used: dict[str, MaskedExchange] = {}
         self._keep: dict[str, float] = {}
