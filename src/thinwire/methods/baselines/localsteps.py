@@ -77,7 +77,7 @@ class LocalSteps(Method):
         every: H, optimizer steps in a round, taken or skipped; higher => fewer bytes, and ranks drift further apart.
         outer: the method that averages what the weights have moved, once a round: ``"int8(feedback='gradients')"``,
             ``thinwire.TopK(density=0.03, feedback="gradients")``. What it keeps dense goes in fp32.
-        outer_lr: a, the share of the average that all move; 1 with ``outer_momentum=0`` is plain averaging.
+        outer_lr: a, the factor of the average by which all move; 1 with ``outer_momentum=0`` is plain averaging.
         outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
         start: length of the start, in which gradients are averaged: a share of the run below 1, or a number of
             optimizer steps. Higher => more bytes, and ranks begin to drift later.

@@ -136,7 +136,7 @@ class OneBitAdam(Method):
             self._steps.names.add(segment.name)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Set m' to mean_n (m_n + e_n) + s. That is no signs, so the next l. 6 reads m from the optimizer."""
+        """Set m' to mean_n (m_n + e_n) + s. It has more than signs, so the next l. 6 reads m from the optimizer."""
         warm = bucket.step < self.first
         if warm and self.warmup_bits == 32:
             exchange.mean(bucket)

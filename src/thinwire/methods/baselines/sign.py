@@ -9,8 +9,7 @@ al., arXiv 1905.10936). On worker n, for each tensor:
 
 C keeps the sign of each value and one scale per group, the mean of |x|. See ``twoway.py``.
 
-Where the engine shards (FSDP2), a row's server is the owner of its weights: it keeps the mean as it is, nothing goes
-back, and there is no s.
+On FSDP2 the server of a row owns its weights and keeps the mean as it is: nothing goes back, and there is no s.
 
 Where ours differs. In the papers SGD follows, and what waits has the unit of its steps: x_n contains lr, or the errors
 are rescaled whenever lr changes. Here the user's optimizer follows, and what waits has the gradient's unit. Their

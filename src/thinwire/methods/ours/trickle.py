@@ -8,9 +8,8 @@
 
 Every rank chooses its own positions, which travel in about nine bits each: bytes grow with the number of ranks.
 
-With ``mask="merged"`` rank j serves row j of the N rows of a tensor (``parts/twoway.py``). Ranks send it their largest
-values; it adds what waits with it, s, to their mean, and sends the largest of that sum to all, several times as many
-values as one rank has sent:
+With ``mask="merged"`` rank j serves row j of a tensor's N rows (``parts/twoway.py``). Ranks send it their largest
+values; it adds s, which waits there, to their mean, and sends the largest of the sum to all, more than one rank sent:
 
     c_n = C[h_n], row j to server j;  e_n = h_n - c_n
     y = mean_n c_n + s, on each server;  c = C'[y];  s = y - c
@@ -20,8 +19,7 @@ On FSDP2 the owners of the weights are the servers. The step is zero off the mas
 the mask, too (``weights``, ``parts/atmask.py``).
 
 A share of what is sent is delivered, and the rest goes on waiting: at a density of 0.01 all is delivered, at 0.05 a
-fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all of c: take a density of
-about 0.01 with them, too.
+fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ owner of the row has m. What falls off the mask of m cannot join every rank's e_
 other ranks' gradients. A rank (DDP, HSDP) or the owner of the row (FSDP2) owns a tensor's mask.
 
 Sharded weights are not gathered whole: off the mask m' is 0 and w only decays, which every rank applies to its last
-copy. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 3-5).
+copy. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 3-5). If each rank took the whole step
+instead, as many bytes (b) would travel, and every rank would need m.
 
 Masks are gathered while the next forward and backward passes run (Sec. IV-A; Alg. 2, l. 9 starts with the backward
 pass): see :mod:`thinwire.methods.parts.masks`.
@@ -137,10 +138,7 @@ class SCAPE(Method):
         self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
-        """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
-
-        ``ops/moments/reference.py`` has the passes before and after the exchange in plain torch.
-        """
+        """Take a bucket through Alg. 1, l. 10-17 (``ops/moments/reference.py``). ``whole``: M is all ones (l. 5)."""
         if self.density == 1:
             exchange.mean(bucket)
             return

@@ -52,8 +52,7 @@ class SEPARATE(Lossy):
             None: 256 for the SRHT (which pads tensors to multiples of 16 blocks), 512 for the paper's matrices.
         beta: weight of the old error in the new one (higher => slower). 1: no feedback, the best in training. None: 0
             for contractions, the most stable 1 - 1 / (1 + w) for the unbiased "paper".
-        reset: the paper's T: in each step k with k % reset = 0 the error is dropped, and with it that share of the
-            gradient is lost. 0: never.
+        reset: the paper's T: each step k with k % reset = 0 drops the error, and so loses gradient. 0: never.
 
     Raises:
         ThinwireError: a knob is not as above, or beta diverges.

@@ -13,12 +13,9 @@ from thinwire.core.run import Holder, Run, Step
 
 
 class OwnSteps:
-    """The parameters whose ``grad`` holds no gradient, so that the optimizer must not see it.
+    """The parameters ``names``, whose ``grad`` is no gradient: the method steps them and hides it from the optimizer.
 
     The optimizer leaves a parameter whose ``grad`` is None, its moments and its step count as they are.
-
-    Attributes:
-        names: the parameters that the method steps next.
     """
 
     def __init__(self) -> None:

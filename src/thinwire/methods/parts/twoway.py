@@ -10,9 +10,8 @@ Rank j is the server of row j of the bucket. With C the codec, x_n the rows of w
 1-bit Adam.) Nothing is lost: mean x_n + mean e_n + s = C[y] + mean e_n' + s'.
 
 The server keeps s apart from e_n. The exchange's ``residual`` would add N s to the server's own e instead: the same
-sum, but N times as large as the rest of one worker's message, it would pass through C once more and set the scale of
-its group. The two forms agree to first order for a codec with a small error, and not for these, whose error is as large
-as the value.
+sum, but N times as large as the rest of one worker's message, it would pass through C once more and set its group's
+scale. For a codec with a small error the two forms agree to first order; the error of these is as large as the value.
 
 The way back may have its own codec C': the mean of many workers' few largest values has more of them.
 """

@@ -217,9 +217,9 @@ class UpdateSpace:
             self._run.holders[name].optimizer.state[self._run.weights[name]] = self._moments(name, second)
 
     def moments_of(self, name: str) -> dict[str, Tensor] | None:
-        """Return Adam's state of ``name`` made from this rank's v_n; None: the optimizer has its own.
+        """Make Adam's state of ``name`` from this rank's v_n; None: the optimizer has its own.
 
-        Where this rank lacks some of v_n of its part, return the state before the first step.
+        Where this rank lacks some of v_n of its part, it is the state before the first step.
         """
         if self._state.get("seen", name) is None:
             return None
