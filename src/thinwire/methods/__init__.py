@@ -119,7 +119,7 @@ def _value(text: str) -> Any:
 
 
 class Listed(NamedTuple):
-    """A listed method: ``does`` is from its docstring, ``promise`` that of its default knobs."""
+    """A method in a list of them: what it does, from its docstring, and what it promises with its default knobs."""
 
     name: str
     cls: type[Method]

@@ -51,7 +51,7 @@ START = "start "
 
 
 class _StartState:
-    """The state of the start's method: those kinds of the whole that begin with ``START``."""
+    """The memory of the start's method: a part of the whole, in which its kinds begin with ``START``."""
 
     def __init__(self, whole: State) -> None:
         self._whole = whole

@@ -24,7 +24,7 @@ WORD = masks.WORD
 
 
 class BucketMasks(NamedTuple):
-    """The masks of all of a bucket's parameters, side by side.
+    """The masks of all of a bucket's parameters, beside each other.
 
     Attributes:
         names: parameters. counts: values at each mask in a row. words: (R, w) bits. bit_offsets: directory of words.
@@ -46,7 +46,10 @@ class BucketMasks(NamedTuple):
 
 
 class MaskedExchange(NamedTuple):
-    """A parameter's last exchange: the step, its masks (R, w), values at each, and the masks of its whole bucket."""
+    """A parameter's last exchange: the step, the masks (R, w) of its rows, values at each.
+
+    ``bucket``: the masks of all parameters in its bucket.
+    """
 
     step: int
     words: Tensor
@@ -55,7 +58,7 @@ class MaskedExchange(NamedTuple):
 
 
 class WeightsAtMask:
-    """Records the masks at which the last step moved weights, and the decay elsewhere: the gather needs both.
+    """At which masks the last step moved weights, and what it left of them elsewhere: what their gather has to know.
 
     A method reports what it has exchanged (``note``), and that it is about to take its step (``before_step``).
     """
@@ -110,7 +113,7 @@ class WeightsAtMask:
 
 
 class AtMask(Message):
-    """The weights of one module at masks, and whole where there is no mask: float32 (Alg. 2, l. 3-5)."""
+    """Weights of one module at the mask, and all of those that have none: float32 (Alg. 2, l. 3-5)."""
 
     exact = True
 
@@ -173,7 +176,10 @@ class AtMask(Message):
 
 
 class _Layout(NamedTuple):
-    """A message's layout: first the values at masks, counted in ``masked``, then ``whole``, the pieces without one."""
+    """A message's layout: first the values at masks, then the pieces that have none.
+
+    ``masked``: the pieces with a mask, and how many values are at it. ``length``: of the message.
+    """
 
     masked: list[tuple[Piece, int]]
     whole: Columns

@@ -47,7 +47,7 @@ Slots = dict[str, list[tuple[slice, slice]]]
 
 
 class Chunk(NamedTuple):
-    """A parameter's columns ``[start, start + width)``, multiples of 64; the first ``span`` of them hold values."""
+    """Some of a parameter's columns: ``[start, start + width)``, multiples of 64; the first ``span`` hold values."""
 
     start: int
     width: int
@@ -67,7 +67,7 @@ def cut(span: int, max_span: int) -> tuple[Chunk, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of the share of values that each step sends, and of the steps that have a new mask.
+    """A schedule of how many values each step sends, and of the steps that have a new mask.
 
     Attributes:
         density: share of values once warm. warm: steps of the warm-up. refresh: steps that share a mask once warm.
@@ -106,7 +106,7 @@ class Schedule:
 
 
 class Masks:
-    """The masks in use and the next ones, of all parameters that are sent, kept in the state of ``method``.
+    """The masks in use and those to come, of all parameters that are sent. They live in the state of ``method``.
 
     State by parameter: "mask" (R, bytes), row r gathered from its chooser; "chosen", the step whose density the mask
     has. No mask means all ones. A parameter that takes no part in a step keeps its mask.

@@ -30,7 +30,7 @@ def check_adam(method: str, run: Run) -> None:
 
 
 class MeanMomentView:
-    """Lets Adam step with v / N (LS1), with groups of its own in place of the user's, which do not change.
+    """Lets Adam step with v / N (LS1), by groups of its own in place of the user's, which stay as they are.
 
     From g / sqrt(N) Adam makes m / sqrt(N) and v / N. With lr sqrt(N) its step is lr m / (sqrt(v / N) + eps), and with
     decay / sqrt(N) the product lr decay is the same.

@@ -13,9 +13,9 @@ from thinwire.core.run import Holder, Run, Step
 
 
 class OwnSteps:
-    """The parameters ``names``, whose ``grad`` is no gradient: the method steps them and hides it from the optimizer.
+    """The parameters whose gradient, as the engine holds it, is something else, which the optimizer must not see.
 
-    The optimizer leaves a parameter whose ``grad`` is None, its moments and its step count as they are.
+    The method steps ``names`` next. The optimizer does not change a parameter without ``grad``, its moments or count.
     """
 
     def __init__(self) -> None:
