@@ -46,15 +46,12 @@ class BucketMasks(NamedTuple):
 
 
 class MaskedExchange(NamedTuple):
-    """A parameter's last exchange: the step, the masks (R, w) of its rows, values at each.
-
-    ``bucket``: the masks of all parameters in its bucket.
-    """
+    """A parameter's last exchange: the step, the masks (R, w) of its rows, values at each."""
 
     step: int
     words: Tensor
     k: int
-    bucket: BucketMasks
+    bucket: BucketMasks  # of all parameters that were exchanged with it
 
 
 class WeightsAtMask:
@@ -176,11 +173,8 @@ class AtMask(Message):
 
 
 class _Layout(NamedTuple):
-    """A message's layout: first the values at masks, then the pieces that have none.
+    """A message's layout: first the values at masks, then the pieces that have none."""
 
-    ``masked``: the pieces with a mask, and how many values are at it. ``length``: of the message.
-    """
-
-    masked: list[tuple[Piece, int]]
-    whole: Columns
+    masked: list[tuple[Piece, int]]  # with how many values are at each mask
+    whole: Columns  # the other pieces, in the message
     length: int
