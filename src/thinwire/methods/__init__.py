@@ -31,7 +31,7 @@ REMOVED = {
     "local-steps:diloco": "local-steps, whose defaults are DiLoCo's",
     "trickle:shared": "trickle:merged", "trickle(choosers=)": "trickle:merged",
 }  # fmt: skip
-"""Methods, presets and knobs that older versions had, and what to take in their place."""
+"""Methods, presets and knobs of older versions -> what to take in their place."""
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "trickle(answer=)": lambda density: {"server_density": density},
     "int8(error_feedback=)": lambda keeps: {"feedback": "gradients"} if keeps else {},
@@ -40,22 +40,21 @@ TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
         "start_with": {4: "loco(beta=0,reset=0)", 8: "int8(feedback='gradients')"}.get(bits, "dense")
     },
 }
-"""Knobs of older versions, which saved runs still say, and what they are today."""
+"""Knobs of older versions, which saved runs still name -> today's knobs, from the old value."""
 
 
 def names() -> list[str]:
-    """The names that the command line knows."""
+    """List the names of methods on the command line."""
     return [method.name for method in TABLE]
 
 
 def resolve(method: Method | str) -> Method:
-    """A method from its name: ``"int8"``, ``"int8(group=64, feedback='gradients')"``, ``"radius:paper(density=0.4)"``.
+    """Make a method from text: ``"int8"``, ``"int8(group=64, feedback='gradients')"``, ``"radius:paper(density=0.4)"``.
 
-    ``"int8:group:64:feedback:gradients"`` and ``"radius:paper:density:0.4"`` say the same to programs whose own
-    parser takes ``=`` or brackets for itself.
+    ``"int8:group:64:feedback:gradients"`` and ``"radius:paper:density:0.4"`` are the same without ``=`` and brackets.
 
     Raises:
-        ThinwireError: the name or a knob is unknown, or a knob's value is not one.
+        ThinwireError: the name, a knob or its value is not known.
     """
     if isinstance(method, Method):
         return method
@@ -106,13 +105,13 @@ def resolve(method: Method | str) -> Method:
 
 
 def _refuse_removed(name: str) -> None:
-    """Raise if ``name`` is of an older version: "fp8", "trickle:shared", "trickle(choosers=)"."""
+    """Raise ThinwireError if only older versions have ``name``: "fp8", "trickle:shared", "trickle(choosers=)"."""
     if name in REMOVED:
         raise ThinwireError(f"{name} is no longer there (docs/log.md says why): take {REMOVED[name]}")
 
 
 def _value(text: str) -> Any:
-    """A knob's value as a command line has it: strings need no quotes."""
+    """Read a knob's value; strings need no quotes."""
     try:
         return ast.literal_eval(text.strip())
     except (SyntaxError, ValueError):
@@ -129,12 +128,12 @@ class Listed(NamedTuple):
 
 
 def listed() -> list[Listed]:
-    """All of ``TABLE``, in its order: what ``thinwire methods`` prints, and the table of docs/methods.md."""
+    """List all of ``TABLE``, in its order, for ``thinwire methods`` and docs/methods.md."""
     return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().card.promise) for cls in TABLE]
 
 
 def main(argv: list[str]) -> int:
-    """``thinwire methods [--json]``: each method, what it does and promises, its knobs and their defaults."""
+    """Print each method, its effect, promise, knobs and defaults: ``thinwire methods [--json]``."""
     if argv == ["--json"]:
         described = [
             {

@@ -18,17 +18,17 @@ from thinwire.ops import mask as masks
 from thinwire.ops import sketch
 
 SMALLEST_SENT = 2.0**-14
-"""Share of the rank's largest value below which a value waits."""
+"""Share of the rank's largest value; values below it wait."""
 
 
 @dataclass
 class LHC(TAGC):
     """LHC on plain DDP: index and sketch of whatever is not zero, no sparsification of its own (arXiv 2402.07529).
 
-    For gradients that are sparse by themselves (LHC's paper names 80-95% zeros; those of embeddings are). Others go
-    dense, at 1/32 more than dense itself for the index that finds this out, and are counted. The accumulator holds what
-    peeling left, what rounding to exact sums cut off, and values below 2^-14 of the rank's largest until they have
-    grown: else the rounding would fill every zero.
+    For gradients that are sparse by themselves, such as embeddings' (LHC's paper names 80-95% zeros). Others go dense,
+    with 1/32 more bytes for the index that finds this out, and are counted. The accumulator holds what peeling left,
+    what rounding to exact sums cut off, and values below 2^-14 of the rank's largest until they have grown, as rounding
+    would otherwise fill every zero.
     """
 
     name: ClassVar[str] = "lhc"
@@ -53,4 +53,4 @@ class LHC(TAGC):
         sketch.gather(h, words, segments, positions, sent)
 
     def _k(self, columns: int) -> int:
-        return padded(columns, masks.WORD)  # room for all: how many are not zero is not known beforehand
+        return padded(columns, masks.WORD)  # room for all: the number of non-zeros is not known beforehand

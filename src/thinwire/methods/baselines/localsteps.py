@@ -6,18 +6,18 @@ DiLoCo (Douillard et al., 2023, arXiv 2311.08105, Alg. 1), on rank n of N, round
     D   = mean_n (W - w_n), the outer gradient                                           (l. 10-11)
     u   = mu u + D;  W -= a (D + mu u)          SGD with Nesterov momentum                (l. 12)
 
-Any method of ours makes the mean of l. 11: it is told of a run whose weights are W, whose optimizer is that SGD, and
-whose steps are the rounds. So what it keeps (a residual, a mask, a warm-up) it keeps from round to round. Momenta and
-variances of the user's optimizer stay with their rank, as in the paper.
+Any method of ours makes the mean of l. 11, in a run whose weights are W, whose optimizer is that SGD, and whose steps
+are the rounds. It therefore keeps its residual, mask or warm-up from round to round. Momenta and variances of the
+user's optimizer stay with their rank, as in the paper.
 
-LS1 is one bit each way, every 2 to 4 steps; there a rank's v counts as N times the noise of the mean's
-(``second_moment``). With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it
-brings in fp32 (docs/quality.md), for fewer bytes than signs up to 4 ranks.
+LS1 sends one bit each way every 2 to 4 steps, and takes a rank's v as N times that of the mean (``second_moment``).
+With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it brings in fp32
+(docs/quality.md), for fewer bytes than signs up to 4 ranks.
 
-Where ours differs. A ``start``, in which any method of ours averages gradients at every step (``start_with``); its last
-step is dense and brings what waits, so that all begin alike. Steps are counted whether a rank
-has taken or skipped them, so that all meet at the same time. A round in which any rank's weights are not finite does
-not count: all go back to W. Weights of 16 bits: W is float32, and what a rank has moved is told from W as rounded.
+Where ours differs. In a ``start`` any method of ours averages gradients at every step (``start_with``); its last step
+is dense and brings what waits, so that all ranks begin alike. Skipped steps count, too, so that all meet at the same
+time. A round in which any rank's weights are not finite does not count: all go back to W. With 16-bit weights W is
+float32, and a rank's difference is taken from W as rounded.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_sa
 from thinwire.network.comm import local
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
-"""Kinds of state in checkpoints: what differs by rank between two rounds."""
+"""Kinds of state in checkpoints that differ by rank between two rounds."""
 START = "start "
-"""Begins the kinds of state of the method that averages gradients in the start."""
+"""Prefix of the kinds of state of the method that averages gradients in the start."""
 
 
 class _StartState:
@@ -57,7 +57,7 @@ class _StartState:
         self._whole = whole
 
     def __getattr__(self, access: str) -> Callable[..., Any]:
-        """Return ``read``, ``write``, ``get``, ``put``, ``keep`` or ``drop`` of the whole, for a kind of the start."""
+        """Return ``read``, ``write``, ``get``, ``put``, ``keep`` or ``drop`` of the whole for a kind of the start."""
         method = getattr(self._whole, access)
         return lambda kind, *arguments, **options: method(f"{START}{kind}", *arguments, **options)
 
@@ -66,26 +66,25 @@ class _StartState:
 class LocalSteps(Method):
     """Each rank takes ``every`` steps alone; then an outer method averages what they moved (DiLoCo, arXiv 2311.08105).
 
-    Between rounds nothing travels, no rank waits for another, and a step with a gradient that is not finite costs that
-    rank alone one step. ``wire.clip_grad_norm_`` then clips each rank's gradient by its own norm. Weights and the
-    optimizer's moments differ by rank: ``wire.state_dict()`` holds them, and ``wire.load_state_dict()`` puts them back,
-    so call it after the model's and the optimizer's own. All ranks hold the same weights after each round, and after
-    the last step of a run whose ``steps`` are known: evaluate and export there. On HSDP a node stands for a rank: its
-    gradients are averaged inside it at every step.
+    Between rounds nothing travels, no rank waits for another, and a gradient that is not finite costs its rank alone
+    one step. ``wire.clip_grad_norm_`` then clips each rank's gradient by its own norm. Weights and the optimizer's
+    moments differ by rank: ``wire.state_dict()`` holds them, and ``wire.load_state_dict()`` restores them, so call it
+    after the model's and the optimizer's own. All ranks hold the same weights after each round, and after the last step
+    of a run whose ``steps`` are known: evaluate and export there. On HSDP a node takes the place of a rank, and
+    averages its gradients inside at every step.
 
     Args:
         every: H, optimizer steps in a round, taken or skipped; higher => fewer bytes, and ranks drift further apart.
-        outer: the method that averages, and what it keeps dense goes in fp32: ``"int8(error_feedback=True)"``,
-            ``thinwire.TopK(density=0.03, feedback="gradients")``. Its steps are rounds, its gradients what the weights
-            have moved.
-        outer_lr: a, by how much of the average all move; 1 with ``outer_momentum=0`` is plain averaging.
+        outer: the method that averages what the weights have moved, once a round: ``"int8(feedback='gradients')"``,
+            ``thinwire.TopK(density=0.03, feedback="gradients")``. What it keeps dense goes in fp32.
+        outer_lr: a, the factor of the average by which all move; 1 with ``outer_momentum=0`` is plain averaging.
         outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
-        start: steps before, in which gradients are averaged: a share of the run below 1, or a number of optimizer
-            steps. Later => more bytes, and ranks begin to drift later.
-        start_with: the method that averages gradients in the start; it does the same at every step, and what the outer
+        start: length of the start, in which gradients are averaged: a share of the run below 1, or a number of
+            optimizer steps. Higher => more bytes, and ranks begin to drift later.
+        start_with: the method that averages gradients in the start, whose steps must all be alike; what the outer
             method keeps dense goes in fp32.
-        second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): the gradient of one rank has N
-            times the variance of their mean's, and steps would be too small. For ``AdamW`` and ``Adam``.
+        second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): one rank's gradient has N times
+            the variance of the mean, which makes steps too small. For ``AdamW`` and ``Adam``.
 
     Raises:
         ThinwireError: weights sharded over all ranks (FSDP2), two levels on DDP, a GradScaler, an outer method that
@@ -118,7 +117,7 @@ class LocalSteps(Method):
     second_moment: Literal["own", "mean"] = "own"
 
     def __post_init__(self) -> None:
-        from thinwire.methods import resolve  # which knows this method, too
+        from thinwire.methods import resolve  # not above: it imports this module
 
         super().__post_init__()
         if not self.start:
@@ -137,7 +136,7 @@ class LocalSteps(Method):
         self._adam_view = MeanMomentView()
 
     def _check_averages(self, knob: str, method: Method) -> None:
-        """Refuse a ``method`` that does more, or less, than to average gradients for an optimizer that is not Adam."""
+        """Refuse a ``method`` that does not just average gradients for any optimizer."""
         label = f"{self.name}: {knob}={method.name}"
         if isinstance(method, LocalSteps) or not method.rank_equal:
             raise ThinwireError(f"{label} leaves ranks apart: take one that averages")
@@ -169,7 +168,7 @@ class LocalSteps(Method):
         if self.second_moment == "mean":
             check_adam(self.name, run)
         self.first = first_step(self.name, "start", self.start, run.steps)
-        # Without memory of their own until the first local step.
+        # They have no memory of their own until the first local step.
         self._anchors = {
             name: nn.Parameter(torch.zeros((), device=local(weight).device).expand(local(weight).shape))
             for name, weight in run.weights.items()
@@ -224,21 +223,21 @@ class LocalSteps(Method):
     # A step.
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Average the gradients in the start; after it each rank keeps its own."""
+        """Average the gradients in the start; leave each rank its own after it."""
         if bucket.step < self.first - 1:
             self._starter.reduce(bucket, exchange)
         elif bucket.step < self.first:
             self._end_start(bucket, exchange)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Average the gradients in the start; later, let the round's end deliver what waits with the outer method."""
+        """Average the gradients in the start; after it, let the round's end deliver what waits."""
         if bucket.step < self.first:
             self._end_start(bucket, exchange)
         else:
             self._deliver_next = True
 
     def _end_start(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Average the gradients in fp32, with all that waits of those before."""
+        """Average the gradients in fp32, together with all that waits."""
         waits = {f"{START}{kind}": weight for kind, weight in self._starter.card.promise.waits.items()}
         send_all(waits, self.state, bucket, exchange)
 
@@ -255,14 +254,14 @@ class LocalSteps(Method):
             self._count_step(step)
 
     def after_skip(self, step: Step) -> None:
-        """A step that this rank skips is one of the round's all the same (in the start: all ranks skip it)."""
+        """Count the skipped step as one of the round's (in the start all ranks skip it)."""
         if step.number >= self.first:
             self._copy_shared_weights(step)
             self._count_step(step)
         self._missed += 1
 
     def _copy_shared_weights(self, step: Step) -> None:
-        """Copy W, which all ranks hold, before the first local step of the run."""
+        """Copy W, which all ranks hold, before the run's first local step."""
         self._drop_saved()
         if find_entries(self.state, "anchor") or not self._anchors:
             return
@@ -284,7 +283,7 @@ class LocalSteps(Method):
                     local(moment).div_(math.sqrt(self.run.exchange.ranks))
 
     def _count_step(self, step: Step) -> None:
-        """Count a step, which all ranks do whether they took or skipped it; the last step of a round ends the round."""
+        """Count a step, taken or skipped; end the round with its last one."""
         past = step.number + self._missed + 1 - self.first
         ends = past % self.every == 0 or self.first + past == self.run.steps
         self._ranks_differ = not ends
@@ -295,7 +294,7 @@ class LocalSteps(Method):
     # A round.
 
     def _end_round(self, step: Step, number: int) -> None:
-        """End a round on all ranks: average D (l. 10-11), take the outer step (l. 12), and make w_n = W again."""
+        """Average D (l. 10-11), take the outer step (l. 12), and set w_n = W."""
         if not self._buckets:
             self._buckets = self._make_buckets()
         moved = self._differences(step)
@@ -319,7 +318,7 @@ class LocalSteps(Method):
             local(weight.detach()).copy_(self._anchors[name].detach())
 
     def _make_buckets(self) -> list[tuple[Method, Bucket, slice]]:
-        """Make a bucket of what the outer method compresses and one of what stays dense, each with its slice of D."""
+        """Make a bucket of compressed and one of dense parameters, each with its method and slice of D."""
         pairs: list[tuple[Method, Bucket, slice]] = []
         end = 0
         parameters = [self.run.parameters[name] for name in self._anchors]
@@ -353,7 +352,7 @@ class LocalSteps(Method):
         return views
 
     def _outer_step(self, mean: Tensor, number: int) -> None:
-        """Take the outer optimizer's step (l. 12), which the outer method sees like any step."""
+        """Take the outer optimizer's step (l. 12), with the outer method's hooks around it."""
         for name, values in self._views(mean):
             self._anchors[name].grad = values
         step = Step(number, (self._sgd,), self._anchors)
@@ -372,7 +371,7 @@ class LocalSteps(Method):
         self._outer.undo()
 
     def finish(self) -> None:
-        """Show in the state what a checkpoint of the model does not hold: this rank's own weights and moments."""
+        """Put this rank's own weights and moments into the state: the model's checkpoint does not hold them."""
         self._outer.finish()
         self.state.keep("missed", "", torch.tensor(self._missed))
         self.state.keep("lost", "", torch.tensor(self._lost))
@@ -386,7 +385,7 @@ class LocalSteps(Method):
                     self.state.keep(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
 
     def _drop_saved(self) -> None:
-        """Drop the weights and moments that ``finish`` showed: the model and the optimizer hold them."""
+        """Drop the weights and moments that ``finish`` put there: the model and the optimizer hold them."""
         for kind, name, _ in [*find_entries(self.state, OWN_WEIGHT), *find_entries(self.state, OWN_MOMENT)]:
             self.state.keep(kind, name, None)
 

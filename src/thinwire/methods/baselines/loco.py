@@ -6,8 +6,8 @@ With Q the quantizer of groups and e_n the error that rank n keeps, at step k:
     mean  = mean over n of Q(h_n): all-to-all, summed in fp32
     e_n'  = beta e_n + (1 - beta) (h_n - Q(h_n));  every ``reset`` steps e_n' = 0
 
-Ours keeps e_n in float32 where theirs has 8 bits, and where every rank needs the whole mean (DDP), what the second
-encoding leaves out goes the same way. beta = 0 is plain error feedback.
+Where ours differs. e_n is float32 where theirs has 8 bits, and where every rank needs the whole mean (DDP), it also
+takes what the second encoding leaves out. beta = 0 is plain error feedback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LoCo(Lossy):
 
     Args:
         beta: weight of the old error, 0 to below 1. Higher => smoother, and more of each error is never sent.
-        reset: steps after which the error starts from zero again; 0: never.
+        reset: steps after which the error is set to zero; 0: never.
         group: values that share a scale (larger => fewer bytes, more error).
     """
 

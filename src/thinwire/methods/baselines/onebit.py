@@ -8,23 +8,20 @@ Alg. 1, on worker n, for each tensor, after T_w steps of Adam, whose last varian
     everybody gets m' from all servers and goes on from it                      (l. 11-12)
     w -= lr m' / (sqrt(v) + eps)                                                (l. 13)
 
-C keeps the sign of each value and one scale per group. Rank j is server j: of row j of the bucket. Why the two errors
-are kept apart: ``twoway.py``.
+C keeps the sign of each value and one scale per group. Rank j is the server of row j of the bucket. ``twoway.py`` says
+why the two errors are kept apart. With sharded weights (FSDP2), too, every worker needs all of m for l. 6, so m' goes
+to everybody and is kept as signs: one bit per value.
 
-Sharded weights (FSDP2) make no difference to the algorithm: every worker needs all of m for l. 6, so m' goes to
-everybody there, too, as signs, and is kept as signs: one bit per value.
+Beyond the paper, ``warmup_bits`` quantizes the warm-up's gradients, with feedback: (1-b1) g_n goes through l. 7-11 with
+Q for C, and Adam gets the mean divided by (1-b1). e_n and s thus have the momentum's unit from the first step on, and
+what waits at the end of the warm-up is the first e_n and s of l. 7-9: nothing is lost. (On FSDP2 a warm-up's mean stays
+with its owner as it is: there is no s.)
 
-Beside the paper: with ``warmup_bits`` the warm-up's gradients are quantized, with
-feedback: (1-b1) g_n takes the road of l. 7-11 with Q for C, and Adam gets the mean divided by (1-b1). So e_n and s are
-in the momentum's unit from the first step on, and what waits when the warm-up ends is the first e_n and s of l. 7-9:
-nothing has to be delivered, and nothing is lost. (On FSDP2 a warm-up's mean stays with its owner as it is: there is no
-s.)
-
-Where ours differs. Bias corrections: the paper and its authors' code have none at all; the user's Adam has, so that
-of m goes on, and that of v is frozen with v: otherwise the step would change size at T_w. A scale per ``group``, where
-theirs is per tensor and server. Weight decay is AdamW's. Where v is 0, in rows of an embedding that no batch used,
-Adam's step has no size and a sign has no zero: such weights stay where they are (the authors ask their user for a mask
-of them), and embeddings are dense unless they are named in ``send`` (dense is the authors' ``non_freeze``).
+Where ours differs. The paper and its authors' code have no bias corrections; the user's Adam has. That of m goes on,
+and that of v is frozen with v, as the step would otherwise change size at T_w. Each ``group`` has a scale, where theirs
+is per tensor and server. Weight decay is AdamW's. Where v is 0, in rows of an embedding that no batch used, Adam's step
+has no size and a sign has no zero: such weights do not move (the authors ask their user for a mask of them), and
+embeddings are dense unless ``send`` names them (dense is the authors' ``non_freeze``).
 """
 
 from __future__ import annotations
@@ -58,19 +55,17 @@ from thinwire.network.comm import local
 class OneBitAdam(Method):
     """Signs of Adam's momentum once its variance is frozen, 1 + 32 / group bits a value each way (arXiv 2102.02888).
 
-    The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up its steps on the
-    compressed parameters are the method's: what an engine holds as their gradient is then the new momentum, on which
-    ``clip_grad_norm_`` acts for this step alone; ``exp_avg`` follows it, ``exp_avg_sq`` stays as it is. Parameters that
-    stay dense keep their Adam.
+    The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up the method takes
+    its steps on the compressed parameters: the engine's ``grad`` is then the new momentum, on which ``clip_grad_norm_``
+    acts for this step alone; ``exp_avg`` follows it, ``exp_avg_sq`` does not change. Dense parameters keep their Adam.
 
     Args:
-        warmup: dense Adam at first: a share of the run below 1, or a number of optimizer steps, at least one. Longer =>
-            more bytes, and a variance that is better known: the paper takes 15-20% of the run.
-        warmup_bits: of a gradient value in the warm-up: 32 (the engine's own exchange), 8 or 4 (in groups of up to 128,
-            with error feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
-        group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, and values of more
-            different size sent alike.
-        scale: of a group, "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
+        warmup: length of dense Adam at first: a share of the run below 1, or a number of optimizer steps, at least one.
+            Higher => more bytes, and a better known variance: the paper takes 15-20% of the run.
+        warmup_bits: bits of a gradient value in the warm-up: 32 (the engine's own exchange), 8 or 4 (in groups of up to
+            128, with error feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
+        group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, more error.
+        scale: a group's scale: "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
 
     Raises:
@@ -91,7 +86,7 @@ class OneBitAdam(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.first = 0
-        self._steps = OwnSteps()  # of those whose gradient is a momentum in this step
+        self._steps = OwnSteps()  # of parameters whose ``grad`` is a momentum in this step
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
@@ -102,7 +97,7 @@ class OneBitAdam(Method):
             card, promise=Promise("conserves", waits={"residual": 1.0, "server": 1.0}, of="moments"),
             group=math.lcm(card.group, 1 if self.warmup_bits == 32 else self._warmup_codec.group),
             summed_by_network=False, keeps_state=True, adds_up=False, steady=self.first,
-            cycle={1: 1.0},  # in the first of all, Adam's own moment is sent besides where it is sharded
+            cycle={1: 1.0},  # the very first also sends Adam's own moment, where that is sharded
             state_kinds={**card.state_kinds, "frozen": EQUAL, "moment": ANEW},
         )  # fmt: skip
 
@@ -141,7 +136,7 @@ class OneBitAdam(Method):
             self._steps.names.add(segment.name)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
-        """m' = the mean of m_n + e_n, and s. No signs say it: the next l. 6 asks the optimizer, as the first does."""
+        """Set m' to mean_n (m_n + e_n) + s. It has more than signs, so the next l. 6 reads m from the optimizer."""
         warm = bucket.step < self.first
         if warm and self.warmup_bits == 32:
             exchange.mean(bucket)
@@ -158,7 +153,7 @@ class OneBitAdam(Method):
             self._steps.names.add(segment.name)
 
     def before_step(self, step: Step) -> None:
-        """The step of those whose momentum has arrived (l. 13), with Adam's own arithmetic, in Adam's state."""
+        """Step the parameters whose momentum has arrived (l. 13), with Adam's arithmetic, in Adam's state."""
 
         def move(name: str, weight: Tensor) -> None:
             optimizer, group = step.holders[name]
@@ -183,7 +178,7 @@ class OneBitAdam(Method):
         self._steps.forget()
 
     def _warm_up(self, bucket: Bucket, exchange: Exchange) -> None:
-        """The mean gradient, dense or in few bits; what these leave out waits in the momentum's unit."""
+        """Average the gradient, dense or in few bits; what these leave out waits in the momentum's unit."""
         if self.warmup_bits == 32:
             exchange.mean(bucket)
             return
@@ -192,7 +187,7 @@ class OneBitAdam(Method):
         bucket.mean.div_(1 - self.beta1)
 
     def _moment(self, bucket: Bucket, exchange: Exchange) -> Tensor:
-        """m of all workers (R, n): as last received; at first the optimizer's own."""
+        """Return all of m, (R, n), as last received; at first the optimizer's own."""
         assert self.codec is not None
         moments = bucket.scratch("moment", bucket.shape, torch.float32)
         wires = {segment.name: self.state.get("moment", segment.name) for segment in bucket.segments}
@@ -205,7 +200,7 @@ class OneBitAdam(Method):
         return moments
 
     def _adam_moment(self, bucket: Bucket, exchange: Exchange, moments: Tensor) -> None:
-        """``moments`` (R, n) = what the warm-up left in the optimizer; where it is sharded, sent once, in fp32."""
+        """Fill ``moments`` (R, n) with the optimizer's; where they are sharded, ranks send them once, in fp32."""
         rows = moments[exchange.own_rows]
         rows.zero_()
         for segment in bucket.segments:
@@ -222,9 +217,9 @@ class OneBitAdam(Method):
 def _frozen_step(
     weight: Tensor, moment: Tensor, variance: Tensor, step: Tensor, frozen: Tensor, group: dict[str, Any]
 ) -> None:
-    """w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), m^ = m / (1 - b1^step), v^ = v / (1 - b2^frozen), in place.
+    """Set w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), m^ = m / (1 - b1^step), v^ = v / (1 - b2^frozen).
 
-    Where v is 0, m does nothing. ``step`` and ``frozen`` are 0-dim, on any device, and are not read by the host.
+    Where v is 0, m does nothing. ``step`` and ``frozen`` are 0-dim, on any device; the host does not read them.
     """
     beta1, beta2 = group["betas"]
     lr, decay = float(group["lr"]), group["weight_decay"]

@@ -28,7 +28,7 @@ class Dense(Method):
 class Bf16(Lossy):
     """Everything in bfloat16, summed by the network in bfloat16: half the bytes (torch's ``bf16_compress_hook``).
 
-    The rounding error of the sum grows with the number of ranks, and no rank can see it, let alone feed it back.
+    The rounding error of the sum grows with the number of ranks, and no rank sees it or can feed it back.
     """
 
     name: ClassVar[str] = "bf16"

@@ -9,11 +9,11 @@ Alg. 1 and 2 on rank n, for each gradient seen as a matrix M (rows, cols):
     Q = mean_n Q_n, also the next step's start       (Alg. 1, l. 7)
     the gradient is P Q^T                            (Alg. 1, l. 11)
 
-With weights sharded (FSDP2) a rank has the whole gradient before the exchange: P and Q are averaged as on DDP, and the
-owner multiplies out its own rows. With HSDP each shard is a matrix of its own.
+With sharded weights (FSDP2) a rank has the whole gradient before the exchange: P and Q are averaged as on DDP, and the
+owner multiplies out its own rows. With HSDP each shard is a separate matrix.
 
-Where M has a rank below r, a column of P is zero, not the direction of its rounding errors. The next step starts that
-column as the first one did: from a column of zeros nothing would ever be sent again.
+Where M has a rank below r, a column of P is zero, not the direction of rounding errors. The next step starts that
+column of Q from the first step's random numbers: a column of zeros would never send anything again.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from thinwire.core.method import EQUAL, Card, Parameter
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 
 TINY = 2.0**-126
-"""The least length that a column is divided by: one of zeros stays one."""
+"""The least length by which a column is divided, so that zeros stay zeros."""
 NOISE = 2.0**-16
-"""The length, of a column of length 1 less the columns before it, below which it is their rounding errors."""
+"""Length below which a column (of length 1 at first) without its part along earlier columns is rounding error."""
 ALIGNED = 16
-"""float32 values, 64 bytes: at these every matrix begins. A product's last bits may depend on where its factors lie,
-and where they lie in a bucket on which others are in it: a resumed run's first buckets are others."""
+"""Every matrix begins at a multiple of so many float32 values (64 bytes): a product's last bits may depend on where its
+factors lie, and a resumed run's first buckets hold other matrices beside them."""
 
 
 HALF_MOMENTUM = Updates(beta1=0.5)
-"""The gain is measured (docs/quality.md): of all methods powersgd alone is better with half of Adam's momentum."""
+"""Half of Adam's momentum improves powersgd alone of all methods, as measured (docs/quality.md)."""
 
 
 @dataclass
 class PowerSGD(Lossy):
     """Low-rank gradients with error feedback: r (rows + cols) values, not rows * cols (arXiv 1905.13727, Alg. 1-2).
 
-    By default g_n is the step that AdamW would take, with half of its momentum (``feedback``, ``beta1``);
-    "powersgd:paper" sends gradients, for any optimizer, of every matrix.
+    By default g_n is AdamW's step with half of its momentum (``feedback``, ``beta1``); "powersgd:paper" sends gradients
+    of every matrix, for any optimizer.
 
     Args:
         rank: r; higher => more bytes, less error.
@@ -125,7 +125,7 @@ class PowerSGD(Lossy):
         return math.prod(parameter.rank_shape[1:])
 
     def _sizes(self, bucket: Bucket, segment: Segment) -> tuple[int, int]:
-        """Matrix rows in one of the bucket's rows, and columns."""
+        """Return how many matrix rows one of the bucket's rows holds, and the number of columns."""
         cols = self._cols(self.run.parameters[segment.name])
         if segment.span % cols:
             raise ThinwireError(f"powersgd: {segment.name} is not sharded along dim 0: do so, or keep it dense")
@@ -137,23 +137,23 @@ class PowerSGD(Lossy):
         return values[:, segment.start : segment.start + segment.span].unflatten(1, (-1, cols))
 
     def _start(self, name: str, q: Tensor) -> Tensor:
-        """Random columns, (cols, r); drawn once."""
+        """Return random columns, (cols, r), drawn once."""
         if name not in self._starts:
             self._starts[name] = random_normal(seed_of(self.run.seed, name), q.numel(), q.device).view(q.shape)
         return self._starts[name]
 
 
 def _split(values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Split ``values`` (1-D) into one tensor of each of ``sizes``, every one aligned, with zeros behind."""
+    """Zero ``values`` (1-D) and split them into aligned tensors of ``sizes``."""
     spans = values.zero_().split([padded(size, ALIGNED) for size in sizes])
     return [span[:size] for span, size in zip(spans, sizes, strict=True)]
 
 
 def _orthonormalize(matrix: Tensor) -> None:
-    """Gram-Schmidt on the columns of ``matrix`` (rows, r), in place: the same bits on ranks of one kind.
+    """Run Gram-Schmidt on the columns of ``matrix`` (rows, r) in place: the same bits on ranks of one kind.
 
-    What each column has in common with those before it is taken out twice, which is enough (Parlett 1980): once leaves
-    rounding errors that, where the column was almost in their span, are no longer small beside what is left.
+    Each column loses its part along the earlier columns twice, which is enough (Parlett 1980): once leaves rounding
+    errors that are not small beside what is left of a column almost in their span.
     """
     columns = matrix.T.contiguous()
     for order in (torch.inf, 2):  # the largest is 1 first, so that squares neither overflow nor vanish
@@ -167,6 +167,5 @@ def _orthonormalize(matrix: Tensor) -> None:
     matrix.copy_(columns.T)
 
 
-def _largest(matrix: Tensor) -> Tensor:
-    """Return the largest magnitude of each column."""
+def _largest(matrix: Tensor) -> Tensor:  # of each column
     return torch.linalg.vector_norm(matrix, torch.inf, 0)

@@ -9,12 +9,11 @@ al., arXiv 1905.10936). On worker n, for each tensor:
 
 C keeps the sign of each value and one scale per group, the mean of |x|. See ``twoway.py``.
 
-Where the engine shards (FSDP2) the server of a row is the owner of its weights: the mean stays with it as it is,
-nothing goes back, and there is no s.
+On FSDP2 the server of a row owns its weights and keeps the mean as it is: nothing goes back, and there is no s.
 
-Where ours differs. In the papers SGD follows, and what waits is in the unit of its steps: lr is in x_n, or the errors
-are scaled anew whenever it changes. Here an optimizer of the user's follows, and what waits is in the gradient's unit.
-Their blocks are tensors or layers, ours are ``group`` consecutive values.
+Where ours differs. In the papers SGD follows, and what waits has the unit of its steps: x_n contains lr, or the errors
+are rescaled whenever lr changes. Here the user's optimizer follows, and what waits has the gradient's unit. Their
+blocks are tensors or layers, ours are ``group`` consecutive values.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class Sign(Lossy):
     """Signs with a scale per group, errors kept at both ends: 1 + 32 / group bits a value each way (arXiv 1901.09847).
 
     Args:
-        group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, and values of more
-            different size sent alike.
-        scale: of a group, "mean" of |x| (the smallest error) or "rms" (the norm is kept).
+        group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, more error.
+        scale: a group's scale: "mean" of |x| (the smallest error) or "rms" (the norm is kept).
     """
 
     name: ClassVar[str] = "sign"

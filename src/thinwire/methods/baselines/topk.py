@@ -20,13 +20,13 @@ class TopK(Lossy):
     """Each rank's own k largest values with their positions, all-gathered; the rest waits (Stich et al. 2018).
 
     For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere (and a share of it where sent: see
-    ``Updates.delivered_share``). A value takes 32 bits, and its position about 9. The mean has up to N k non-zeros, and
-    what a rank receives grows with N: the baseline that methods with a common mask improve on. By default g_n is the
-    step that AdamW would take (``feedback``); "topk:paper" sends gradients, for any optimizer, of every tensor.
+    ``Updates.delivered_share``). A value takes 32 bits, its position about 9. The mean has up to N k non-zeros, and a
+    rank receives more bytes with more ranks: methods with a common mask improve on that. By default g_n is AdamW's step
+    (``feedback``); "topk:paper" sends gradients of every tensor, for any optimizer.
 
     Args:
         density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
-            bytes, longer waits. With weights sharded, of each shard's; with servers, of each row's.
+            bytes, longer waits. It is a share of each shard where weights are sharded, of each row with servers.
     """
 
     name: ClassVar[str] = "topk"
@@ -48,7 +48,7 @@ class TopK(Lossy):
         exchange.mean(bucket, self.largest(bucket, self.density), residual=self.residual(bucket))
 
     def largest(self, bucket: Bucket, density: float) -> Sparse:
-        """The codec of the ``density`` largest values of each of the bucket's segments."""
+        """Return the codec that sends the ``density`` largest values of each of the bucket's segments."""
         assert self.codec is None or isinstance(self.codec, Integers)
         counts = ((segment.width, count_of(density, segment.span)) for segment in bucket.segments)
         return Sparse(tuple(counts), self.codec)

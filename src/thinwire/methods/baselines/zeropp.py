@@ -14,8 +14,7 @@ from thinwire.methods.papers.sdp4bit import Bits, SDP4Bit, Weights
 class ZeROPP(SDP4Bit):
     """ZeRO++ (arXiv 2306.10209): weights in 8 bits, gradients in 4 bits on both levels.
 
-    What it rounds away of small weight changes is lost. Its secondary copy of the weights inside each node (hpZ) is
-    what HSDP does anyway.
+    Small weight changes that it rounds away are lost. HSDP replaces its second copy of weights in each node (hpZ).
     """
 
     name: ClassVar[str] = "zeropp"

@@ -1,27 +1,25 @@
 """Trickle: a few of the largest steps, in few bits, with error feedback behind the preconditioner (ours).
 
-``parts/updates.py`` turns this rank's gradient into the step u_n that Adam without momentum would take along it. Then
+``parts/updates.py`` turns this rank's gradient into u_n, the step of Adam without momentum. Then
 
     h = u_n + e_n
     c = C[h];  e_n = h - c                  C: the k largest |h| of each tensor, as integers with a scale per group
     w = (1 - lr decay) w - mean_n c
 
-Every rank chooses positions of its own, which travel in about nine bits each: bytes grow with the number of ranks.
+Every rank chooses its own positions, which travel in about nine bits each: bytes grow with the number of ranks.
 
-Or (``mask="merged"``) rank j is server j, of row j of the N rows of a tensor (``parts/twoway.py``): ranks send it their
-own largest, and of their mean and what waits with it, s, it sends the largest to all, some times as many as one rank
-has sent:
+With ``mask="merged"`` rank j serves row j of a tensor's N rows (``parts/twoway.py``). Ranks send it their largest
+values; it adds s, which waits there, to their mean, and sends the largest of the sum to all, more than one rank sent:
 
     c_n = C[h_n], row j to server j;  e_n = h_n - c_n
     y = mean_n c_n + s, on each server;  c = C'[y];  s = y - c
     w = (1 - lr decay) w - c, everywhere
 
-On FSDP2 servers are the owners of the weights. A step is nothing off the mask of such a c, so that weights are gathered
-at the mask, too (``weights``, ``parts/atmask.py``).
+On FSDP2 the owners of the weights are the servers. The step is zero off the mask of c, so that weights are gathered at
+the mask, too (``weights``, ``parts/atmask.py``).
 
-Of what is sent, a share is delivered, and the rest goes on waiting: at a density of 0.01 all of it, at 0.05 a
-fourth. Delivered whole, what is sent of many values is mostly the last step's noise. Servers deliver all of c: take a
-density of about 0.01 with them, too.
+A share of what is sent is delivered, and the rest goes on waiting: at a density of 0.01 all is delivered, at 0.05 a
+fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there.
 """
 
 from __future__ import annotations
@@ -55,19 +53,19 @@ class Trickle(TopK):
     """The largest steps of each rank, 18 bits for one value in a hundred, with feedback behind Adam's preconditioner.
 
     Args:
-        mask: "own": each rank its own largest values with their positions; bytes grow with the number of ranks.
-            "merged": each rank's own go to the server of their row, and the largest of the mean from there to all; the
+        mask: "own": each rank sends its largest values and their positions to all; bytes grow with the number of ranks.
+            "merged": each rank sends them to the server of their row, and servers send the largest of the mean to all;
             bytes do not grow.
         server_density: with mask="merged", the share of each tensor's values that servers send to all (owners of
-            sharded weights: that they move); higher => more bytes, and less waits with them: what all ranks together
-            choose, N density at most, leaves nothing but what is rounded off.
-        bits: of a value: 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
+            sharded weights: that they move). Higher => more bytes, and less waits with servers: nothing but rounding
+            errors at N density, which is the most that all ranks can choose.
+        bits: bits of a value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
-        feedback: "update", or "gradient": the same values of gradients, as top-k's.
-        weights: with mask="merged" and feedback="update", what is gathered of weights that FSDP2 shards: "masked", the
-            values at the mask (a copy of all weights stays in memory, float32), or "dense"; the same weights bit for
-            bit. "auto": masked where FSDP2 gathers float32, dense where MixedPrecisionPolicy(param_dtype=) has it
-            gather fewer bits, which cannot be kept up to date.
+        feedback: "update", or "gradient": send the largest gradients, as top-k does.
+        weights: with mask="merged" and feedback="update", which values of sharded weights FSDP2 gathers: "masked",
+            those at the mask (a copy of all weights stays in memory, float32), or "dense", all; the weights are the
+            same bit for bit. "auto": masked where FSDP2 gathers float32, dense where
+            MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
     """
 
     name: ClassVar[str] = "trickle"
@@ -111,7 +109,7 @@ class Trickle(TopK):
 
     @property
     def at_one_mask(self) -> bool:
-        """Does the step lie at one mask for all ranks, which leaves something out?"""
+        """Do all ranks share one mask of the step, and does it leave values out?"""
         return self.mask == "merged" and self.server_density < 1
 
     def begin(self, run: Run) -> None:
@@ -154,7 +152,7 @@ class Trickle(TopK):
             self._gather_masks(bucket, exchange, layout, positions)
 
     def _gather_masks(self, bucket: Bucket, exchange: Exchange, layout: Positions, positions: Tensor) -> None:
-        """Everybody gets the ``positions`` (1, k) at which each owner moves its row, and gathers weights at them."""
+        """Send the ``positions`` (1, k) at which this owner moves its row to all, who gather weights at them."""
         wires = bucket.scratch("positions", (exchange.ranks, layout.nbytes), torch.uint8)
         wire = bucket.scratch("chosen", (1, layout.nbytes), torch.uint8)
         with exchange.span("encode", bucket.mean):

@@ -10,26 +10,25 @@ Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first, 
     g^ = (b - b1 m)/(1-b1) on M, 0 off M; clip g^                               (l. 17-18)
     v = b2 m^2 + (1-b2) g^2;  u = m'/(sqrt(v) + eps);  w -= lr (u + decay w)    (l. 19-21: thinwire.AdamS)
 
-The clipping of l. 18 is ``wire.clip_grad_norm_``. Alg. 1 has no bias corrections; AdamS has, unless it is told not to.
-l. 15 comes before l. 13 here: it looks at this rank's values alone.
+The clipping of l. 18 is ``wire.clip_grad_norm_``. Alg. 1 has no bias corrections; AdamS has them by default. l. 15 is
+before l. 13 here, as it reads this rank's values alone.
 
-Where ours differs in form, not in result. m is the same on all ranks and need not travel: (1-b1) g_n + e_n is sent (up
-to the rounding of m~, which l. 10 has too), and b is b1 m + the mean of that. Where weights are sharded (FSDP2), m
-lives with the owner of the row alone. What falls off its mask cannot join everybody's e_n there: the owner keeps it
-apart (x, "common"), and b is b1 m + x + the mean. The paper's Alg. 2 and its authors' code disagree at this point, and
-the code drops the other ranks' gradients. The owner of a tensor's mask is a rank (DDP, HSDP) or the owner of the row
-(FSDP2).
+Ours differs in form, not in result. m is the same on all ranks and need not travel: ranks send (1-b1) g_n + e_n (up to
+the rounding of m~, which l. 10 has too), and b is b1 m + the mean of that. Where weights are sharded (FSDP2), only the
+owner of the row has m. What falls off the mask of m cannot join every rank's e_n there: the owner keeps it apart (x,
+"common"), and b is b1 m + x + the mean. The paper's Alg. 2 and its authors' code disagree here: the code drops the
+other ranks' gradients. A rank (DDP, HSDP) or the owner of the row (FSDP2) owns a tensor's mask.
 
-Sharded weights need not be gathered whole: off the mask m' is 0 and w only decays, which every rank can do to what it
-gathered last. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 3-5). Alternatively each rank
-could take the whole step: that sends as many bytes (b), and needs m on every rank.
+Sharded weights are not gathered whole: off the mask m' is 0 and w only decays, which every rank applies to its last
+copy. The owner sends w at the mask, whose positions all ranks know (Alg. 2, l. 3-5). If each rank took the whole step
+instead, as many bytes (b) would travel, and every rank would need m.
 
-Masks are gathered while the next forward and backward pass run (Sec. IV-A; Alg. 2, l. 9 starts with the backward pass):
-see :mod:`thinwire.methods.parts.masks`.
+Masks are gathered while the next forward and backward passes run (Sec. IV-A; Alg. 2, l. 9 starts with the backward
+pass): see :mod:`thinwire.methods.parts.masks`.
 
-From scratch that costs much of the loss: masks of the last step miss what is large now, and AdamS moves a value that
-returns by 0.45 lr whatever it has collected (docs/quality.md). With this step's masks and Adam's scale of each value
-the layout keeps dense's loss. That is another method, ``trickle``.
+In runs from scratch that costs much of the loss: last step's masks miss what is large now, and AdamS moves a value that
+returns by 0.45 lr, however much it has collected (docs/quality.md). ``trickle`` has this step's masks and Adam's scale
+for each value, and keeps dense's loss.
 """
 
 from __future__ import annotations
@@ -66,13 +65,13 @@ class SCAPE(Method):
     The optimizer must be ``thinwire.AdamS``. Recommended betas: (0.9, 0.95); see AdamS for why not 0.999.
 
     Args:
-        density: share of each tensor's values that is sent once warm (the paper's rho). Lower => fewer bytes, more of
-            the moment waits. 1: dense AdamS, exactly.
+        density: share of each tensor's values sent once warm (the paper's rho). Lower => fewer bytes, and more of the
+            moment waits. 1: dense AdamS, exactly.
         warmup: the density falls geometrically from 1 to ``density`` over this share of the run (below 1) or number of
             steps. Longer => more bytes, steadier start. The first step is always dense.
         refresh: steps for which a mask is used once warm (the paper: 1). Higher => fewer mask bytes, staler masks.
-        weights: what is gathered of weights that FSDP2 shards: "masked", the values at the mask (a copy of all weights
-            stays in memory, float32), or "dense". "auto": masked where FSDP2 gathers float32, dense where
+        weights: which values of sharded weights FSDP2 gathers: "masked", those at the mask (a copy of all weights stays
+            in memory, float32), or "dense", all. "auto": masked where FSDP2 gathers float32, dense where
             MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
         offload: keep what waits on each rank (8 bytes per value) in CPU memory, with two staging buffers of the largest
             bucket on the device: less device memory, one copy each way over PCIe per step.
@@ -95,7 +94,7 @@ class SCAPE(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._next_moments: dict[str, Tensor] = {}  # what the moments become of the parameters exchanged in this step
+        self._next_moments: dict[str, Tensor] = {}  # m' of the parameters exchanged in this step
         self._step = 0
         self._encodes_weights = False
         self._schedule = Schedule(self.density, 0, self.refresh)  # until it is known how long the run is
@@ -106,7 +105,7 @@ class SCAPE(Method):
         else:
             promise = Promise("conserves", waits={"residual": 1.0, "common": 1.0}, of="moments")
             card = replace(super().describe(), promise=promise, group=WORD, native=False, keeps_state=True)
-        # Masks are sent at the end of the step before the one that they are for.
+        # Masks are sent at the end of the step before their own.
         masked_steps = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         kinds = {
             "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
@@ -139,11 +138,7 @@ class SCAPE(Method):
         self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
-        """Take a bucket through Alg. 1, l. 10-17. ``whole``: M is all ones, as at first (l. 5).
-
-        The passes before and after the exchange are, in plain torch, ``add_up`` and ``advance`` of
-        ``ops/moments/reference.py``.
-        """
+        """Take a bucket through Alg. 1, l. 10-17 (``ops/moments/reference.py``). ``whole``: M is all ones (l. 5)."""
         if self.density == 1:
             exchange.mean(bucket)
             return
@@ -191,7 +186,7 @@ class SCAPE(Method):
         self.reduce(bucket, exchange, whole=True)
 
     def _first_moments(self, bucket: Bucket) -> moments.Moments:
-        """Find m of all of the bucket's parameters, and the memory of the scores that this rank chooses masks by."""
+        """Find m of all of the bucket's parameters, and the memory of the scores by which this rank chooses masks."""
         first_moments = [self._first_moment(segment) for segment in bucket.segments]
 
         def moment_segments() -> Iterator[moments.MomentSegment]:
@@ -203,7 +198,7 @@ class SCAPE(Method):
         return bucket.once("moments", lambda: moments.Moments(tuple(moment_segments()), bucket.device), *addresses)
 
     def _first_moment(self, segment: Segment) -> Tensor:
-        """Find m, this rank's part of it, (numel,) float32; zeros before the first step."""
+        """Return this rank's part of m, (numel,) float32; zeros before the first step."""
         weight = self.run.weights[segment.name]
         exp_avg = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
         if exp_avg is None:
@@ -219,7 +214,7 @@ class SCAPE(Method):
         self._gathered.before_step(step, self._next_moments)
 
     def after_step(self, step: Step) -> None:
-        """Choose the next M (l. 15) and start to gather it, of the parameters that took part (Sec. IV-A)."""
+        """Choose the next M (l. 15) of the parameters that took part, and start to gather it (Sec. IV-A)."""
         exchanged = set(self._next_moments)
         self.undo()
         if self.density < 1:

@@ -9,17 +9,17 @@ the paper's xi_i; the paper numbers steps, not lines):
     STEP 4  h~ = p M^T / m takes the gradient's place
     STEP 5  e_n = (1 - beta) e_n + beta (h_n - h~);   e_n = 0 instead if k % T = 0
 
-Paper / ours. In STEP 5 ours is h_n - C(h_n) with C(h) = h M M^T / m: the rank's own projection in place of all ranks'.
-The mean of e_n over n, on which alone the next h~ depends, is the same.
+Where ours differs. STEP 5 has h_n - C(h_n) with C(h) = h M M^T / m, the rank's own projection in place of all ranks'.
+The mean of e_n over n is the same, and the next h~ depends on nothing else.
 
 C is unbiased, but |C(h) - h|^2 is w = (B + 1) / m, about the ratio, times |h|^2, so the update is stable only for a
-weight of the new error below 2 / (1 + w): 0.117 at ratio 16. The paper's beta = 0.95 as that weight overflows in dozens
-of steps; as the weight of the *old* error, e' = beta e + (1 - beta)(h - C(h)), it is stable, and agrees with what the
-paper reports (0.95 fine, 0.80 NaN). Ours is the latter.
+weight of the new error below 2 / (1 + w): 0.117 at ratio 16. With the paper's beta = 0.95 as that weight it overflows
+within dozens of steps. Ours takes beta as the weight of the *old* error, e' = beta e + (1 - beta)(h - C(h)): that is
+stable, and agrees with what the paper reports (0.95 fine, 0.80 NaN).
 
 The default sends an orthogonal projection instead (see ``Estimator``), without feedback. Plain error feedback
-(``beta=None``) is stable with it for every gradient, and never resets the error: a reset throws gradient away. That is
-best by the error of the accumulated gradient, and worst in the training runs measured so far. See docs/separate.md.
+(``beta=None``) is stable with it for every gradient, and needs no reset, which throws gradient away. It has the least
+error of the accumulated gradient, and the worst loss in the training runs measured so far. See docs/separate.md.
 """
 
 from __future__ import annotations
@@ -48,16 +48,14 @@ class SEPARATE(Lossy):
     Args:
         ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
         estimator: "cyclic_srht" or "paper": see ``thinwire.codecs.projection.Estimator``.
-        block: values that are projected together, a power of two; None: 256 for the SRHT (which pads tensors to
-            multiples of 16 blocks), 512 for the paper's matrices. The error depends on the ratio alone; larger => more
-            work.
+        block: values projected together, a power of two (larger => more work; the error depends on the ratio alone).
+            None: 256 for the SRHT (which pads tensors to multiples of 16 blocks), 512 for the paper's matrices.
         beta: weight of the old error in the new one (higher => slower). 1: no feedback, the best in training. None: 0
             for contractions, the most stable 1 - 1 / (1 + w) for the unbiased "paper".
-        reset: steps after which the error starts anew (the paper's T), and that share of the gradient is lost: no error
-            is left behind in any step k with k % reset = 0. 0: never.
+        reset: the paper's T: each step k with k % reset = 0 drops the error, and so loses gradient. 0: never.
 
     Raises:
-        ThinwireError: a knob is not what is said above, or its beta diverges.
+        ThinwireError: a knob is not as above, or beta diverges.
     """
 
     name: ClassVar[str] = "separate"
@@ -69,7 +67,7 @@ class SEPARATE(Lossy):
     ratio: int = 16
     estimator: Literal["cyclic_srht", "paper"] = "cyclic_srht"
     block: int | None = None
-    beta: Beta | None = 1.0  # of all measured the nearest to dense: in training, feedback costs more than it brings
+    beta: Beta | None = 1.0  # the nearest to dense of all measured: in training, feedback costs more than it brings
     reset: StepsOrNever = 0
 
     def __post_init__(self) -> None:
@@ -83,7 +81,7 @@ class SEPARATE(Lossy):
 
     @cached_property
     def _weight_of_old(self) -> float:
-        """beta of e' = beta e + (1 - beta)(h - C(h)), after refusing one that diverges."""
+        """The beta of e' = beta e + (1 - beta)(h - C(h)). Raises ThinwireError for one that diverges."""
         variance = (self._estimator.block + 1) / self._estimator.sent_per_block  # w
         unbiased = self.estimator == "paper"
         if self.beta is None:

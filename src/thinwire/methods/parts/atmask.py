@@ -1,8 +1,8 @@
 """Sharded weights gathered at a mask: what SCAPE and the shared masks of update space have in common.
 
-A step that is nothing off a mask, which all ranks know, moves weights at the mask alone: elsewhere they only decay, and
-every rank does that to the copy that it holds. Their owner sends w at the mask (SCAPE's Alg. 2, l. 3-5), and the copy
-is bit for bit what a whole gather brings. What had no mask in the last step travels whole.
+A step that is zero off a mask, which all ranks know, moves weights at the mask alone. Elsewhere weights only decay, and
+every rank applies the decay to its copy. The owner sends w at the mask (SCAPE's Alg. 2, l. 3-5), and the copy is bit
+for bit what a whole gather brings. Parameters that had no mask in the last step travel whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BucketMasks(NamedTuple):
     """The masks of all of a bucket's parameters, beside each other.
 
     Attributes:
-        names: the parameters. counts: values at each one's mask, in a row. words: (R, w). bit_offsets: their directory.
+        names: parameters. counts: values at each mask in a row. words: (R, w) bits. bit_offsets: directory of words.
     """
 
     names: tuple[str, ...]
@@ -37,38 +37,31 @@ class BucketMasks(NamedTuple):
 
     @property
     def k(self) -> int:
-        """Values at all masks, in a row."""
+        """Values at all masks in a row."""
         return sum(self.counts)
 
     def of_rows(self, rows: int | slice) -> tuple[Tensor, Tensor | None]:
-        """The masks of one row, (w,), or of several, and their directory."""
+        """Return the masks of one row, (w,), or of several, and their directory."""
         return self.words[rows], None if self.bit_offsets is None else self.bit_offsets[rows]
 
 
 class MaskedExchange(NamedTuple):
-    """A parameter's last exchange: the step, the masks (R, w) of its rows, values at each.
-
-    ``bucket``: the masks of all that were exchanged with it.
-    """
+    """A parameter's last exchange: the step, the masks (R, w) of its rows, values at each."""
 
     step: int
     words: Tensor
     k: int
-    bucket: BucketMasks
+    bucket: BucketMasks  # of all parameters that were exchanged with it
 
 
 class WeightsAtMask:
     """At which masks the last step moved weights, and what it left of them elsewhere: what their gather has to know.
 
-    A method tells what it has exchanged (``note``) and when its step is about to be taken (``before_step``).
+    A method reports what it has exchanged (``note``), and that it is about to take its step (``before_step``).
     """
 
     def __init__(self, method: str, weights: Literal["auto", "masked", "dense"], run: Run) -> None:
-        """``weights``: the knob of ``method``.
-
-        Raises:
-            ThinwireError: "masked", and the engine gathers fewer bits than float32.
-        """
+        """Take the knob ``weights``. Raises ThinwireError for "masked" where the engine gathers less than float32."""
         self._wanted, self._run = weights != "dense" and not run.gathers - {torch.float32}, run
         self._used: dict[str, MaskedExchange] = {}
         self._keep: dict[str, float] = {}
@@ -81,13 +74,13 @@ class WeightsAtMask:
 
     @property
     def encoded(self) -> bool:
-        """With a hop inside the node a rank does not know the masks of its node's other shards: they go whole."""
+        """Are weights gathered at masks? Not with a hop inside the node, whose other shards' masks a rank lacks."""
         return self._wanted and self._run.exchange.owner and self._run.hop == 1
 
     def note(self, bucket: Bucket, used: BucketMasks | None) -> None:
-        """The step under way moves the bucket's weights at the masks ``used``; None: wherever it likes.
+        """Note that the step under way moves the bucket's weights at the masks ``used``; None: anywhere.
 
-        The masks' memory is left alone until the bucket's next exchange.
+        The masks' memory must not change until the bucket's next exchange.
         """
         for i, segment in enumerate(bucket.segments if self.encoded else ()):
             if used is None:
@@ -98,7 +91,7 @@ class WeightsAtMask:
                 )
 
     def before_step(self, step: Step, moved: Collection[str]) -> None:
-        """``moved``: the parameters that were exchanged for this step. Any other is not at a mask after it."""
+        """Forget the masks of parameters that are not in ``moved``, those exchanged for this step; note the decay."""
         if not self.encoded:
             return
         for name, weight in step.weights.items():
@@ -108,7 +101,7 @@ class WeightsAtMask:
             self._keep[name] = 1 - float(group["lr"]) * group["weight_decay"]
 
     def state_changed(self) -> None:
-        """Another state was loaded."""
+        """Forget all masks: another state was loaded."""
         self._used.clear()
 
     def message(self, shard: Shard, rank: int) -> Message:
@@ -124,19 +117,19 @@ class AtMask(Message):
     def __init__(
         self, used: Mapping[str, MaskedExchange], keep: Mapping[str, float], pieces: tuple[Piece, ...], rank: int
     ) -> None:
-        """By parameter: ``used`` in the last step, unless it moved all of it; ``keep``, what decay left of a weight."""
+        """Take by parameter: ``used``, the last step's exchange if it had a mask; ``keep``, the factor 1 - lr decay."""
         self._used, self._keep, self._pieces, self._rank = used, keep, pieces, rank
         self._layouts: dict[tuple[int | None, ...], _Layout] = {}
         self._layout = self._lay_out([None] * len(pieces))  # of the last message
         self._faded: list[masks.MaskedSegment] = []
-        self._masks: BucketMasks  # its masks, beside each other
+        self._masks: BucketMasks  # of the last message, side by side
 
     def reaches(self, since: int, step: int) -> bool:
         exchanges = (self._used.get(piece.name) for piece in self._pieces)
         return since == step - 1 and all(used is None or used.step == since for used in exchanges)
 
     def write(self, own_weights: Tensor, peers_copy: Tensor | None, step: int) -> Tensor:
-        """w at the mask (Alg. 2, l. 3), and behind that what has none."""
+        """Write w at the mask (Alg. 2, l. 3), then the pieces that have no mask."""
         exchanges = [self._used.get(piece.name) for piece in self._pieces]
         self._layout = layout = self._lay_out([None if used is None else used.k for used in exchanges])
         message = own_weights.new_empty(layout.length)
@@ -153,7 +146,7 @@ class AtMask(Message):
         return masks.collect(own_weights, words, self._faded, table, message, bit_offsets)
 
     def read(self, peers: slice, messages: Tensor, rows: Tensor, peers_copy: Tensor | None) -> None:
-        """w at the mask as it was sent (Alg. 2, l. 4); w = (1 - lr decay) w off the mask, where m' is 0 (l. 5)."""
+        """Set w at the mask to what was sent (Alg. 2, l. 4), and to (1 - lr decay) w off it, where m' is 0 (l. 5)."""
         whole = self._layout.whole
         if not self._layout.masked:
             whole.unpack(messages, rows)
@@ -162,7 +155,7 @@ class AtMask(Message):
         masks.renew(messages, words, self._faded, whole.copy_table(rows.device), rows, bit_offsets)
 
     def _join(self, exchanges: Sequence[MaskedExchange]) -> BucketMasks:
-        """Join the masks of all pieces that have one: a bucket's as they are, if these are its own."""
+        """Join the masks of all pieces that have one; return the bucket's own if the pieces are all of the bucket."""
         names, bucket = tuple(piece.name for piece, _ in self._layout.masked), exchanges[0].bucket
         if bucket.names == names:
             return bucket
@@ -170,7 +163,7 @@ class AtMask(Message):
         return BucketMasks(names, tuple(used.k for used in exchanges), words, masks.directory(words))
 
     def _lay_out(self, counts: Sequence[int | None]) -> _Layout:
-        """Lay out a message; ``counts``: how many values of each piece are at its mask, None where it has none."""
+        """Lay out a message; ``counts``: values at the mask of each piece, None where it has no mask."""
         if (key := tuple(counts)) not in self._layouts:
             masked = [(piece, k) for piece, k in zip(self._pieces, counts, strict=True) if k is not None]
             unmasked = [piece for piece, k in zip(self._pieces, counts, strict=True) if k is None]
@@ -180,12 +173,8 @@ class AtMask(Message):
 
 
 class _Layout(NamedTuple):
-    """A message's layout: first the values at masks, then the pieces that have none.
+    """A message's layout: first the values at masks, then the pieces that have none."""
 
-    Attributes:
-        masked: the pieces with a mask, and how many values are at it. whole: the others, in the message. length: of it.
-    """
-
-    masked: list[tuple[Piece, int]]
-    whole: Columns
+    masked: list[tuple[Piece, int]]  # with how many values are at each mask
+    whole: Columns  # the other pieces, in the message
     length: int

@@ -42,21 +42,20 @@ class Gradients(_Feedback):
 class Updates(_Feedback):
     """Steps of the weights are sent and wait.
 
-    A step is made of this rank's gradient by Adam's rule without momentum (``parts/updates.py``), so that what waits is
-    not scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
-    compressed parameters are then the method's, and 8 bytes more per element in place of its moments; what an engine
-    holds as their gradient is the step, which ``wire.clip_grad_norm_`` leaves alone.
+    Adam's rule without momentum makes a step of this rank's gradient (``parts/updates.py``), so that what waits is not
+    scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
+    compressed parameters the method then takes, and 8 bytes per element in place of its moments. The engine's ``grad``
+    of these parameters is the step, which ``wire.clip_grad_norm_`` leaves alone.
 
     Args:
         delivered_share: share of what a step sends that is delivered; the rest goes on waiting, in the same state.
-            Lower => smoother and later steps (of all values, it would be a momentum of 1 - delivered_share). None: what
-            was measured best for the method and its density (``default_share``).
-        direction: whose step it is: "adam", or "muon" (``parts/muon.py``): of matrices that are no embedding and no
-            head the orthogonalised momentum of this rank's own gradients, at lr 0.2 sqrt(max(rows, columns));
-            embeddings and heads keep Adam's, and what is not a matrix stays dense. For weights that the rank holds
-            whole.
+            Lower => smoother and later steps (if all values are sent: a momentum of 1 - delivered_share). None: the
+            best measured for the method and its density (``default_share``).
+        direction: "adam", or "muon" (``parts/muon.py``), for weights that the rank holds whole: matrices other than
+            embeddings and heads step along the orthogonalised momentum of this rank's own gradients, at
+            lr 0.2 sqrt(max(rows, columns)); embeddings and heads keep Adam's step, and what is no matrix stays dense.
         beta1: decay of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1; higher => smoother
-            and later steps, and 8 bytes more per element. What waits is an average already. (powersgd gains by it.)
+            and later steps. Above 0: 8 bytes more per element. Of all methods powersgd alone gains by it.
     """
 
     delivered_share: Share | None = None
@@ -72,13 +71,13 @@ class Updates(_Feedback):
 GRADIENTS, UPDATES = Gradients(), Updates()
 KINDS: dict[str, Any] = {"gradients": Gradients, "updates": Updates}
 OLD_KNOBS = {"portion": "delivered_share", "direction": "direction", "beta1": "beta1"}
-"""Knobs that methods had before ``Updates`` had them, which saved runs and measurements still say."""
+"""Former knobs of methods, which saved runs and measurements still name -> knobs of ``Updates``."""
 
 
 def read_feedback(text: str, default: Any, method: str = "") -> Gradients | Updates:
     """Read "gradients" or "updates(delivered_share=0.25)" for a ``method`` whose feedback is ``default``.
 
-    Older versions wrote "gradient" and "update": the default, if it is of that kind. Raises ThinwireError for others.
+    Older versions wrote "gradient" and "update" for the default of that kind. Raises ThinwireError for other text.
     """
     label, (name, bracket, knobs) = f"{method}: " if method else "", text.strip().partition("(")
     try:
@@ -95,7 +94,7 @@ def read_feedback(text: str, default: Any, method: str = "") -> Gradients | Upda
 
 
 def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the ``knobs`` of a method whose feedback is ``default`` from the names that older versions had.
+    """Translate the ``knobs`` of a method whose feedback is ``default`` from the names in older versions.
 
     Raises:
         ThinwireError: a knob of steps is set for a method that sends gradients.
@@ -116,9 +115,9 @@ def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def share_of(density: float) -> float:
-    """Return the delivered share that keeps the loss where ``density`` of all steps is sent (docs/quality.md).
+    """Return the delivered share that keeps the loss where ``density`` of all values is sent (docs/quality.md).
 
-    So that a step delivers about as much as at a density of 0.01, of more values; no less than momentum has.
+    A step then delivers about as much as at a density of 0.01, spread over more values. The least is 0.1, momentum's.
     """
     return min(max(0.0125 / density, 0.1), 1.0)
 
@@ -128,14 +127,14 @@ class Lossy(Method):
     """The base of methods that do not send all of each gradient: the common policy, a dense start, and what waits.
 
     Args:
-        start: dense before: a share of the run below 1, or a number of optimizer steps. Later => more bytes, and the
-            first steps, in which weights move fastest, lose nothing to waiting.
+        start: length of a dense start: a share of the run below 1, or a number of optimizer steps. Higher => more
+            bytes, and the first steps, in which weights move fastest, lose nothing to waiting.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed). None: 65,536 where
-            gradients are sent; 1024, so all matrices, where steps are: with attention left to AdamW's momentum beside
-            them a short run from scratch loses up to 25% (docs/quality.md).
-        feedback: what becomes of what is not sent. ``Gradients()``: it waits with this rank, as a gradient, for any
-            optimizer (8 bytes per element). ``Updates(...)``: steps of the weights are sent, and wait, for AdamW. None:
-            it is lost, where a method allows that. As text "gradients", "updates(delivered_share=0.25)".
+            gradients are sent, 1024 (all matrices are sent) where steps are: with attention left to AdamW's momentum
+            beside such steps, a short run from scratch loses up to 25% (docs/quality.md).
+        feedback: the fate of what is not sent. ``Gradients()``: it waits on this rank as a gradient, for any optimizer
+            (8 bytes per element). ``Updates(...)``: steps of the weights are sent, and wait, for AdamW. None: it is
+            lost, where a method allows that. As text: "gradients", "updates(delivered_share=0.25)".
     """
 
     start: Start = 0
@@ -157,7 +156,7 @@ class Lossy(Method):
 
     @property
     def updates(self) -> Updates | None:
-        """Return the knobs by which gradients become steps; None: gradients are sent."""
+        """The knobs that turn gradients into steps; None: gradients are sent."""
         return self.feedback if isinstance(self.feedback, Updates) else None
 
     def begin(self, run: Run) -> None:
@@ -173,14 +172,14 @@ class Lossy(Method):
 
     @property
     def smallest_sent(self) -> int:
-        """Return ``smallest``, or the default of what is sent."""
+        """``smallest``, or its default for what is sent."""
         if self.smallest is not None:
             return self.smallest
         return SMALL if self.updates is None else MATRIX
 
     @property
     def rounding(self) -> Rounding | None:
-        """The rounding of one encoding; None: it leaves out more than a format bounds."""
+        """The rounding of one encoding; None: no format bounds what it leaves out."""
         return None
 
     def describe(self) -> Card:
@@ -201,23 +200,23 @@ class Lossy(Method):
 
     @property
     def conserves(self) -> Promise:
-        """The promise that all waits that was not sent."""
+        """The promise that everything unsent waits."""
         return CONSERVES if self.updates is None else replace(CONSERVES, of="updates")
 
     @property
     def for_gradients(self) -> str:
-        """Write this method as it sends gradients, as the papers have it, and not steps."""
+        """This method as text, sending gradients in place of steps."""
         text = str(replace(self, feedback=Gradients()))
         return f"{text}, or {self.name}:paper" if "paper" in self.PRESETS else text
 
     @property
     def default_share(self) -> float:
-        """The share that is delivered of what a step sends, unless ``Updates`` says another."""
+        """The ``delivered_share`` unless ``Updates`` sets another."""
         return 1.0
 
     @property
     def delivered_share(self) -> float:
-        """The share that is delivered of what a step sends."""
+        """The share of what a step sends that is delivered."""
         if self.updates is None or self.card.promise != self.conserves:
             return 1.0
         return self.default_share if self.updates.delivered_share is None else self.updates.delivered_share
@@ -246,7 +245,7 @@ class Lossy(Method):
             self.update_space.leave(bucket)
 
     def _deliver_share(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Compress; of c = h - e', which was sent, the share p is delivered: p mean_n c arrives, h - p c waits."""
+        """Compress, and deliver the share p of what was sent, c = h - e': p mean_n c arrives, h - p c waits."""
         h = bucket.scratch("whole", bucket.shape, torch.float32)
         torch.add(bucket.rows, self.state.read("residual", bucket), out=h)
         self.compress(bucket, exchange)
@@ -254,7 +253,7 @@ class Lossy(Method):
         bucket.mean.mul_(self.delivered_share)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``reduce``, once the dense start is over. The rows are gradients or, with ``Updates``, steps."""
+        """Do what ``reduce`` does after the dense start. The rows are gradients or, with ``Updates``, steps."""
         exchange.mean(bucket, self.codec, on_wire=self.card.summed_by_network, residual=self.residual(bucket))
 
     def residual(self, bucket: Bucket) -> Residual | None:

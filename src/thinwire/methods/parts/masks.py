@@ -1,16 +1,15 @@
 """Masks that some ranks choose in one step, all get during the next passes, and all use from the next step on (SCAPE).
 
-:class:`Schedule` says how many values and when, :class:`Masks` chooses, sends and unfolds them. Sharded weights are
-gathered by them (``methods/atmask.py``). Lines are those of SCAPE's Alg. 1.
+:class:`Schedule` says how many values and when; :class:`Masks` chooses, sends and unfolds masks. Sharded weights are
+gathered at them (``parts/atmask.py``). Lines are those of SCAPE's Alg. 1.
 
 Each parameter's mask has one chooser: a rank, or, where every rank owns a row of each parameter, the owner of the row.
-All that a rank has chosen goes out as one message while the next forward and backward pass run: as bits, or, below a
-density of 1/32, as positions.
+A rank sends all that it has chosen in one message while the next forward and backward passes run: as bits, or as
+positions below a density of 1/32.
 
-A message is as long as the longest, and every rank gets them all: with many ranks, one large parameter would make N
-long messages. So a parameter with more than ``MAX_SHARES`` / N of all values is cut into chunks of 1 / N of them, each
-of which has a chooser of its own, and as many of its values on the mask as its size asks for. (The paper has one
-chooser for each parameter, and 4 ranks.)
+All messages have the length of the longest, and every rank gets them all, so that one large parameter would make N long
+messages. A parameter with more than ``MAX_SHARES`` / N of all values is therefore cut into chunks of 1 / N of all
+values, each with its own chooser and its share of the mask. (The paper has one chooser a parameter, and 4 ranks.)
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ WORD = masks.WORD
 LISTED = 1 / 32
 """Density below which positions (4 bytes each) are fewer bytes than mask bits."""
 MAX_SHARES = 3
-"""Times its rank's share of all values, above which a parameter has several choosers. Higher => longer messages, with
-more ranks alike; lower => fewer parameters whose largest values are found over all of them."""
+"""Parameters above this many times 1 / N of all values have several choosers. Higher => longer messages; lower => fewer
+parameters whose largest values are found over the whole parameter."""
 
 
 Slots = dict[str, list[tuple[slice, slice]]]
-"""Parameter -> for each chunk the R ranks that choose its rows, and bytes in their messages."""
+"""Parameter -> for each chunk, the R ranks that choose its rows, and its bytes in their messages."""
 
 
 class Chunk(NamedTuple):
@@ -60,7 +59,7 @@ class Chunk(NamedTuple):
 
 
 def cut(span: int, max_span: int) -> tuple[Chunk, ...]:
-    """``span`` columns in equal chunks, but for the last, of up to ``max_span`` (rounded up to whole words)."""
+    """Cut ``span`` columns into chunks of up to ``max_span`` (rounded up to words), equal but for the last."""
     width = padded(max(min(span, max_span), 1), WORD)
     starts = range(0, span, width)
     return tuple(Chunk(start, min(width, padded(span, WORD) - start), min(width, span - start)) for start in starts)
@@ -84,13 +83,13 @@ class Schedule:
         return max(self.warm, 1)
 
     def density_at(self, step: int) -> float:
-        """Share of values sent in ``step``: 1 at first, then geometrically to ``density`` at the end of the warm-up."""
+        """Return the share of values sent in ``step``: from 1 geometrically to ``density`` at the warm-up's end."""
         if step == 0:
             return 1.0
         return self.density if step >= self.warm else float(self.density ** (step / self.warm))
 
     def k(self, columns: int, step: int) -> int:
-        """Values of ``columns`` that are sent in ``step``."""
+        """Count the values of ``columns`` that are sent in ``step``."""
         return count_of(self.density_at(step), columns)
 
     def refreshes(self, step: int) -> bool:
@@ -102,19 +101,19 @@ class Schedule:
         return self.density_at(step) < LISTED
 
     def mask_bytes(self, columns: int, step: int) -> int:
-        """Bytes of the mask of ``columns`` values, a multiple of 8."""
+        """Count the bytes of the mask of ``columns`` values, a multiple of 8."""
         return padded(4 * self.k(columns, step), 8) if self.listed(step) else padded(columns, WORD) // 8
 
 
 class Masks:
     """The masks in use and those to come, of all parameters that are sent. They live in the state of ``method``.
 
-    State by parameter: "mask" (R, bytes) as it was gathered, row r's from its chooser; "chosen", the step for whose
-    density it was chosen. A parameter without one has all ones; one that takes no part in a step keeps its last.
+    State by parameter: "mask" (R, bytes), row r gathered from its chooser; "chosen", the step whose density the mask
+    has. No mask means all ones. A parameter that takes no part in a step keeps its mask.
     """
 
     def __init__(self, method: Method, exchange: Exchange, sizes: Mapping[str, int], schedule: Schedule) -> None:
-        """``sizes``: values of each parameter in one of its R rows."""
+        """Take ``sizes``: values of each parameter in one of its R rows."""
         self._method, self._exchange, self._schedule = method, exchange, schedule
         rows = bucket_rows(exchange, True)
         ranks, values = exchange.ranks // rows, sum(sizes.values())
@@ -124,27 +123,27 @@ class Masks:
         }
         self._slots: tuple[float, Slots, int] | None = None
         self._bit_slots, self._length = self._lay_out(0)  # as bits: one for each score
-        self._scores: Tensor | None = None  # what this rank chooses by, its chunks side by side
+        self._scores: Tensor | None = None  # by which this rank chooses; its chunks side by side
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
         self._joined: list[tuple[Tensor, list[Tensor]]] = []  # masks (1, bytes) to come, of several choosers' chunks
 
     def used(self, bucket: Bucket) -> BucketMasks | None:
-        """The masks in use of the bucket's rows; None while they are all ones."""
+        """Return the masks in use of the bucket's rows; None: they are all ones."""
         saved_masks = [self._method.state.get("mask", segment.name) for segment in bucket.segments]
         if all(mask is None for mask in saved_masks):
             return None
         return bucket.once("masks", lambda: self._unpack_masks(bucket, saved_masks), *saved_masks)
 
     def _sections(self, name: str, step: int) -> Iterator[tuple[Chunk, int, slice]]:
-        """Each chunk of ``name``, the values at its mask for ``step``, and its bytes in a row of the mask."""
+        """Yield each chunk of ``name``, the values at its mask in ``step``, and its bytes in a row of the mask."""
         end = 0
         for chunk in self._chunks[name]:
             begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
             yield chunk, self._schedule.k(chunk.span, step), slice(begin, end)
 
     def scores(self, segment: Segment, device: torch.device) -> list[tuple[Chunk, Tensor | None]]:
-        """Each of its chunks, with (width,) memory for what this rank chooses the next mask by; None: another does."""
+        """List each chunk with the scores (width,) by which this rank chooses its mask; None: another rank chooses."""
         if self._scores is None:
             self._scores = torch.zeros(8 * self._length, dtype=torch.float32, device=device)
         chunk_scores: list[tuple[Chunk, Tensor | None]] = []
@@ -155,7 +154,7 @@ class Masks:
         return chunk_scores
 
     def _choose(self, step: int) -> Tensor:
-        """This rank's masks for ``step``, where scores are largest (l. 15), in one pass: (m,) bytes."""
+        """Return this rank's masks for ``step``, where scores are largest (l. 15): (m,) bytes."""
         slots, length = self._slots_of(step)
         scores, listed = self._scores, self._schedule.listed(step)
         assert scores is not None
@@ -180,14 +179,14 @@ class Masks:
         ends = [*(segment.list_start for segment in segments[1:]), segments[-1].list_start + padded(segments[-1].k, 2)]
         positions = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
         sparse.largest(rows, None, tuple(segments), None, positions, torch.empty_like(positions, dtype=torch.float32))
-        # Positions travel as those of their own chunk; the padding, which travels and is saved, is 0.
+        # Positions count from their chunk's start; the padding, which travels and is saved, is 0.
         starts = devices.uploaded([segment.start for segment in segments], scores.device)
         widths = devices.uploaded([end - s.list_start for s, end in zip(segments, ends, strict=True)], scores.device)
         positions.sub_(starts.repeat_interleave(widths, output_size=ends[-1])).clamp_(min=0)
         return self._message[:length]
 
     def gather(self, names: Collection[str], step: int) -> None:
-        """Start to gather the masks chosen for ``step``, if it has new ones; those of ``names`` come into use."""
+        """Start to gather the masks for ``step``, if it has new ones; put those of ``names`` into use."""
         if not names or not self._schedule.refreshes(step):
             return
         self.finish()
@@ -207,7 +206,7 @@ class Masks:
                 state.put("mask", name, mask_in_use.clone())  # the gathered masks of that step can then be freed
 
     def finish(self) -> None:
-        """Wait for the masks that are under way, and join what several ranks chose of one parameter."""
+        """Wait for the masks under way, and join those that several ranks chose for one parameter."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -217,7 +216,7 @@ class Masks:
         self._joined.clear()
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
-        """See ``StateKind.fault``: masks that do not have their bits, or have one beyond their columns."""
+        """Find masks with a wrong number of bits, or a bit beyond their columns: see ``StateKind.fault``."""
         for name in self._chunks:
             key, chosen = f"{LOOSE}mask/{name}", saved.get(f"{LOOSE}chosen/{name}")
             if (mask := saved.get(key)) is None:
@@ -245,16 +244,16 @@ class Masks:
         return ""
 
     def _slots_of(self, step: int) -> tuple[Slots, int]:
-        """Return ``_lay_out`` of ``step``, cached while masks have that density."""
+        """Return ``_lay_out(step)``, cached while the density stays."""
         density = self._schedule.density_at(step)
         if self._slots is None or self._slots[0] != density:
             self._slots = density, *self._lay_out(step)
         return self._slots[1:]
 
     def _lay_out(self, step: int) -> tuple[Slots, int]:
-        """Return the slots of the masks of ``step``, and the length of a message.
+        """Return the slots of the masks of ``step``, and the length of a message: the same on all ranks.
 
-        The same on all ranks: the largest first, each to the ranks with the least so far. R = N: all choose their row.
+        Chunks go, largest first, to the ranks with the fewest values so far; with R = N each rank chooses its own row.
         """
         rows = bucket_rows(self._exchange, True)
         load = [(0, rank) for rank in range(self._exchange.ranks // rows)]  # a heap: values, and whose
@@ -269,7 +268,7 @@ class Masks:
         return slots, max(ends)
 
     def _unpack_masks(self, bucket: Bucket, saved_masks: Sequence[Tensor | None]) -> BucketMasks:
-        """Unfold ``saved_masks``, each as it was gathered, to bits; None: all of the parameter's values."""
+        """Unfold ``saved_masks``, as gathered, to bits; None: all of the parameter's values."""
         words = bucket.buffer("mask", (bucket.shape[0], bucket.shape[1] // WORD), torch.int64)
         counts, lists = [], []
         for segment, mask in zip(bucket.segments, saved_masks, strict=True):
@@ -296,7 +295,7 @@ class Masks:
 
 
 def all_ones(bucket: Bucket) -> BucketMasks:
-    """Masks of all of the bucket's values, and of its padding: what goes out is as long as dense's."""
+    """Return masks of all of the bucket's values and its padding: the message is as long as dense's."""
     names, counts = zip(*((segment.name, segment.width) for segment in bucket.segments), strict=True)
     words = torch.full((bucket.shape[0], bucket.shape[1] // WORD), -1, dtype=torch.int64, device=bucket.device)
     return BucketMasks(names, counts, words, masks.directory(words))

@@ -2,13 +2,13 @@
 
     M = mu M + g;  u = lr 0.2 sqrt(max(rows, columns)) O(g + mu M)          mu = 0.95, Nesterov's
 
-O(X) is near U V^T of X = U S V^T: from X / |X| five times X = a X + (b A + c A^2) X with A = X X^T, a Newton-Schulz
-iteration whose coefficients let singular values end between 0.7 and 1.2, soon rather than exactly
+O(X) is near U V^T of X = U S V^T. It starts from X / |X| and sets X = a X + (b A + c A^2) X with A = X X^T five times:
+a Newton-Schulz iteration whose coefficients bring singular values between 0.7 and 1.2 soon, rather than to 1 exactly
 (kellerjordan.github.io/posts/muon). The factor gives a step the root mean square of Adam's, so that lr and decay are
 AdamW's (Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, eq. 4).
 
-On one rank of several, g and M are its own; the mean over ranks of what was orthogonalised is shorter than what Muon
-makes of the mean gradient, the more so the less alike the ranks' gradients are.
+g and M are the rank's own. The mean of the ranks' orthogonalised steps is shorter than the step that Muon makes of the
+mean gradient, the more so the less alike the ranks' gradients are.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SCALE = 0.2
 
 
 def muon(values: Tensor, momentum: Tensor, momentum_out: Tensor, shape: tuple[int, ...], span: int, lr: float) -> None:
-    """``values``: g -> u, and ``momentum_out`` = M'; all (R, w), a matrix of ``shape`` in rows of ``span`` and padding.
+    """Replace g in ``values`` by u, and write M' to ``momentum_out``; ``momentum`` M is zeros at first.
 
-    ``momentum`` M is zeros at first.
+    All are (R, w): a matrix of ``shape`` in rows of ``span`` values and padding.
     """
     numel, flat = math.prod(shape), values[:, :span].reshape(-1)
     torch.add(values, momentum, alpha=NESTEROV, out=momentum_out)
@@ -41,7 +41,7 @@ def muon(values: Tensor, momentum: Tensor, momentum_out: Tensor, shape: tuple[in
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """O(``matrix``), (rows, columns); zeros of zeros."""
+    """Return O(``matrix``), (rows, columns); zeros for zeros."""
     a, b, c = COEFFICIENTS
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix if wide else matrix.T

@@ -15,7 +15,7 @@ from thinwire.network.comm import local
 
 
 def check_adam(method: str, run: Run) -> None:
-    """Refuse optimizers whose step ``MeanMomentView`` cannot change: ``method`` runs with second_moment='mean'."""
+    """Refuse optimizers whose step ``MeanMomentView`` cannot change, for ``method`` with second_moment='mean'."""
     for name, (optimizer, _) in run.holders.items():
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ThinwireError(
@@ -32,8 +32,8 @@ def check_adam(method: str, run: Run) -> None:
 class MeanMomentView:
     """Lets Adam step with v / N (LS1), by groups of its own in place of the user's, which stay as they are.
 
-    With g / sqrt(N) Adam's m and v are m / sqrt(N) and v / N, and with lr sqrt(N) and decay / sqrt(N) the step
-    m / (sqrt(v / N) + eps) is as large, and lr decay the same.
+    From g / sqrt(N) Adam makes m / sqrt(N) and v / N. With lr sqrt(N) its step is lr m / (sqrt(v / N) + eps), and with
+    decay / sqrt(N) the product lr decay is the same.
     """
 
     def __init__(self) -> None:

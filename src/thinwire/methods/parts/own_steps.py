@@ -15,10 +15,7 @@ from thinwire.core.run import Holder, Run, Step
 class OwnSteps:
     """The parameters whose gradient, as the engine holds it, is something else, which the optimizer must not see.
 
-    The optimizer leaves a parameter without gradient, and its moments and step count, as they are.
-
-    Attributes:
-        names: of the parameters that the method will step this time.
+    The method steps ``names`` next. The optimizer does not change a parameter without ``grad``, its moments or count.
     """
 
     def __init__(self) -> None:
@@ -26,7 +23,7 @@ class OwnSteps:
         self._hidden: dict[str, Tensor] = {}
 
     def take_all(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
-        """``move(name, weight)`` for each, whose ``weight.grad`` is then hidden; where there is none, nothing."""
+        """Call ``move(name, weight)`` for each of ``names`` that has a ``weight.grad``, and hide that."""
         for name in sorted(self.names):
             weight = step.weights[name]
             if weight.grad is not None:
@@ -35,26 +32,26 @@ class OwnSteps:
         self.names.clear()
 
     def show(self, step: Step) -> None:
-        """Show the gradient as the engine holds it again to whoever looks at it."""
+        """Put the hidden ``grad`` back."""
         for name, gradient in self._hidden.items():
             step.weights[name].grad = gradient
         self._hidden.clear()
 
     def forget(self) -> None:
-        """The step under way does not count."""
+        """Forget the step under way, which does not count."""
         self.names.clear()
 
 
 REFUSED = ("amsgrad", "maximize", "differentiable")
-"""Settings of Adam that no method's own steps know."""
+"""Settings of Adam that the methods' own steps do not have."""
 
 
 def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
-    """The optimizer of each parameter of ``names``, whose steps the method takes, and its group there.
+    """Return the optimizer and group of each parameter of ``names``, whose steps ``method`` takes.
 
     Raises:
-        ThinwireError: it is no Adam with decoupled weight decay, or has one of the settings ``REFUSED``; a GradScaler
-            would unscale the gradients of several optimizers.
+        ThinwireError: an optimizer is no Adam with decoupled weight decay, or has a setting of ``REFUSED``; a
+            GradScaler would unscale the gradients of several optimizers.
     """
     if run.scaled and len(run.optimizers) > 1:
         raise ThinwireError(
@@ -86,9 +83,7 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Is ``optimizer.step`` torch's own Adam's, and not a subclass's (cautious, schedule-free, a decay of its own)?
-
-    torch wraps the ``step`` of every class that is used as an optimizer.
-    """
+    """Is ``optimizer.step`` that of torch's Adam, not of a subclass (cautious, schedule-free, with another decay)?"""
+    # torch wraps the ``step`` of every class that is used as an optimizer.
     step = inspect.unwrap(type(optimizer).step)
     return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step))

@@ -1,6 +1,6 @@
 """The mean by servers, encoded both ways, with an error kept at either end.
 
-Rank j is server j: of row j of the bucket. With C the codec, x_n the rows of worker n, and e_n and s what waits:
+Rank j is the server of row j of the bucket. With C the codec, x_n the rows of worker n, and e_n and s what waits:
 
     send C[x_n + e_n], row j to server j;  e_n = x_n + e_n - C[x_n + e_n]
     y = mean_n C[x_n + e_n] + s, on each server;  s = y - C[y]
@@ -9,12 +9,11 @@ Rank j is server j: of row j of the bucket. With C the codec, x_n the rows of wo
 (DoubleSqueeze, Tang et al., ICML 2019, arXiv 1905.05957; dist-EF-SGD, Zheng et al., NeurIPS 2019, arXiv 1905.10936;
 1-bit Adam.) Nothing is lost: mean x_n + mean e_n + s = C[y] + mean e_n' + s'.
 
-The two errors are kept apart, s with the server, and not in the exchange's ``residual``, which gives N s back to the
-server's own e: the same sum, but as part of one worker's message, N times as large as the rest, it would have to pass
-through C once more, and set the scale of its group there. For a codec whose error is small the two forms agree to
-first order; for these, whose error is as large as the value, they do not.
+The server keeps s apart from e_n. The exchange's ``residual`` would add N s to the server's own e instead: the same
+sum, but N times as large as the rest of one worker's message, it would pass through C once more and set its group's
+scale. For a codec with a small error the two forms agree to first order; the error of these is as large as the value.
 
-The way back may have a codec C' of its own: of many workers' few largest values there are more in the mean.
+The way back may have its own codec C': the mean of many workers' few largest values has more of them.
 """
 
 from __future__ import annotations
@@ -40,17 +39,16 @@ def mean_both_ways(
     server_codec: Codec | None = None,
     back: bool = True,
 ) -> Tensor | None:
-    """``bucket.mean`` = C'[mean_n C[``bucket.rows`` + e_n] + s]; ``bucket.rows`` (N, n) are overwritten.
+    """Set ``bucket.mean`` to C'[mean_n C[``bucket.rows`` + e_n] + s], and overwrite ``bucket.rows`` (N, n).
 
     Args:
         codec: C, not linear.
         state: where e_n, "residual" (N, n), and s, "server" (1, n), wait.
-        server_codec: C'; C where it is left out.
-        back: False: servers keep the mean of what arrived as it is, without s; only where each rank owns its row.
+        server_codec: C'; None: C.
+        back: False: servers keep the mean of what arrived, without s; only where each rank owns its row.
 
     Returns:
-        the wires (N, m) of all servers, the same bytes on every rank, in a buffer of the bucket's; None without a way
-        back.
+        the wires (N, m) of all servers in the bucket's scratch memory, the same bytes on every rank; None without back.
     """
     served = serve(bucket, exchange, codec, state)
     rank, n = exchange.rank, bucket.shape[1]
@@ -74,7 +72,7 @@ def mean_both_ways(
 
 
 def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Tensor:
-    """Return mean_n C[``bucket.rows`` + e_n] of this rank's row, (1, n), and keep what C leaves out as e_n."""
+    """Return mean_n C[``bucket.rows`` + e_n] of this rank's row, (1, n), and keep what C leaves out in e_n."""
     bucket.rows.add_(state.read("residual", bucket))
     _clear_padding(bucket, bucket.rows)
     error = Residual(None, state.write("residual", bucket))
@@ -82,7 +80,7 @@ def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Ten
 
 
 def _with_shares(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:
-    """``codec`` for those ``rows``: a scale of signs is the mean of the values, and padding is none."""
+    """Return ``codec`` for ``rows``; for signs, whose scale is a mean over values, with padding left out of it."""
     if not isinstance(codec, Sign):
         return codec
     shares = bucket.once("shares", lambda: _shares(bucket, codec.group), codec.group)
@@ -90,7 +88,7 @@ def _with_shares(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Cod
 
 
 def _clear_padding(bucket: Bucket, values: Tensor, first: int = 0) -> None:
-    """Zeros in ``values``, the bucket's rows from ``first`` on, where no parameter is: a sign has no zero."""
+    """Zero the padding in ``values``, the bucket's rows from ``first`` on: signs, which have no zero, fill it."""
     bucket.clear_padding(values)
     for segment in bucket.segments:
         if segment.piece.stride:
@@ -103,7 +101,7 @@ def _clear_padding(bucket: Bucket, values: Tensor, first: int = 0) -> None:
 
 
 def _shares(bucket: Bucket, group: int) -> Tensor:
-    """(R, n / group): one over the number of values in each group that are not padding, which sets no scale."""
+    """Return (R, n / group): one over the number of values in each group that are not padding."""
     rows, n = bucket.shape
     counts = torch.zeros(rows, n // group, dtype=torch.float32)
     for segment in bucket.segments:
@@ -114,5 +112,5 @@ def _shares(bucket: Bucket, group: int) -> Tensor:
 
 
 def _count(segment: Segment, row: int) -> int:
-    """Count ``segment``'s columns in ``row`` that hold values. Rows that the engine has padded count as full."""
+    """Count ``segment``'s columns in ``row`` that hold values. Rows padded by the engine count as full."""
     return segment.span if segment.piece.stride else min(max(segment.piece.numel - row * segment.span, 0), segment.span)

@@ -8,30 +8,30 @@ On rank n (on two levels: node n), for each compressed tensor, at step t:
     the method exchanges u_n, with its own error feedback:  c = what it makes of mean_n u_n
     w   = (1 - lr decay) w - c                                          at lr = 0: w = w, and c goes on waiting
 
-r is the average up to the step before; in the very first step each bucket has an r of its own, and on HSDP each shard.
+r is the average up to the step before; in the very first step each bucket has its own r, and on HSDP each shard.
 
-Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once, and is divided
-by a sqrt(v) that has meanwhile been measured from such sums: its scale is stale. And Adam's momentum delays by nine
-more steps what the residual has delayed already. Here lr / sqrt(v) is fixed when the gradient is taken, and there is no
-momentum (docs/quality.md has the figures). r makes the variance of one rank's gradient that of the mean's: it is 1
-where all ranks have the same gradient, and 1/N where they have nothing but noise.
+Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once. It is divided
+by a sqrt(v) that was measured from such sums meanwhile, so its scale is stale. And Adam's momentum adds a delay of nine
+steps to that of the residual. Here lr / sqrt(v) is fixed when the gradient is taken, and there is no momentum
+(docs/quality.md has the figures). r turns the variance of one rank's gradient into that of the mean: r is 1 where all
+ranks have the same gradient, and 1/N where they have nothing but noise.
 
-``delivered_share``: of what the method makes of mean_n u_n a share p is taken, and the rest goes on waiting:
+``delivered_share`` p: the step takes the share p of c, and the rest goes on waiting:
 
     w = (1 - lr decay) w - p c;  e_n = h_n - p c_n              h_n = u_n + e_n, of which c_n is sent
 
-There is no momentum here, so it is the wait that averages. At a density of 0.01 values wait long. Of many values those
-sent are mostly the last step's noise: delivered whole, they are RMSProp at Adam's rate, from which a run does not
-recover. Where all is sent, a share is a momentum of 1 - p. (``beta1`` is not that: it makes the sums larger that are
-delivered at once.)
+There is no momentum here, so the wait does the averaging. At a density of 0.01 values wait long. Where many values are
+sent, they are mostly the last step's noise: delivered whole, they are RMSProp at Adam's rate, from which a run does not
+recover. Where all values are sent, p is a momentum of 1 - p.
 
-``beta1``: an average of this rank's g_n, of that decay, takes the place of g_n above v_n.
+``beta1``: an average of this rank's g_n with that decay replaces g_n above sqrt(v_n). It is no substitute for p: it
+makes the sums larger that are delivered at once.
 
-``direction="muon"``: of matrices that are no embedding and no head, u_n is Muon's step along this rank's own momentum
-(``methods/muon.py``), which takes the place of v_n.
+``direction="muon"``: for matrices other than embeddings and heads, u_n is Muon's step along this rank's own momentum
+(``parts/muon.py``), which takes the place of v_n.
 
-lr, b2, eps and the decay are those of the user's ``torch.optim.AdamW``, of the parameter's group, lr as it stands in
-the backward pass. Its moments are never made for these parameters: v_n and what waits take their place.
+lr (as it stands in the backward pass), b2, eps and the decay come from the parameter's group in the user's
+``torch.optim.AdamW``, which never makes moments for these parameters: v_n and what waits take their place.
 
 Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.19870), DGC (arXiv 1712.01887).
 """
@@ -58,10 +58,9 @@ from thinwire.network.comm import local
 from thinwire.ops.direction import DirectionSegment, direction
 
 SAMPLE = 64
-"""Values of a tensor that tell how much alike the ranks' gradients are: together with those of other tensors, and
-averaged over ten steps."""
+"""Sampled values of each tensor from which r is measured: over all tensors, averaged over ten steps."""
 PROBE = 4096
-"""Values of a step by whose length it is noticed that it was scaled."""
+"""Values at the start of each step whose norm reveals that somebody has scaled it."""
 DECAY = 0.9
 """Weight of the old r in the new one."""
 
@@ -79,13 +78,12 @@ class UpdateSpace:
         read_state: Callable[[], State],
         instead: Callable[[], str],
     ) -> None:
-        """Make the steps of ``method``, which compresses ``sent``; ``updates``: the knobs that say how.
+        """Make the steps of ``method`` for the parameters ``sent``; ``updates``: its knobs (``feedback.Updates``).
 
-        ``read_state``: gives the method's state, once there is one. ``instead``: what to write where no Adam steps.
+        ``read_state`` returns the method's state; ``instead`` returns what an error advises where there is no Adam.
 
         Raises:
-            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay. Muon:
-                a matrix of which this rank holds a part.
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay; with Muon, a rank holds part of a matrix.
         """
         self._read_state, self._run, self._momentum = read_state, run, updates.beta1
         self._name = f"{method} with feedback='updates'"
@@ -107,14 +105,14 @@ class UpdateSpace:
                     "direction='adam', or train it where weights are not sharded (DDP)"
                 )
         self._steps = OwnSteps()
-        # Of each tensor in this step: (sum_S (mean g)^2, sum_S mean g^2), and mean_n |g_n|^2.
+        # For each tensor in this step: (sum_S (mean g)^2, sum_S mean g^2), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
-        self._lengths: dict[str, tuple[Tensor, int]] = {}  # of the first values of each c: to notice who scales it
+        self._lengths: dict[str, tuple[Tensor, int]] = {}  # norm of the first values of each c, and how many
         self._scaled: Tensor | None = None
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters whose gradient, as the engine holds it, is a step now."""
+        """The parameters whose ``grad`` holds a step now."""
         return self._steps.names
 
     @property
@@ -122,12 +120,12 @@ class UpdateSpace:
         return self._read_state()
 
     def watch(self, bucket: Bucket) -> None:
-        """Learn v_n from gradients that are sent as they are."""
+        """Update v_n from gradients that are sent dense."""
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
         self._precondition(bucket, values, torch.ones((), device=bucket.device))
 
     def enter(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``bucket.rows``: gradients become steps, g_n -> u_n."""
+        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n."""
         squares = self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
@@ -136,7 +134,7 @@ class UpdateSpace:
             self._precondition(bucket, bucket.rows, r)
 
     def leave(self, bucket: Bucket) -> None:
-        """``bucket.mean`` holds steps that will be taken."""
+        """Note that ``bucket.mean`` holds steps to take, and their lengths."""
         probes: list[Tensor] = []
         for segment in bucket.segments:
             self._steps.names.add(segment.name)
@@ -147,12 +145,11 @@ class UpdateSpace:
             self._lengths[segment.name] = length, len(values)
 
     def take_steps(self, step: Step) -> None:
-        """w = (1 - lr decay) w - c, of all parameters whose c has come.
+        """Set w = (1 - lr decay) w - c for all parameters whose c has come.
 
         Raises:
-            ThinwireError: the steps of the time before were scaled between the backward pass and the optimizer's step,
-                as ``torch.nn.utils.clip_grad_norm_`` does to gradients. (It is told one step late, so that the host
-                does not wait for a device.)
+            ThinwireError: something, such as ``torch.nn.utils.clip_grad_norm_``, scaled the previous step between the
+                backward pass and the optimizer's step. (Raised one step late: the host does not wait for a device.)
         """
         self.refuse_scaled()
         values: list[Tensor] = []
@@ -163,7 +160,7 @@ class UpdateSpace:
 
         def move(name: str, weight: Tensor) -> None:
             (optimizer, group), change = step.holders[name], local(weight.grad)  # type: ignore[arg-type]
-            optimizer.state.pop(weight, None)  # of a dense start, or handed over: it is of no use here
+            optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
             if rests(group):
                 return
             values.append(local(weight.detach()))
@@ -186,7 +183,7 @@ class UpdateSpace:
         self._lengths.clear()
 
     def refuse_scaled(self) -> None:
-        """Raise ThinwireError if the steps of the time before were scaled, as ``take_steps`` says."""
+        """Raise ThinwireError if something scaled the previous step: see ``take_steps``."""
         if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
             self._scaled = None
             raise ThinwireError(
@@ -195,7 +192,7 @@ class UpdateSpace:
             )
 
     def end_step(self, step: Step) -> None:
-        """The step has been taken: r moves on."""
+        """Put the hidden ``grad`` back after the step, and update r."""
         self._steps.show(step)
         if self._measured:
             new = _ratio(self._sum_squares(), self._run.exchange.ranks)
@@ -204,25 +201,25 @@ class UpdateSpace:
             self._measured.clear()
 
     def forget(self) -> None:
-        """The step under way does not count."""
+        """Forget the step under way, which does not count."""
         self._steps.forget()
         self._measured.clear()
         self._lengths.clear()
 
     def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
-        """``bucket.mean`` = mean_n v_n: a dense exchange between two steps."""
+        """Set ``bucket.mean`` to mean_n v_n: a dense exchange between two steps."""
         bucket.rows.copy_(self._state.read("second", bucket))
         exchange.mean(bucket)
 
     def hand_over(self, name: str, second: Tensor) -> None:
-        """``second`` = mean_n v_n, in the shape of this rank's part of ``name``, becomes the optimizer's."""
+        """Give the optimizer ``second`` = mean_n v_n, in the shape of this rank's part of ``name``."""
         if self._state.get("seen", name) is not None:
             self._run.holders[name].optimizer.state[self._run.weights[name]] = self._moments(name, second)
 
     def moments_of(self, name: str) -> dict[str, Tensor] | None:
-        """Return what torch's Adam would keep of ``name``, by this rank's own v_n; None: it keeps its own.
+        """Make Adam's state of ``name`` from this rank's v_n; None: the optimizer has its own.
 
-        Where this rank has not all of v_n of its part, it is as if there had been no step yet.
+        Where this rank lacks some of v_n of its part, it is the state before the first step.
         """
         if self._state.get("seen", name) is None:
             return None
@@ -233,7 +230,7 @@ class UpdateSpace:
         return self._moments(name, own_second.view(weight.shape))
 
     def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
-        """``second``: of all values; None: no step was taken. Of Muon's matrices it is a momentum."""
+        """Make Adam's state from ``second`` (v_n); None: as before the first step, as for Muon's matrices."""
         if name in self._matrices:
             second = None
         weight, group = self._run.weights[name].detach(), self._run.holders[name].group
@@ -250,13 +247,12 @@ class UpdateSpace:
         return moments
 
     def resting(self) -> list[str]:
-        """The parameters whose steps have come while their lr is 0: they hold still, and what waited still waits."""
+        """The parameters whose steps have come while their lr is 0: they stay, and what waited goes on waiting."""
         holders = self._run.holders
         return [name for name in self._steps.names if rests(holders[name].group)]
 
     def power(self) -> Tensor | None:
-        """r mean_n |g_n|^2, 0-dim: about the squared norm of the mean gradient of what became steps, on the exchange's
-        ranks; None: nothing has."""
+        """Return r mean_n |g_n|^2, 0-dim, about the squared norm of the steps' mean gradient; None: no steps."""
         if not self._measured:
             return None
         r = self._state.get("alike", "")
@@ -268,14 +264,14 @@ class UpdateSpace:
         return torch.stack([self._measured[name][0] for name in sorted(self._measured)]).sum(0)
 
     def cancel(self, names: Collection[str]) -> None:
-        """The steps of ``names`` were thrown away."""
+        """Forget the steps of ``names``, which were thrown away."""
         for name in names:
             self._steps.names.discard(name)
             self._measured.pop(name, None)
             self._lengths.pop(name, None)
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
-        """``values`` (R, n): g -> u, and v -> v'."""
+        """Replace g in ``values`` (R, n) by u, and write v'."""
         second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
         first = first_out = None
         if self._momentum:
@@ -299,7 +295,7 @@ class UpdateSpace:
         direction(values, second, second_out, first, first_out, segments, lr=lrs, scale=scale, beta1=beta1)
 
     def _count_gradients(self, bucket: Bucket) -> Tensor:
-        """(tensors,) on the host: how many gradients each average then holds, this one included."""
+        """Count this gradient; return how many each tensor's average then holds, (tensors,) on the host."""
         names, none = [segment.name for segment in bucket.segments], torch.zeros(())
         counts = [self._state.get("seen", name) for name in names]
         steps = torch.stack([none if count is None else count.cpu() for count in counts]) + 1
@@ -308,13 +304,13 @@ class UpdateSpace:
         return steps
 
     def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
-        """(tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over the sample of each tensor, the same on all ranks.
+        """Return (tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over each tensor's sample, alike on all ranks.
 
-        Sums over ranks: what a rank sends does not grow with their number. mean_n |g_n|^2 of the bucket goes with them.
+        One mean over ranks, which carries mean_n |g_n|^2 too: what a rank sends does not grow with their number.
         """
         positions = bucket.once("sampled", lambda: self._sample_positions(bucket))
         count, tensors = len(positions), len(bucket.segments)
-        # Values and their squares: of each tensor its samples, and behind all of these its |g_n|.
+        # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         torch.take(bucket.rows, positions, out=sums[0, :count])
         if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
@@ -331,7 +327,7 @@ class UpdateSpace:
         return ratios
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
-        """(tensors * SAMPLE,): where the samples lie in the bucket's flattened rows; of each tensor in one row."""
+        """Draw where the samples lie in the bucket's flattened rows, (tensors * SAMPLE,); each tensor's in one row."""
         rows, n = bucket.shape
         positions = []
         for segment in bucket.segments:
@@ -342,7 +338,7 @@ class UpdateSpace:
 
 
 def rests(group: Mapping[str, Any]) -> bool:
-    """Is the lr of an optimizer's ``group`` 0? By that some freeze weights, and some schedules end."""
+    """Is the lr of an optimizer's ``group`` 0, as for frozen weights or at the end of a schedule?"""
     return float(group["lr"]) == 0
 
 
@@ -351,10 +347,10 @@ def _lengths(values: list[Tensor]) -> list[Tensor]:
 
 
 def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
-    """1 / (1 - beta^steps), for averages that have begun with 0."""
+    """Return 1 / (1 - beta^steps), for averages that began with 0."""
     return (1 / (1 - beta ** steps.double())).float()
 
 
 def _ratio(squares: Tensor, ranks: int) -> Tensor:
-    """r, from sum (mean g)^2 and sum mean g^2: at most 1; no less than a fourth of what nothing but noise has."""
+    """Return r from sum (mean g)^2 and sum mean g^2, at most 1 and at least a fourth of what pure noise gives."""
     return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)
