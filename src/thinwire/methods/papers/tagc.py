@@ -133,8 +133,8 @@ class TAGC(Lossy):
         exchange.mean(bucket, codec)
         with exchange.span("decode", bucket.rows):
             self._measure(bucket, segments, index, lost_words)
-            # l. 2: acc = h without what arrived, the rest. Not the exchange's residual: what cannot be recovered of a sum depends
-            # on everybody's masks, and an encoding knows its own rank's.
+            # l. 2: acc = h without what arrived, the rest. Not the exchange's residual: what cannot be recovered of a sum
+            # depends on everybody's masks, and an encoding knows its own rank's.
             sketch.restore(sent, remainder, positions, lost_words.zero_() if estimate else lost_words, segments, acc)
 
     def _choose(
@@ -168,7 +168,7 @@ class TAGC(Lossy):
         else:
             host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
             self._copied = devices.mark(bucket.device)
-        # Early in a run the masks of the ranks still drift apart: sketches are sized anew after steps 0, 1, 2, 4, 8, ...
+        # Early in a run the ranks' masks still drift apart: sketches are sized anew after steps 0, 1, 2, 4, 8, ... too.
         is_power_of_two = bucket.step & (bucket.step - 1) == 0
         host.numpy()[2] = is_power_of_two or bucket.step % RESIZE == 0
         for i, segment in enumerate(bucket.segments):
@@ -179,6 +179,7 @@ class TAGC(Lossy):
     def _measured(self, name: str) -> tuple[int, int, int]:
         """Count over a parameter's steps: what was left over, the largest union since its sketch was sized, and the
         union that it is sized for; -1: none was measured."""
+
         def read(kind: str, default: int) -> int:
             value = self.state.get(kind, name)
             return default if value is None else int(value)
