@@ -133,7 +133,7 @@ class TAGC(Lossy):
         exchange.mean(bucket, codec)
         with exchange.span("decode", bucket.rows):
             self._measure(bucket, segments, index, lost_words)
-            # l. 2: acc = h without what arrived, the rest. Not the exchange's residual: what cannot be recovered of a sum
+            # l. 2: acc = h without what arrived. Not the exchange's residual: what cannot be recovered of a sum
             # depends on everybody's masks, and an encoding knows its own rank's.
             sketch.restore(sent, remainder, positions, lost_words.zero_() if estimate else lost_words, segments, acc)
 
