@@ -14,6 +14,7 @@ EXTRAS = {
     "xxhash": "cpu",
     "triton": "gpu",
     "rich": "train",
+    "markdown_it": "train",
     "tyro": "train",
     "yaml": "train",
     "safetensors": "train",

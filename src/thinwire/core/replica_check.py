@@ -76,8 +76,8 @@ class ReplicaCheck:
         with Agreement(self._comms), torch.no_grad():
             # Compare all before raising: the ranks of other groups do not know yet, and go on to the next comparison.
             wrong = [_compare(comm, tensors, number) for comm, tensors in self._tensors()]
-            for line in filter(None, wrong):
-                raise ThinwireError(line)
+            if difference := next(filter(None, wrong), None):
+                raise ThinwireError(difference)
 
     def look_at_names(self, number: int, names: Sequence[str]) -> None:
         """Compare ``names``, whose gradients are about to be exchanged in step ``number``, if a check is due.

@@ -97,7 +97,7 @@ class Radius(Lossy):
         )  # fmt: skip
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Alg. 1, l. 6-19. Before ``start`` it is ``Lossy.reduce`` that sends all (l. 3-5)."""
+        """Do l. 7-17 of Alg. 1. Before ``start`` ``Lossy.reduce`` sends all (l. 3-5)."""
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
@@ -116,7 +116,7 @@ class Radius(Lossy):
             return
         for name, weight in step.weights.items():
             if self._is_sent(name):
-                self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23
+                self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23-24
         self._former_weights.clear()
         self.state.put("resampled", "", torch.tensor(step.number))
         if step.clip_factor is not None:

@@ -166,15 +166,14 @@ class SDP4Bit(Method):
         inside = exchange.comm.one_node
         quantizer = self._intra_codec if inside else self.codec  # Q8 inside, Q4 across
         assert quantizer is not None
-        exchange.mean(
-            bucket,
-            # Integers.encode, l. 2 and 8: Hadamard. l. 3 and 9: Quantize8Bit, Quantize4Bit.
-            quantizer,
-            # l. 4 and 10: IntraAlltoAll, InterAlltoAll, in place of a sum by the network.
-            on_wire=False,
-            # Integers.decode_sum, l. 5 and 11: Dequantize. l. 7 and 12: Reduction. l. 6 and 13: Hadamard, of the sum.
-            seed=self._seeds(bucket, exchange) if quantizer.draws else None,
-        )
+        seed = self._seeds(bucket, exchange) if quantizer.draws else None
+        # l. 2 (across: 8)   g^ = Hadamard(grad)                Integers.encode: transforms and
+        # l. 3 (9)           qg = Quantize(g^)                  quantizes in one pass
+        # l. 4 (10)          list(qg) = AlltoAll(qg)            on_wire=False: all-to-all, no sum by the network
+        # l. 5 (11)          list(g^) = Dequantize(list(qg))    Integers.decode_sum: in one pass the values,
+        # l. 7 (12)          g = Reduction(list(g^))            their mean,
+        # l. 6 (13)          g = Hadamard(g)                    and one transform behind it (Sec. 3.3)
+        exchange.mean(bucket, quantizer, on_wire=False, seed=seed)
         for segment in bucket.segments:
             bits = 8 * len(bucket.rows) * quantizer.wire_bytes(segment.width)
             self._bits[segment.name] = bits, segment.piece.numel

@@ -124,7 +124,7 @@ class TAGC(Lossy):
         positions = bucket.scratch("found", (rows, segments.k), torch.int32)
         sent, remainder = (bucket.scratch(use, (rows, segments.k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
-            self._choose(bucket.rows, old, segments, acc, positions, sent, words)  # l. 2: g; acc is h yet
+            self._choose(bucket.rows, old, segments, acc, positions, sent, words)  # l. 1: acc = h; l. 2: g
         index = exchange.union(bucket, words)  # l. 3-4
         self._round(segments, sent, remainder, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
@@ -133,8 +133,8 @@ class TAGC(Lossy):
         exchange.mean(bucket, codec)
         with exchange.span("decode", bucket.rows):
             self._measure(bucket, segments, index, lost_words)
-            # l. 2: acc = h without what arrived. Not the exchange's residual: what cannot be recovered of a sum depends
-            # on everybody's masks, and an encoding knows its own rank's.
+            # l. 2: acc = h without what arrived. Not the exchange's residual: what cannot be recovered of a sum
+            # depends on everybody's masks, and an encoding knows its own rank's.
             sketch.restore(sent, remainder, positions, lost_words.zero_() if estimate else lost_words, segments, acc)
 
     def _choose(
@@ -168,8 +168,9 @@ class TAGC(Lossy):
         else:
             host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
             self._copied = devices.mark(bucket.device)
-        # early in a run the masks of the ranks still drift apart: after steps 0, 1, 2, 4, 8, ... as well
-        host.numpy()[2] = bucket.step % RESIZE == 0 or bucket.step & (bucket.step - 1) == 0
+        # Early in a run the ranks' masks still drift apart: sketches are sized anew after steps 0, 1, 2, 4, 8, ... too.
+        is_power_of_two = bucket.step & (bucket.step - 1) == 0
+        host.numpy()[2] = is_power_of_two or bucket.step % RESIZE == 0
         for i, segment in enumerate(bucket.segments):
             for kind, value in zip(("left", "peak", "union"), self._measured(segment.name), strict=True):
                 self.state.put(kind, segment.name, torch.tensor(value))
@@ -178,10 +179,12 @@ class TAGC(Lossy):
     def _measured(self, name: str) -> tuple[int, int, int]:
         """Count over a parameter's steps: what was left over, the largest union since its sketch was sized, and the
         union that it is sized for; -1: none was measured."""
-        lost_before, peak, sized = (
-            -(kind == "union") if (value := self.state.get(kind, name)) is None else int(value)
-            for kind in ("left", "peak", "union")
-        )
+
+        def read(kind: str, default: int) -> int:
+            value = self.state.get(kind, name)
+            return default if value is None else int(value)
+
+        lost_before, peak, sized = read("left", 0), read("peak", 0), read("union", -1)
         counts = self.state.get("counts", name)  # of the last step, which those do not know of
         if counts is None:
             return lost_before, peak, sized
