@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable, var-annotated"
-"""Numba, the same bits as ``reference``. Kernels find set bits by trailing zeros, at a cost that follows their number."""
+"""Numba, the same bits as ``reference``. Kernels find set bits by trailing zeros; the cost follows their number."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton, the same bits as ``reference``. A program takes 512 elements of a row, an entry of the directory."""
+"""Triton, the same bits as ``reference``. The directory, a prefix sum of counts, makes programs independent."""
 
 from __future__ import annotations
 

@@ -72,8 +72,7 @@ class Sent(NamedTuple):
     """The result (R, n) of a pass, split at a mask; the pass may overwrite its input rows.
 
     ``payload`` (R, k) = the values at the mask ``words`` (R, n / 64), times ``share``; ``residual_out`` (R, n) = the
-    values off it, 0 on it. ``bit_offsets``: ``mask.directory(words)``. If the mask is all ones, ``payload`` may be the
-    rows.
+    values off it, 0 on it. ``bit_offsets``: ``mask.directory(words)``. ``payload`` may be the rows if all bits are set.
     """
 
     words: Tensor

@@ -29,7 +29,7 @@ def _segment(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _payload_index(words, bit_offsets, element, inside, k, DIRECTORY: tl.constexpr):
-    """Return which elements are on the mask, and their payload indices. The first is at any multiple of 64."""
+    """Return which elements, from a multiple of 64 on, are on the mask, and their indices in the payload."""
     first = tl.min(element, 0)
     entry = first // DIRECTORY
     earlier = entry * DIRECTORY + tl.arange(0, DIRECTORY)
