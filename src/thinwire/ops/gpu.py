@@ -63,7 +63,7 @@ def alignment(*values: Tensor) -> int:
 
 
 def wire_alignment(wire: Tensor, *values: Tensor) -> int:
-    """Return WIRE: 16 or 4 if ``wire``'s rows start at multiples of so many bytes and ``values`` are aligned; else 1."""
+    """Return WIRE: 16 or 4 if ``wire``'s rows start at multiples of it in bytes and ``values`` are aligned; else 1."""
     if alignment(*values) == 1:
         return 1
     return next((size for size in VARIANTS["WIRE"] if _starts_at(size, wire)), 1)

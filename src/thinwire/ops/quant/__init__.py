@@ -1,8 +1,9 @@
 """Group-wise quantization: values <-> integers with one scale per group.
 
-``reference``, ``cpu`` and ``triton`` give the same bits, because the arithmetic is fixed: ``scale = max(max|x| *
-(1/levels), 2^-126)``, or 1 for a zero group, or NaN for a group with a NaN or an infinity (whose codes are 0); ``code =
-round_half_even(x * (1/scale))``; sums add in rank order; all in float32, and no product is fused into an addition.
+``reference``, ``cpu`` and ``triton`` give the same bits, because the arithmetic is fixed:
+``scale = max(max|x| * (1/levels), 2^-126)``, or 1 for a zero group, or NaN for a group with a NaN or an infinity (whose
+codes are 0); ``code = round_half_even(x * (1/scale))``; sums add in rank order; all is in float32, and no product is
+fused into an addition.
 
 *Integers* have a :class:`Format`. In 8 bits codes are -127 .. 127, one int8 each. In 4 bits they are -7 .. 7, stored
 plus 8 in half a byte: byte i of a group is element i (low bits) and element i + group / 2 (high bits).
@@ -38,8 +39,8 @@ _backend = backend("thinwire.ops.quant")
 def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn: Seeds | None = None) -> None:
     """Quantize ``rows`` (R, n) float32 or bfloat16, or their transform, to ``codes`` and ``scales``.
 
-    ``codes``: (R, n) int8, or in 4 bits (R, n / 2) uint8. ``scales``: (R, n / group) float32. ``drawn``: seeds of random
-    bits, one for each segment of columns.
+    ``codes``: (R, n) int8, or in 4 bits (R, n / 2) uint8. ``scales``: (R, n / group) float32. ``drawn``: seeds of
+    random bits, one for each segment of columns.
     """
     if rows.numel():
         _backend(rows).quantize(rows, format, codes, scales, drawn)

@@ -127,7 +127,7 @@ def _encode(
     low, high, codes, byte, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row's groups ``g`` < ``last``: values ``low``, with codes at ``byte``, and ``high``, half a group on."""
+    """Quantize a row's groups ``g`` < ``last``: values ``low`` (codes at ``byte``) and ``high``, half a group later."""
     LEVELS: tl.constexpr = INT4_LEVELS if FOUR else INT8_LEVELS
     if ROTATED:
         low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
@@ -153,7 +153,7 @@ def _sum(
     codes, codes_stride, scales, scales_stride, row, peers, factor, g, byte, last, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """Return ``factor`` * the sum of ``peers`` rows of codes from ``row``, or its transform: groups ``g`` < ``last``."""
+    """Return ``factor`` * the sum of ``peers`` rows from ``row`` on, or its transform, in groups ``g`` < ``last``."""
     HALF: tl.constexpr = GROUP // 2
     inside = (g < last)[:, None]
     scale = tl.load(scales + row * scales_stride + g, mask=g < last, other=0.0)[:, None]

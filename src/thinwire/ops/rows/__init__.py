@@ -57,7 +57,7 @@ class CopyTable:
 
     @functools.cached_property
     def programs(self) -> Tensor:
-        """(2 B,) int32: see ``programs_on``. A segment's programs go along its first row, then its second, and so on."""
+        """(2 B,) int32: see ``programs_on``. A segment's programs go along its rows, one after the other."""
         widths = (segment.rows * padded(segment.width, self._per_program) for segment in self.segments)
         return programs_on(self.device, widths, self._per_program)
 
@@ -76,7 +76,7 @@ def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, *, add: bool = False) -> Tensor:
-    """Copy, or ``add``, the values of ``rows`` (1-D, float32) to ``flat`` (1-D, float32 or bfloat16)."""
+    """Copy, or ``add``, ``rows`` (1-D, float32) to their elements alone of ``flat`` (1-D, float32 or bfloat16)."""
     if rows.numel() and copy_table.segments:
         _backend(rows).unpack(rows, copy_table, flat, add)
     return flat

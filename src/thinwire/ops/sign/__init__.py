@@ -36,6 +36,9 @@ def unpack(bits: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
 
 
 def unpack_sum(bits: Tensor, scales: Tensor, group: int, out: Tensor, scale: float = 1.0) -> None:
-    """Write ``scale`` * the sum, in rank order, of N peers' unpacked ``bits`` (N, n / 8) to ``out`` (n,) float32."""
+    """Write ``scale`` * the sum of N peers' values to ``out`` (n,) float32, added in rank order.
+
+    ``bits``: (N, n / 8) uint8. ``scales``: (N, n / group).
+    """
     if out.numel():
         _backend(out).unpack_sum(bits, scales, group, out, scale)
