@@ -1,4 +1,4 @@
-"""The values at a mask that all ranks share."""
+"""The codec that sends the values at a mask that all ranks share."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class CopyTable:
     """The segments of some rows, on the host and, after first use by a kernel, on a device."""
 
     def __init__(self, segments: Sequence[CopySegment], device: torch.device, per_program: int = PER_PROGRAM) -> None:
-        """``per_program``: columns that one program of a GPU takes."""
+        """Keep ``segments``; one program of a GPU takes ``per_program`` columns."""
         self.segments, self.device, self._per_program = tuple(segments), device, per_program
 
     @functools.cached_property

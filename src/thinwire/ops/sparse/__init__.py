@@ -138,7 +138,7 @@ def put(payload: Tensor, positions: Tensor, out: Tensor) -> Tensor:
 def sum_at(
     payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Write ``scale`` * the sum over P peers, in order, of ``payload`` (P, m) at ``positions`` to ``out`` (n,), else 0."""
+    """Write ``scale`` * the sum of P peers' ``payload`` (P, m) at ``positions``, in order, else 0, to ``out`` (n,)."""
     if out.numel():
         _backend(out).sum_at(payload, positions, segments, out, scale)
     return out
