@@ -1,4 +1,4 @@
-"""Codecs: values <-> wire, frozen values themselves, no communication."""
+"""Codecs: immutable objects that turn values into a wire and back, without communication."""
 
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.cast import Bf16, Fp32

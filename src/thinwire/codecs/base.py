@@ -13,14 +13,14 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Seeds
 
 Space = Callable[[object, Sequence[int], torch.dtype], Tensor]
-"""(use, shape, dtype) -> scratch memory, zeros when it is first handed out: a bucket's ``buffer``, or a new tensor."""
+"""(use, shape, dtype) -> scratch memory, zeros at its first use: a bucket's ``buffer``, or a new tensor."""
 
 
 @dataclass(frozen=True)
 class Residual:
-    """Error feedback of one encoding: h = rows + ``old`` is encoded, ``new`` = h - what its wire decodes to.
+    """Error feedback of one encoding: h = rows + ``old`` (None: rows) is encoded, ``new`` = h - its decoded wire.
 
-    Both are (R, n) float32 and may be the same tensor. ``old`` None: h = rows.
+    Both are (R, n) float32 and may be the same tensor.
     """
 
     old: Tensor | None
@@ -28,44 +28,44 @@ class Residual:
 
 
 class Codec(ABC):
-    """Values <-> wire, no communication. A codec is a value: settings, and what is known of a step when it is made.
+    """Turns values into a wire and back, without communication; holds settings and facts about one step, no state.
 
     A *row* is the part of a bucket that belongs to one rank: ``n`` values, ``n`` a multiple of ``group``. Rows may be
-    apart in memory (any stride in dim 0); each row is contiguous. Every result goes into ``out``, scratch memory comes
-    from ``space``, so that one codec may serve several threads at once. A subclass writes ``wire_numel``, ``_encode``
-    and ``_decode``; the others where it can do better.
+    apart in memory (any stride in dim 0); each row is contiguous. Results go into ``out`` and scratch memory comes from
+    ``space``, so several threads may share a codec. A subclass writes ``wire_numel``, ``_encode`` and ``_decode``, and
+    overrides other methods where it can do better.
     """
 
     linear: bool
     """encode(a) + encode(b) == encode(a + b) up to the rounding of the wire: the network may sum the wire."""
 
     divisible: bool = True
-    """A float32 wire may be divided by the number of ranks before or while it is summed, as dense gradients are."""
+    """A float32 wire may be divided by the number of ranks before or during the sum, as dense gradients are."""
 
     verbatim: bool = False
-    """The wire of float32 rows is those rows: none has to be made."""
+    """The wire of float32 rows is the rows themselves."""
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """uint8, bfloat16 or float32: all that the network carries."""
+        """The dtype of the wire: uint8, bfloat16 or float32, the only ones that the network carries."""
         return torch.uint8
 
     @property
     def group(self) -> int:
-        """Elements that are encoded together. Segments are padded to a multiple: no group straddles two parameters."""
+        """Elements encoded together. Segments are padded to a multiple, so no group straddles two parameters."""
         return 1
 
     @property
     def draws(self) -> bool:
-        """Does ``encode`` take random bits, and so need a ``seed``?"""
+        """Tell whether ``encode`` takes random bits and therefore needs a ``seed``."""
         return False
 
     @abstractmethod
     def wire_numel(self, n: int) -> int:
-        """Elements of ``wire_dtype`` for a row of ``n`` values (``n`` a multiple of ``group``)."""
+        """Return the elements of ``wire_dtype`` for a row of ``n`` values (``n`` a multiple of ``group``)."""
 
     def wire_bytes(self, n: int) -> int:
-        """Bytes on the wire for a row of ``n`` values."""
+        """Return the bytes on the wire for a row of ``n`` values."""
         return self.wire_numel(n) * self.wire_dtype.itemsize
 
     def encode(
@@ -79,7 +79,7 @@ class Codec(ABC):
     ) -> Tensor:
         """Write the wire of ``rows`` (R, n), float32 or bfloat16, to ``out`` (R, wire_numel(n)); return ``out``.
 
-        With ``residual``, ``rows`` are float32 and the codec's to overwrite: no memory is taken for the sum.
+        With ``residual``, ``rows`` are float32 and may be overwritten.
         """
         self._check(rows, out)
         if rows.dtype not in (torch.float32, torch.bfloat16):
@@ -117,7 +117,7 @@ class Codec(ABC):
         seed: Seeds | None = None,
         space: Space | None = None,
     ) -> Tensor:
-        """Write the wire of what ``decode_sum`` gives of ``wire`` (N, wire_numel(n)) to ``out`` (1, wire_numel(n))."""
+        """Encode the result of ``decode_sum`` of ``wire`` (N, wire_numel(n)) to ``out`` (1, wire_numel(n))."""
         for tensor in (wire, out):
             self._check_wire(tensor, (len(tensor), n))
         self._encode_sum(wire, out, n, scale, seed, space or _new_on(wire.device))
@@ -126,7 +126,7 @@ class Codec(ABC):
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
-        """Decode what was encoded, and subtract it. A codec that knows the difference anyway takes one pass."""
+        """Encode; decode the wire and subtract it from the rows. Override where one pass can do both."""
         if residual is None:
             self._encode(rows, out, seed, space)
             return
@@ -137,14 +137,13 @@ class Codec(ABC):
         torch.sub(rows, residual.new, out=residual.new)
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        """Encode without a residual. A codec that takes one pass in ``_encode_and_keep`` needs none."""
+        """Encode without a residual. Not needed where ``_encode_and_keep`` is overridden."""
         raise NotImplementedError
 
     @abstractmethod
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None: ...
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        """Decode and add one peer after the other."""
         row = space("one peer", (1, out.numel()), torch.float32)
         self._decode(wire[:1], out.unsqueeze(0), space)
         for peer in range(1, wire.shape[0]):
@@ -154,7 +153,7 @@ class Codec(ABC):
             out.mul_(scale)
 
     def _encode_sum(self, wire: Tensor, out: Tensor, n: int, scale: float, seed: Seeds | None, space: Space) -> None:
-        """Decode the sum, then encode it. A codec that can go from wire to wire takes one pass."""
+        """Decode the sum, then encode it. Override where one pass can go from wire to wire."""
         if self.verbatim:
             self._decode_sum(wire, out[0], scale, space)
             return
@@ -163,7 +162,7 @@ class Codec(ABC):
         self._encode_and_keep(total, out, None, seed, space)
 
     def _check(self, values: Tensor, wire: Tensor) -> None:
-        """Refuse shapes and dtypes that do not belong together, before a kernel writes out of bounds."""
+        """Refuse shapes and dtypes that do not match, before a kernel writes out of bounds."""
         if values.dim() != 2 or values.shape[1] % self.group:
             raise ThinwireError(
                 f"{self}: values must be rows of a multiple of {self.group} elements, got shape {tuple(values.shape)}"
@@ -172,7 +171,7 @@ class Codec(ABC):
         self._check_rows(values)
 
     def _check_wire(self, wire: Tensor, values: tuple[int, int]) -> None:
-        """Is ``wire`` one of ``values`` (R, n), a shape?"""
+        """Refuse a ``wire`` that does not match values of the shape ``values`` (R, n)."""
         expected = (values[0], self.wire_numel(values[1]))
         if tuple(wire.shape) != expected or wire.dtype != self.wire_dtype:
             raise ThinwireError(

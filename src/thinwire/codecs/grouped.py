@@ -17,8 +17,8 @@ from thinwire.codecs.base import Codec
 class GroupedBytes(Codec):
     """A row of uint8: ``n * bits / 8`` bytes of codes, then one float32 scale per group; one collective carries both.
 
-    ``group`` (elements, a power of two up to 4096): smaller follows local magnitudes better and costs ``4 / group``
-    more bytes per value; larger is fewer bytes and a coarser step.
+    ``group`` (elements, a power of two up to 4096): a scale costs ``4 / group`` bytes per value. Smaller => follows
+    local magnitudes better; larger => fewer bytes and a coarser step.
     """
 
     linear = False
@@ -36,14 +36,14 @@ class GroupedBytes(Codec):
 
     @property
     def bits(self) -> int:
-        """Bits of a value, without its share of a scale."""
+        """Bits per value, without the scales."""
         return 8
 
     def wire_numel(self, n: int) -> int:
         return self._payload(n) + n // self.group * 4
 
     def part(self, wire: Tensor, n: int, columns: slice) -> Tensor:
-        """Copy the wire of ``columns``, a segment, out of ``wire`` (R, wire_numel(n)) of rows of ``n`` values."""
+        """Copy the part of ``wire`` (R, wire_numel(n)) that belongs to the segment ``columns`` of rows of ``n``."""
         head, (start, stop) = self._payload(n), (columns.start, columns.stop)
         scales = slice(head + start // self.group * 4, head + stop // self.group * 4)
         return torch.cat([wire[:, self._payload(start) : self._payload(stop)], wire[:, scales]], 1)
@@ -52,10 +52,7 @@ class GroupedBytes(Codec):
         return n * self.bits // 8
 
     def codes_of(self, wire: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Return codes, (R, n) int8 or, of fewer bits, (R, n * bits / 8) uint8, and scales (R, n / group) float32.
-
-        Both are views of ``wire``.
-        """
+        """Return views of codes, (R, n) int8 or (R, n * bits / 8) uint8, and scales (R, n / group) float32."""
         if wire.storage_offset() % 4 or (wire.shape[0] > 1 and wire.stride(0) % 4):
             raise ThinwireError(f"{self}: wire rows must start at a multiple of 4 bytes, because they hold fp32 scales")
         codes, scales = viewable(wire).tensor_split([self._payload(n)], 1)

@@ -21,22 +21,21 @@ ROUNDINGS = ("nearest", "stochastic")
 class Integers(GroupedBytes):
     """Symmetric integers with one float32 scale per group: ``bits`` / 8 + 4 / group bytes per value.
 
-    -127 to 127 in 8 bits, -7 to 7 in 4: the step is max|x| / 127 or max|x| / 7 of the group. Rounded to the nearest the
-    absolute error is up to step / 2, stochastically up to a step and zero on average. A zero group has scale 1. A group
-    with a NaN or an infinity decodes to NaN throughout.
+    Codes are -127 to 127 in 8 bits and -7 to 7 in 4; a step is the group's max|x| / 127 or max|x| / 7. The absolute
+    error is up to step / 2 with rounding to the nearest; up to a step, and zero on average, with stochastic rounding. A
+    zero group has scale 1. A group with a NaN or an infinity decodes to NaN throughout.
 
-    With ``hadamard`` every 32 neighbours are transformed first (``ops.quant``; SDP4Bit, arXiv 2410.15526, sections 3.2
-    and 3.3), which makes them alike in size: the error of heavy-tailed values falls, that of Gaussian values stays. The
-    transform is orthonormal, so errors have the same length on either side, but the bounds above hold for the
-    transformed values only; and ``decode_sum``, which transforms the sum once, equals the sum of the decodes up to
-    float32 rounding. The wire is the one without it: decoded or summed as such, it gives the transformed values, which
-    another hop may quantize as they are.
+    ``hadamard`` transforms every 32 neighbours first (``ops.quant``; SDP4Bit, arXiv 2410.15526, sections 3.2 and 3.3),
+    which evens out their sizes: heavy-tailed values get a smaller error, Gaussian values the same. The transform is
+    orthonormal: it keeps the norm of the error, but the bounds above hold for the transformed values only.
+    ``decode_sum`` transforms the sum once, so it equals the sum of the decodes up to float32 rounding. Decoded or
+    summed without ``hadamard``, the same wire gives the transformed values, which another hop may quantize.
 
     Attributes:
         group: values that share a scale, a power of two from 8 (with ``hadamard`` 32) to 4096.
         bits: 4 or 8. 4.25 bits per value in groups of 128, 4.016 in groups of 2048; 8.25 in groups of 128.
-        rounding: "nearest" (ties to even, the smallest error) or "stochastic" (unbiased, twice the variance), whose
-            random bits come from the ``seed`` that ``encode`` is handed.
+        rounding: "nearest" (ties to even, the smallest error) or "stochastic" (unbiased, twice the variance), which
+            takes its random bits from the ``seed`` of ``encode``.
     """
 
     bits: int = 8
@@ -47,7 +46,7 @@ class Integers(GroupedBytes):
         super().__post_init__()
         if self.rounding not in ROUNDINGS:
             raise ThinwireError(f"{type(self).__name__}: rounding is nearest or stochastic, not {self.rounding}")
-        quant.Format(self.bits, self.group, self.hadamard)  # refuses what there is no kernel for
+        quant.Format(self.bits, self.group, self.hadamard)  # refuses formats without a kernel
 
     @property
     def format(self) -> quant.Format:
@@ -71,7 +70,7 @@ class Integers(GroupedBytes):
         quant.requantize(*self.codes_of(wire, n), self.format, *self.codes_of(out, n), scale, self.drawn(n, seed))
 
     def drawn(self, n: int, seed: Seeds | None) -> Seeds | None:
-        """Return the source of the random bits of ``n`` columns; None: there are none."""
+        """Return the source of random bits for ``n`` columns, or None if rounding takes none."""
         if not self.draws:
             return None
         drawn = None if seed is None else seed.over(n)
@@ -86,13 +85,13 @@ Int4 = functools.partial(Integers, bits=4)
 
 @dataclass(frozen=True)
 class ShiftedInt8(GroupedBytes):
-    """8-bit integers on a lattice that is shifted by the same random part of a level for all values (QSDP).
+    """8-bit integers on a lattice shifted by one random fraction of a level for all values (QSDP).
 
-    value = (code + shift) * step with step = max|x| / 126.5 of the group. The error is up to step / 2 and, over the
-    shift, zero on average: unbiased without a random number per value. All who encode and decode take the same shift.
+    value = (code + shift) * step with step = max|x| / 126.5 of the group. The error is up to step / 2 and averages to
+    zero over shifts: unbiased without a random number per value.
 
     Attributes:
-        shift: from -1/2 to 1/2, another one for every exchange.
+        shift: from -1/2 to 1/2, the same on all ranks, another one for every exchange.
     """
 
     group: int = 1024

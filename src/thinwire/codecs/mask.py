@@ -1,4 +1,4 @@
-"""The values at a mask that all ranks share."""
+"""The codec that sends the values at a mask that all ranks share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from thinwire.ops import mask
 
 @dataclass(frozen=True, eq=False)
 class Masked(Codec):
-    """The values at a mask that all ranks share; no positions travel. Linear: the network may sum the wire.
+    """Sends the values at a mask that all ranks share, without positions. Linear: the network may sum the wire.
 
     Attributes:
-        words: (R, n / 64) int64, the mask of a bucket's rows: every row with ``k`` bits set.
+        words: (R, n / 64) int64, the mask of a bucket's rows, with ``k`` bits set in every row.
         k: values per row.
-        owner_row: where each rank keeps one row of the result: the row whose mask a wire of one row is decoded with.
-        bit_offsets: the masks' directory, if it is known.
+        owner_row: the row whose mask decodes a wire of one row, if each rank keeps one row of the result.
+        bit_offsets: the masks' directory (``ops.mask``), if it is known.
         dtype: of the wire: float32, or bfloat16 for half the bytes and 8 significant bits (the rounding is lost).
     """
 

@@ -15,20 +15,19 @@ from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.ops import projection
 
 ESTIMATORS = ("cyclic_srht", "paper")
-"""The first contracts, E |C(h) - h|^2 < |h|^2; the second has E C(h) = h and E |C(h) - h|^2 = w |h|^2."""
+"""``cyclic_srht`` contracts, E |C(h) - h|^2 < |h|^2; ``paper`` has E C(h) = h and E |C(h) - h|^2 = w |h|^2."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """m = block / ratio values for every block, by a random matrix that all ranks share and that changes every step.
+    """Projects every block to m = block / ratio values by a random matrix, the same on all ranks, new every step.
 
     ``C(h) = decode(encode(h))``:
 
     * ``paper``: p = h M, C(h) = p M^T / m with M (block, m) Gaussian. Unbiased; the error is w = (block + 1) / m (about
       the ratio) times |h|^2.
-    * ``cyclic_srht``: an orthogonal projection on rows of H D (Hadamard's matrix, random signs), without a stored
-      matrix, in B log B. One H D serves ``ratio`` steps, each of which sends other rows of it: after a cycle every
-      direction was sent once.
+    * ``cyclic_srht``: an orthogonal projection on rows of H D (Hadamard's matrix, random signs), in B log B without a
+      stored matrix. One H D serves ``ratio`` steps, which send disjoint rows of it: a cycle sends every direction once.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Estimator:
 
     @property
     def srht(self) -> bool:
-        """Tell whether it sends rows of H D, and not products with a stored matrix."""
+        """Tell whether the estimator is ``cyclic_srht``."""
         return self.name == "cyclic_srht"
 
     @property
@@ -54,16 +53,16 @@ class Estimator:
 
     @property
     def granule(self) -> int:
-        """Values that are encoded together: SRHT takes 16 blocks side by side."""
+        """Values encoded together: SRHT takes 16 blocks side by side."""
         return self.block * (projection.LANES if self.srht else 1)
 
     def draw(
         self, seed: int, name: str, step: int, device: torch.device, draw_once: Callable[..., Any] | None = None
     ) -> tuple[Tensor, ...]:
-        """Parameter ``name``'s random numbers in optimizer step ``step``: a function of the arguments alone.
+        """Draw parameter ``name``'s random numbers for optimizer step ``step``, from the arguments alone.
 
-        M (block, m), Gaussian; or the signs (block,) of D and the rows (m,) of H D to send.
-        ``draw_once``: a bucket's, to draw what serves several steps, or a step's several exchanges, once.
+        They are M (block, m), Gaussian; or the signs (block,) of D and the rows (m,) of H D to send.
+        ``draw_once``: a bucket's cache, so that numbers for several steps or exchanges are drawn once.
         """
         period, turn = divmod(step, self.ratio) if self.srht else (step, 0)
 
@@ -84,12 +83,12 @@ class Estimator:
 
 @dataclass(frozen=True, eq=False)
 class Projection(Codec):
-    """The wire of an :class:`Estimator` in one step. Linear: the network may sum it.
+    """Sends the projections of an :class:`Estimator` in one step. Linear: the network may sum the wire.
 
-    Of SEPARATE's Algorithm 1 ``encode`` is STEP 2, and ``decode`` STEP 4.
+    ``encode`` is STEP 2 and ``decode`` STEP 4 of SEPARATE's Algorithm 1.
 
     Attributes:
-        segments: (start, width, what ``estimator.draw`` gave) of a row's columns.
+        segments: (start, width, result of ``estimator.draw``) of a row's columns.
     """
 
     linear = True
@@ -106,7 +105,7 @@ class Projection(Codec):
         return n // self.estimator.ratio
 
     def _encode(self, rows: Tensor, out: Tensor, seed: Seeds | None, space: Space) -> None:
-        rows = rows.float()  # itself, where it is float32, as a bucket's are
+        rows = rows.float()  # no copy of float32, a bucket's dtype
         for columns, sent, drawn in self._slices():
             values, payload = rows[:, columns], out[:, sent]
             if self.estimator.srht:
@@ -154,6 +153,6 @@ class Projection(Codec):
 
 
 def _shaped(space: Space, use: str, like: Tensor, longest: int) -> Tensor:
-    """Contiguous float32 memory of the shape of ``like``, with which all segments take turns, the ``longest`` too."""
+    """Return contiguous float32 memory shaped as ``like``, which all segments, up to the ``longest``, share."""
     rows = len(like)
     return space((use, rows), (rows * longest,), torch.float32)[: like.numel()].view(like.shape)

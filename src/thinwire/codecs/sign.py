@@ -19,18 +19,17 @@ SCALES = ("mean", "rms")
 
 @dataclass(frozen=True)
 class Sign(GroupedBytes):
-    """Signs with one float32 scale per group: 1 + 32 / group bits per value, 1.016 at group 2048.
+    """Sends signs with one float32 scale per group: 1 + 32 / group bits per value, 1.016 at group 2048.
 
-    A value decodes to +scale or -scale; zero, having no sign, to +scale, and a group of zeros to zeros. Made for error
-    feedback: what is left out is of the size of the values themselves. A group with a NaN or an infinity decodes to
-    nothing finite.
+    A value decodes to +scale or -scale, zero to +scale, a group of zeros to zeros. Meant for error feedback: the error
+    is as large as the values. A group with a NaN or an infinity decodes to nothing finite.
 
     Attributes:
-        group: a power of two from 32 to 4096; larger => fewer bytes, and values of more different size sent alike.
+        group: a power of two from 32 to 4096; larger => fewer bytes, and more unequal values sent as equal.
         scale: "mean" of |x| (||x||_1 / n), which leaves the smallest error, always less than x itself; or "rms"
             (||x||_2 / sqrt(n)), never smaller, which keeps the norm; its squares overflow from 1.8e19 on.
-        shares: (R, n / group) float32, 1 / (number of values in the group that count), for rows of this shape alone in
-            which some are padding (zeros). None: all count.
+        shares: (R, n / group) float32, 1 / (the group's number of values without padding), for rows of this shape
+            only. Padding is zeros. None: no padding.
 
     Raises:
         ThinwireError: another group or scale.

@@ -1,4 +1,4 @@
-"""The codec of TAGC: the kept values of all ranks in count sketches, which the network sums."""
+"""The codec of TAGC: count sketches of each rank's chosen values, which the network sums."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from thinwire.ops import mask, sketch
 
 @dataclass(frozen=True, eq=False)
 class CountSketch(Codec):
-    """Linear and lossless up to the load: the sum of all ranks' sketches is inverted with the union of their masks.
+    """Sends count sketches, and inverts their sum with the union of all masks. Linear, and lossless up to the load.
 
-    Made anew for every exchange: it is encoded with what this rank has chosen (TAGC, Alg. 1, l. 5) and decoded with all
-    ranks' masks (l. 10).
+    Made anew for every exchange: ``encode`` takes this rank's chosen values (TAGC, Alg. 1, l. 5), ``decode`` all ranks'
+    masks (l. 10).
 
     Attributes:
-        segments: of the row: its parameters, in order.
+        segments: the row's parameters, in order.
         whole: (R, n) this rank's values, which segments without a sketch send.
-        sent: (R, m) those at ``positions`` (R, m), multiples of a power of two (``ops.sketch.round_to``).
+        sent: (R, m) the values at ``positions`` (R, m), multiples of a power of two (``ops.sketch.round_to``).
         index: (R, n / 64) the union of all ranks' masks.
-        unrecovered: (R, n / 64) mask in which ``decode`` marks what could not be recovered.
-        owner_row: where each rank keeps one row of the result, the row that a wire of one row stands for.
-        estimate: guess what could not be recovered (paper).
+        unrecovered: (R, n / 64) mask in which ``decode`` marks the elements that it could not recover.
+        owner_row: the row that a wire of one row stands for, if each rank keeps one row of the result.
+        estimate: guess the elements that could not be recovered (paper).
     """
 
     group: ClassVar[int] = mask.WORD

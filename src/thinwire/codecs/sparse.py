@@ -1,4 +1,4 @@
-"""Each rank's own largest values with their positions: in float32, 8 or 4 bits, positions in about 9."""
+"""Codecs of each rank's own largest values, in float32, 8 or 4 bits, with their positions in about 9 bits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from thinwire.ops import mask, sparse
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of ``k`` values in every segment of a row, in few bits each.
+    """Packs the positions of ``k`` values in every segment of a row, as ``thinwire.ops.sparse`` describes.
 
-    9 + width / (256 k) bits, or 5 + width / (16 k), whichever is less: 9.4 for one in a hundred, 6.25 for one in 20.
-    ``thinwire.ops.sparse`` says how they are packed. The size depends on width and k alone.
+    A position takes 9 + width / (256 k) bits, or 5 + width / (16 k), whichever is less: 9.4 for one in a hundred, 6.25
+    for one in 20. The size depends on width and k alone.
 
     Attributes:
         segments: (width, k) of each parameter's columns, side by side; widths are multiples of 64.
-        group: their lists begin at multiples of it, for a quantizer's groups.
+        group: each segment's list begins at a multiple of it, for a quantizer's groups.
 
     Raises:
         ThinwireError: another width or k.
@@ -42,7 +42,7 @@ class Positions:
 
     @functools.cached_property
     def lists(self) -> tuple[sparse.ListSegment, ...]:
-        """The segments, with the start of each one's positions in a row's list of all."""
+        """The segments, each with the start of its positions in a row's list."""
         lists, start, list_start = [], 0, 0
         for width, k in self.segments:
             lists.append(sparse.ListSegment(start, width, k, list_start))
@@ -56,15 +56,15 @@ class Positions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row's packed positions: a multiple of 8, of each segment too."""
+        """Bytes of a row's packed positions: a multiple of 8, as each segment's are."""
         return sparse.packed_bytes(self.lists)
 
     def memory(self, rows: int, space: Space) -> Tensor:
-        """Memory for the lists of ``rows`` rows: (rows, size) int32."""
+        """Return memory for the lists of ``rows`` rows: (rows, size) int32."""
         return space(("positions", rows), (rows, self.size), torch.int32)
 
     def split(self, rows: Tensor, remainder: Tensor, space: Space) -> Tensor:
-        """Keep the largest of ``rows`` (R, n), zeros elsewhere; ``remainder`` = the others. Return the positions."""
+        """Keep the largest of ``rows`` (R, n), move the others to ``remainder``, zeros elsewhere. Return positions."""
         positions = space("chosen", (len(rows), self.size), torch.int32)
         values = space("their values", positions.shape, torch.float32)
         sparse.largest(rows, None, self.lists, remainder, positions, values)
@@ -81,22 +81,22 @@ class Positions:
         return sparse.unpack(wire, self.lists, self.memory(len(wire), space))
 
     def read(self, wire: Tensor, words: Tensor, space: Space) -> Tensor:
-        """Write ``wire`` (R, nbytes) as masks to ``words`` (R, n / 64)."""
+        """Write the positions in ``wire`` (R, nbytes) as masks to ``words`` (R, n / 64)."""
         return mask.from_indices(self.unpack(wire, space), words)
 
 
 @dataclass(frozen=True)
 class Sparse(Codec):
-    """Each rank's own largest values with their positions: exactly ``k`` of every segment of a row.
+    """Sends each rank's own largest values with their positions: exactly ``k`` of every segment of a row.
 
-    With one value in a hundred, each takes 41.4 bits in float32, 17.9 in 8 bits and groups of 64, 13.9 in 4. The wire
-    of a row is its positions (``Positions``), then the values, each segment's rounded up to 8 bytes, so that a row is
-    the sum of its segments. Not linear: ranks choose different positions. The residual of an encoding is the values
-    that were not sent, and what rounding leaves of those that were.
+    With one value in a hundred, each takes 41.4 bits in float32, 17.9 in 8 bits and groups of 64, 13.9 in 4. A row's
+    wire is its positions (``Positions``), then its values, each segment's padded to 8 bytes, so that sizes add up over
+    segments. Not linear: ranks choose different positions. The residual of an encoding is the values that were not
+    sent, and the rounding errors of the others.
 
     Attributes:
-        segments: (width, k) of the row's columns, side by side, widths multiples of 64.
-        integers: what values travel as, float32 if None; groups do not straddle two segments.
+        segments: (width, k) of the row's columns, side by side; widths are multiples of 64.
+        integers: the format of the values, float32 if None; groups do not straddle two segments.
     """
 
     linear = False
@@ -106,7 +106,7 @@ class Sparse(Codec):
     integers: Integers | None = None
 
     def __post_init__(self) -> None:
-        Positions(self.segments)  # refuses what cannot be sent
+        Positions(self.segments)  # refuses segments that cannot be sent
 
     @functools.cached_property
     def _layout(self) -> Positions:
@@ -114,21 +114,20 @@ class Sparse(Codec):
 
     @property
     def _list_group(self) -> int:
-        """Two values of float32 are 8 bytes."""
-        return 2 if self.integers is None else self.integers.group
+        return 2 if self.integers is None else self.integers.group  # two float32 are 8 bytes
 
     def wire_numel(self, n: int) -> int:
         lists = (padded(k, self._list_group) for _, k in self.segments)
         return self._layout.nbytes + sum(padded(self._value_bytes(size), 8) for size in lists)
 
     def _value_bytes(self, count: int) -> int:
-        """Bytes of ``count`` values, whole groups."""
+        """Return the bytes of ``count`` values, whole groups."""
         return 4 * count if self.integers is None else self.integers.wire_numel(count)
 
     def _encode_and_keep(
         self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
-        """Send the largest in one pass over the values; all else is as short as the wire."""
+        """Choose the largest in one pass over the values; all other steps run over lists as short as the wire."""
         old, new = (None, None) if residual is None else (residual.old, residual.new)
         positions = self._layout.memory(len(rows), space)
         values = space(("values", len(rows)), positions.shape, torch.float32)
@@ -151,7 +150,7 @@ class Sparse(Codec):
         sparse.sum_at(values, positions, self._layout.lists, out, scale)
 
     def _read(self, wire: Tensor, space: Space) -> tuple[Tensor, Tensor]:
-        """Return the positions (R, m) int32 and the values (R, m) float32 that ``wire`` holds."""
+        """Read the positions (R, m) int32 and the values (R, m) float32 from ``wire``."""
         position_bytes, value_bytes = self._split(wire)
         return self._layout.unpack(position_bytes, space), self._values_in(value_bytes, space)
 
@@ -162,7 +161,7 @@ class Sparse(Codec):
         return self.integers.decode(value_bytes, values)
 
     def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes of positions, and those of the values: views of ``wire``."""
+        """Return views of the bytes of positions and of values in ``wire``."""
         head, tail = self._layout.nbytes, self._value_bytes(self._layout.size)
         wire = viewable(wire)
         return wire[:, :head], wire[:, head : head + tail]

@@ -1,4 +1,4 @@
-"""Choose the code that runs an operation by the device of its tensors."""
+"""Choose the backend of an operation by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.base.extras import EXTRAS
 
 @functools.cache
 def _load(family: str, module: str, needs: str) -> ModuleType:
-    """Import the fast module at first use; without ``needs`` installed warn once and import the reference."""
+    """Import the fast module at first use; if ``needs`` is not installed, warn once and import the reference."""
     try:
         return importlib.import_module(f"{family}.{module}")
     except ModuleNotFoundError as error:
@@ -30,18 +30,18 @@ def _load(family: str, module: str, needs: str) -> ModuleType:
 
 
 def cpu_kernels() -> str:
-    """Name what operations on CPU tensors run as: "numba" or "plain torch"."""
+    """Return the backend of operations on CPU tensors: "numba" or "plain torch"."""
     return "numba" if _load("thinwire.ops.adams", "cpu", "numba").__name__.endswith(".cpu") else "plain torch"
 
 
 launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
-"""Counts operations on tensors without storage, by family and name, where it is set."""
+"""Counts of operations on tensors without storage, by family and name, where set."""
 
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
-"""Compile what a launch would need on other memory, too: on a GPU, before the first step."""
+"""Compile all variants of a launched kernel, for any memory: on a GPU, before the first step."""
 
 host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code", default=None)
-"""The module that runs on tensors without storage, by family; nothing runs without. Set by tests alone."""
+"""The module that runs on tensors without storage, by family; without one nothing runs. Set by tests alone."""
 
 
 def count_launch(name: str) -> None:
@@ -50,7 +50,7 @@ def count_launch(name: str) -> None:
 
 
 class _Nothing(ModuleType):
-    """Counts operations on tensors without storage and does nothing: they write to tensors that are handed in."""
+    """Counts operations on tensors without storage and runs nothing: results go to tensors that are handed in."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def count(*args: object, **knobs: object) -> None:
@@ -60,10 +60,7 @@ class _Nothing(ModuleType):
 
 
 def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
-    """Make a function from a tensor to the module of ``family``, ``"thinwire.ops.quant"``, that runs on its device.
-
-    ``cpu``: the name of the one for CPU tensors.
-    """
+    """Make a function from a tensor to the module of ``family`` for its device; ``cpu`` names the one for CPUs."""
     nothing = _Nothing(family)
 
     def choose(tensor: Tensor) -> ModuleType:

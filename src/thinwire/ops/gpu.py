@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Compile all Triton kernels alike, say what is known of an address, and launch."""
+"""Compile and launch Triton kernels, and declare the alignment of their addresses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from thinwire.ops.backends import every_variant
 
 VARIANTS = {"ALIGN": (16, 1), "WIRE": (16, 4)}
-"""The values that these constants have in a step: see :func:`alignment` and :func:`wire_alignment`."""
+"""The values of these constants in a step: see :func:`alignment` and :func:`wire_alignment`."""
 
 
 def kernel(function: Any) -> Any:
-    """Decorate what is launched: ``triton.jit`` that compiles anew for other dtypes and constants, and nothing else.
+    """Decorate a kernel to launch: ``triton.jit`` that compiles anew only for other dtypes and constants.
 
-    Left to itself, Triton compiles one more variant for each argument that is 1, or a multiple of 16, and a step that
-    meets one waits for it, with all other ranks.
+    Triton's default also compiles a variant for each argument that is 1 or a multiple of 16; the step that meets one
+    waits for it, with all other ranks.
     """
     parameters = inspect.signature(function).parameters
     runtime_arguments = [name for name, parameter in parameters.items() if parameter.annotation != "tl.constexpr"]
@@ -30,7 +30,7 @@ def kernel(function: Any) -> Any:
 
 @triton.jit
 def row_of(tensor, stride, row, ALIGN: tl.constexpr):
-    """Point to row ``row`` of ``tensor``, at a multiple of ``ALIGN`` bytes, perhaps far beyond 2 GiB."""
+    """Point to row ``row`` of ``tensor``, at a multiple of ``ALIGN`` bytes, perhaps beyond 2 GiB."""
     return tl.multiple_of(tensor + tl.cast(row, tl.int64) * stride, ALIGN)
 
 
@@ -42,7 +42,7 @@ def along(tensor, element, ALIGN: tl.constexpr):
 
 @triton.jit
 def whole(n, ALIGN: tl.constexpr):
-    """Return ``n``, a multiple of ``ALIGN``: a mask that may end anywhere would cut accesses to single elements."""
+    """Return ``n``, a multiple of ``ALIGN``, which keeps accesses wide: masks that may end anywhere narrow them."""
     return n // ALIGN * ALIGN
 
 
@@ -50,7 +50,7 @@ def whole(n, ALIGN: tl.constexpr):
 def segment_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     """Return this program's row, its segment's number and line of ``table``, and its ``BLOCK`` elements of the segment.
 
-    ``programs``: see ``programs_on``. ``table``: ``FIELDS`` int64 of each segment.
+    ``programs``: see ``programs_on``. ``table``: ``FIELDS`` int64 for each segment.
     """
     number = tl.load(programs + 2 * tl.program_id(0)).to(tl.int64)
     element = tl.load(programs + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
@@ -58,15 +58,12 @@ def segment_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
 
 
 def alignment(*values: Tensor) -> int:
-    """Return ALIGN: 16 if all rows of ``values`` start at multiples of 16 bytes and have 16 i elements, else 1."""
+    """Return ALIGN: 16 if all rows of ``values`` start at multiples of 16 bytes and have 16 i elements; else 1."""
     return 16 if all(_starts_at(16, tensor) and tensor.shape[-1] % 16 == 0 for tensor in values) else 1
 
 
 def wire_alignment(wire: Tensor, *values: Tensor) -> int:
-    """Return WIRE of a kernel: 16 or 4 if ``wire``'s rows, bytes, start at multiples of it, ``values`` of 16; or 1.
-
-    A wire's rows are multiples of 4 bytes, as a scale is.
-    """
+    """Return WIRE: 16 or 4 if ``wire``'s rows start at multiples of it in bytes and ``values`` are aligned; else 1."""
     if alignment(*values) == 1:
         return 1
     return next((size for size in VARIANTS["WIRE"] if _starts_at(size, wire)), 1)
@@ -78,12 +75,12 @@ def _starts_at(size: int, tensor: Tensor) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = False, **constants: Any) -> None:
-    """Run ``kernel``, programs ``grid``, on the device of its first tensor, whichever is the current one.
+    """Run ``kernel`` in ``grid`` programs, on the device of its first tensor rather than the current one.
 
     Args:
-        arguments: a tensor of two dimensions stands for itself and the distance of its rows in elements.
-        fused: a product may be contracted into an addition, and is then rounded once instead of twice.
-        constants: for those of ``VARIANTS``, all values are compiled before the first step.
+        arguments: a tensor of two dimensions is passed with the distance of its rows in elements.
+        fused: a product may be contracted into an addition, which rounds once instead of twice.
+        constants: all values of those in ``VARIANTS`` are compiled before the first step.
     """
     flattened: list[Any] = []
     for argument in arguments:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
-"""Compiles into the caller, which saves counting references to the slices that are handed over."""
+"""Compiles into the caller, which saves counting references to the slices passed."""
 
 
 def njit(function: Callable[..., Any], suffix: str = "") -> Callable[..., Any]:
     """Compile at first call, keep the machine code on disk, release the GIL, divide by zero as IEEE says.
 
-    ``suffix``: of a copy's name, for other constants. It has an index file of its own in
-    numba's cache: in a shared one ranks that save two variants at the same time can leave one under the other's name.
+    ``suffix`` names a variant with other constants and gives it an index file of its own in numba's cache: in a shared
+    one, ranks that save two variants at the same time can leave one under the other's name.
     """
     if suffix:
         variant = FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
@@ -34,21 +34,21 @@ def njit(function: Callable[..., Any], suffix: str = "") -> Callable[..., Any]:
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """Return the memory of ``tensor``: words of masks, int64, as uint64, and bfloat16, which numba lacks, as uint16."""
+    """Return the memory of ``tensor``: int64 (mask words) as uint64, and bfloat16 as uint16."""
     unsigned = {torch.bfloat16: torch.uint16, torch.int64: torch.uint64}.get(tensor.dtype)
     return (tensor.detach() if unsigned is None else tensor.detach().view(unsigned)).numpy()
 
 
 def rows_of(*tensors: Tensor) -> Iterator[tuple[np.ndarray, ...]]:
-    """Go through the rows of ``tensors`` (R, n) together: 1-D arrays, contiguous as each row is."""
+    """Iterate over the rows of all ``tensors`` (R, n) together, as contiguous 1-D arrays."""
     return zip(*map(array_of, tensors), strict=True)
 
 
 def by_row(function: Callable[..., Any], table: Callable[[Any], Any] = tuple) -> Callable[..., bool]:
-    """Compile ``function`` of one row, and make of it an operation on tensors (R, n), which calls it for each row.
+    """Compile ``function`` of one row, and return an operation on tensors (R, n) that calls it for each row.
 
-    Tensors of one dimension become arrays, and the segments of a row what ``table`` makes of them. The operation is
-    False as soon as ``function`` is; the rows after that are left alone.
+    Tensors of one dimension become arrays, and ``table`` converts the segments of a row. The operation stops at the
+    first row for which ``function`` returns False, and returns False.
     """
     kernel = njit(function)
 
@@ -66,7 +66,7 @@ def by_row(function: Callable[..., Any], table: Callable[[Any], Any] = tuple) ->
 
 
 def flat(rows: Tensor) -> tuple[np.ndarray, int]:
-    """Return the memory from the first element of ``rows`` (R, n) to the last, 1-D, and the distance between rows."""
+    """Return the memory of ``rows`` (R, n), from first to last element, as one array, and the distance between rows."""
     count, n = rows.shape
     stride = rows.stride(0) if count > 1 else n
     size = (count - 1) * stride + n if rows.numel() else 0

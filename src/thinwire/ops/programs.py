@@ -13,11 +13,11 @@ from thinwire.base.device import streams, upload
 
 
 def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -> Tensor:
-    """Return (2 programs,) int32 on ``device``, made once: for each its segment, and how many are before it there.
+    """Return (2 programs,) int32 on ``device``, cached: each program's segment, and its number within the segment.
 
-    ``widths``: columns of the segments, along a row, of which a program takes up to ``per_program``.
+    ``widths``: the segments' columns in a row, of which a program takes up to ``per_program``.
     """
-    stream_module = streams(device)  # what one stream has copied is not there for another
+    stream_module = streams(device)  # a copy made on one stream is not ready on another
     stream = None if stream_module is None else stream_module.current_stream(device)
     return _programs_on(device, stream, tuple(widths), per_program)
 

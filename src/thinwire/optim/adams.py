@@ -17,7 +17,7 @@ from thinwire.ops.adams import adams
 class AdamS(Optimizer):
     """Adam without a second moment: half of its state, and steadier where gradients arrive late or sparse.
 
-    Step t, for each weight w with gradient g and first moment m (before the step):
+    Step t, for each weight w with gradient g and first moment m:
 
         v = b2 m^2 + (1-b2) g^2             from the moment *before* this step; v is not kept
         m = b1 m + (1-b1) g
@@ -25,15 +25,15 @@ class AdamS(Optimizer):
 
     v and w are l. 19-21 of SCAPE's Alg. 1, which has no bias corrections (m^ = m, v^ = v).
 
-    A weight whose moment is 0 moves by lr (1-b1)/sqrt(1-b2) whatever its gradient's size (without bias correction):
-    0.45 lr at b2 = 0.95, 3.2 lr at 0.999, which is why 0.95 is the default here.
+    Without bias correction, a weight whose moment is 0 moves by lr (1-b1)/sqrt(1-b2) whatever its gradient's size:
+    0.45 lr at b2 = 0.95, the default for this reason, and 3.2 lr at 0.999.
 
     Parameters may be DTensors (FSDP2, TP): every rank updates its own shard. The moment has the parameter's dtype and
     placement; ``state_dict`` has torch's form, with ``step`` and ``exp_avg`` for each parameter.
 
     Args:
-        lr: learning rate, above 0. betas: (b1, b2), each from 0 up to but not 1. eps: added to the root, above or
-            equal to 0. weight_decay: decoupled, as AdamW's.
+        lr: learning rate, 0 or more. betas: (b1, b2), each from 0 up to but not 1. eps: added to the root, 0 or more.
+            weight_decay: decoupled, as AdamW's, 0 or more.
         bias_correction: divide by 1 - b^t. False: as SCAPE's Alg. 1 prints it.
 
     Raises:
@@ -61,8 +61,8 @@ class AdamS(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
         self.next_moments: dict[Tensor, Tensor] = {}
-        """The next step takes it for m of a parameter, (numel of this rank's shard,), in place of b1 m + (1-b1) g.
-        ``g`` then enters v alone (SCAPE, Alg. 1, l. 19). The step empties it."""
+        """Parameter -> m after the next step, (numel of this rank's shard,), in place of b1 m + (1-b1) g. The gradient
+        then enters v alone (SCAPE, Alg. 1, l. 19). A step empties the dict."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

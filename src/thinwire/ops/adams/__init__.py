@@ -15,14 +15,10 @@ def adams(
     weight: Tensor, moment: Tensor, gradient: Tensor, next_moment: Tensor | None, *, lr: float, beta1: float,
     beta2: float, eps: float, decay: float, correction1: float, correction2: float,
 ) -> None:  # fmt: skip
-    """``weight`` and ``moment`` take one AdamS step along ``gradient``; all 1-D, adjacent, of one length and dtype.
+    """Take one AdamS step on ``weight`` and ``moment`` along ``gradient``; all 1-D, adjacent, of one length and dtype.
 
-    m' = b1 m + (1-b1) g, or ``next_moment``;  v = b2 m^2 + (1-b2) g^2;  u = m'/c1 / (sqrt(v/c2) + eps);
-    w = (1 - lr decay) w - lr u. Computed in float32.
-
-    Args:
-        next_moment: what the first moment becomes, in place of the average.
-        correction1, correction2: c1 and c2 (1 for none).
+    m' = b1 m + (1-b1) g, or ``next_moment`` if given;  v = b2 m^2 + (1-b2) g^2;  u = m'/c1 / (sqrt(v/c2) + eps);
+    w = (1 - lr decay) w - lr u. Computed in float32. ``correction1`` and ``correction2`` are c1 and c2 (1 for none).
     """
     if weight.numel():
         keep, root = 1 - lr * decay, correction2**-0.5

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-"""Numba: one pass over memory where plain torch makes ten. bfloat16, which numba lacks, goes through the reference."""
+"""Numba: one pass over memory where plain torch makes ten. bfloat16 takes the reference."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ def adams(
     weight: Tensor, moment: Tensor, gradient: Tensor, next_moment: Tensor | None, rate: float, beta1: float,
     beta2: float, eps: float, keep: float, root: float,
 ) -> None:  # fmt: skip
-    """Update as the kernels do: ``rate`` = lr / c1, ``keep`` = 1 - lr decay, ``root`` = c2^-1/2."""
+    """Update with ``rate`` = lr / c1, ``keep`` = 1 - lr decay, ``root`` = c2^-1/2."""
     old, g = moment.float(), gradient.float()
     new = beta1 * old + (1 - beta1) * g if next_moment is None else next_moment.float()
     # SCAPE's Alg. 1: l. 19 is under the root, l. 20 is new / denominator, l. 21 the weight.

@@ -1,4 +1,4 @@
-"""Adam's step along gradients, not taken. ``reference``, ``cpu`` and ``triton`` agree to rounding."""
+"""The step that Adam would take along gradients. ``reference``, ``cpu`` and ``triton`` agree to rounding."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _backend = backend("thinwire.ops.direction")
 
 
 class DirectionSegment(NamedTuple):
-    """Columns ``[start, start + width)`` of all rows, those of one tensor.
-
-    ``tensor_index``: of its lr and scale. ``beta2``, ``eps``: Adam's own.
-    """
+    """One tensor: columns ``[start, start + width)`` of all rows, index of its lr and scale, Adam's beta2 and eps."""
 
     start: int
     width: int
@@ -35,14 +32,15 @@ def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
     segments: Sequence[DirectionSegment], *, lr: Tensor, scale: Tensor, beta1: float,
 ) -> None:  # fmt: skip
-    """``rows`` (R, n) hold gradients g, and then the steps that Adam would take along them. One pass over ``segments``.
+    """Replace the gradients g in ``rows`` (R, n) by the steps that Adam would take along them.
 
     v' = b2 v + (1-b2) g^2;  m' = b1 m + (1-b1) g, or g itself;  ``rows`` = lr m' / (sqrt(v' scale) + eps).
 
+    All are float32; a v' beyond float32 becomes its largest value. Rows may be apart in memory, each is contiguous.
+
     Args:
-        second, second_out: v and v' (R, n). first, first_out: m and m', or None: no momentum.
-        lr, scale: (tensors,), on the device of the rows; bias corrections are the caller's, in them.
-            All float32; rows may be apart in memory, each is contiguous. A v' beyond float32 is its largest.
+        second, second_out: v and v' (R, n). first, first_out: m and m' (R, n), or None: no momentum.
+        lr, scale: (tensors,), on the device of the rows; they include bias corrections, if any.
     """
     if rows.numel() and segments:
         _backend(rows).direction(rows, second, second_out, first, first_out, segments, lr, scale, beta1)

@@ -21,7 +21,7 @@ BLOCK = 1024
 
 @triton.jit
 def _real(bits):
-    """Read a number whose bits are in the table."""
+    """Read a float32 whose bits are in the table."""
     return tl.load(bits).to(tl.float32, bitcast=True)
 
 
@@ -30,7 +30,7 @@ def _direction(
     g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, lr, scale, programs, table, beta1, rest1,
     largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """``table``: each segment's start and width, index in ``lr`` and ``scale``, bits of beta2, 1 - beta2 and eps."""
+    """Take each segment's start, width, index in ``lr`` and ``scale``, bits of beta2, 1 - beta2, eps from ``table``."""
     row, _, segment, column = segment_of(programs, table, BLOCK, 6)
     start, inside = tl.load(segment), column < whole(tl.load(segment + 1), ALIGN)
     element, index = tl.multiple_of(start, ALIGN) + column, tl.load(segment + 2)

@@ -1,11 +1,10 @@
 """Masks and the values at them: choose, gather with error feedback, scatter, pack.
 
 A mask is int64 words (R, n / 64), n a multiple of 64: bit j of word i of a row stands for element 64 i + j. Values are
-float32. Rows may be apart in memory (any stride in dim 0); each row is contiguous. Payloads hold the values at the
-set bits of each row, in order; the number of set bits is the caller's knowledge, so no shape depends on data. On a CPU
-a row with another number of bits is refused. On a GPU asking would stall the stream: bits after the k-th count as none,
-and so do positions that are out of range; what each row needs to know is the mask's *directory*, ``bit_offsets``: the
-number of set bits before each block of elements.
+float32. Rows may be apart in memory (any stride in dim 0); each row is contiguous. Payloads hold the values at the set
+bits of each row, in order. The caller knows the number of set bits, k, so no shape depends on data. CPUs refuse a row
+with another number of bits. GPUs, where the check would stall the stream, ignore bits after the k-th and positions out
+of range; their kernels need the mask's *directory*, ``bit_offsets``: the number of set bits before each block.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _backend = backend("thinwire.ops.mask")
 def _check(
     words: Tensor, *values: Tensor | None, payload: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Refuse tensors that do not belong together, before a kernel reads or writes out of bounds."""
+    """Refuse tensors that do not match, before a kernel reads or writes out of bounds."""
     for tensor in values:
         if tensor is None:
             continue
@@ -52,7 +51,7 @@ def _check(
 
 
 def directory(words: Tensor) -> Tensor | None:
-    """Return the ``bit_offsets`` of ``words`` (R, w), worth keeping as long as the mask; None where none are needed."""
+    """Return the ``bit_offsets`` of ``words`` (R, w), to keep as long as the mask; None on devices that need none."""
     bit_offsets: Tensor | None = _backend(words).directory(words)
     return bit_offsets
 
@@ -65,10 +64,10 @@ def gather_keep(
     residual_out: Tensor | None,
     bit_offsets: Tensor | None = None,
 ) -> Tensor:
-    """h = ``rows`` + ``residual`` (R, n); ``payload`` (R, k) = h at the mask; ``residual_out`` = h off it, 0 on it.
+    """Write h at the mask to ``payload`` (R, k), and h off the mask, 0 on it, to ``residual_out``.
 
-    One pass. ``residual`` None: h = rows. ``residual_out`` None: not stored; it may be ``residual`` itself.
-    ``bit_offsets``: ``directory(words)``, where it exists already.
+    h = ``rows`` + ``residual`` (R, n), or ``rows`` if ``residual`` is None. ``residual_out`` may be ``residual``; None:
+    not stored. ``bit_offsets``: ``directory(words)``, if known.
     """
     _check(words, rows, residual, residual_out, payload=payload)
     if payload.numel() or residual_out is not None:
@@ -77,7 +76,7 @@ def gather_keep(
 
 
 def scatter(payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None) -> Tensor:
-    """``out`` (R, n) = ``payload`` (R, k) at the mask, 0 elsewhere. One pass. ``bit_offsets``: see ``gather_keep``."""
+    """Write ``payload`` (R, k) at the mask, and 0 elsewhere, to ``out`` (R, n)."""
     _check(words, out, payload=payload)
     _backend(out).scatter(payload, words, out, bit_offsets)
     return out
@@ -86,7 +85,7 @@ def scatter(payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | N
 class MaskedSegment(NamedTuple):
     """Columns ``[start, start + numel)`` of rows, with a mask of ``width`` columns and ``k`` set bits in each row.
 
-    ``factor``: a value off the mask is multiplied by it.
+    ``factor`` multiplies the values off the mask.
     """
 
     start: int
@@ -100,9 +99,9 @@ def collect(
     row: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, message: Tensor,
     bit_offsets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``message`` (m,) = the values of ``row`` (n,) that ``renew`` takes. On a GPU one launch.
+    """Make the ``message`` (m,) for ``renew`` from ``row`` (n,), on a GPU in one launch.
 
-    Those at the mask ``words`` (1, w) come first, then those of the ``copied`` segments, of one row.
+    The values at the mask ``words`` (1, w) come first, then those of the ``copied`` segments, of one row.
     """
     _check_segments(message.unsqueeze(0), words, segments, row.unsqueeze(0))
     _backend(row).collect(row, words, segments, copied, message, bit_offsets)
@@ -113,10 +112,10 @@ def renew(
     messages: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, rows: Tensor,
     bit_offsets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``rows`` (R, n) = the values of ``messages`` (R, m) at the mask, and ``factor`` times ``rows`` off it.
+    """Write the values of ``messages`` (R, m) at the mask to ``rows`` (R, n); multiply ``rows`` off it by ``factor``.
 
-    The masks of the segments lie beside each other in ``words`` (R, w), and their values in a message, in their order,
-    from its first column on. ``copied`` segments become what was sent. Other columns are left alone.
+    The masks of the segments lie beside each other in ``words`` (R, w), and their values at the start of a message, in
+    the same order. ``copied`` segments become the values sent; other columns stay as they are.
     """
     _check_segments(messages, words, segments, rows)
     if rows.numel():
@@ -135,7 +134,7 @@ def _check_segments(messages: Tensor, words: Tensor, segments: Sequence[MaskedSe
 
 
 def pack(flags: Tensor, words: Tensor) -> Tensor:
-    """``flags`` (R, n) bool -> ``words`` (R, n / 64)."""
+    """Pack ``flags`` (R, n) bool into ``words`` (R, n / 64)."""
     _check(words, flags, dtype=torch.bool)
     _backend(flags).pack(flags, words)
     return words
@@ -152,8 +151,8 @@ def popcount(words: Tensor) -> Tensor:
 def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor | None:
     """Call ``from_indices`` for many ``lists`` at once: (positions (R, k) int32, the columns of ``words`` they fill).
 
-    Positions rise, and lists are in the order of their columns. Other columns are left alone. On a GPU one launch,
-    which returns the masks' ``bit_offsets``, too, if the lists fill all of ``words``; None otherwise.
+    Positions rise, and lists are in the order of their columns. Other columns stay as they are. A GPU takes one launch,
+    which also returns the masks' ``bit_offsets`` if the lists fill all of ``words``; else None.
 
     Raises:
         ThinwireError: as ``from_indices``, and where positions do not rise.
@@ -165,10 +164,10 @@ def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor |
 
 
 def from_indices(positions: Tensor, words: Tensor) -> Tensor:
-    """``words`` (R, n / 64) with the bits ``positions`` (R, k) int32 set, in any order, and no others.
+    """Set in ``words`` (R, n / 64) the bits ``positions`` (R, k) int32, in any order, and no others.
 
     Raises:
-        ThinwireError: a position is none of the columns. (On a GPU, where nobody looks, it is left out.)
+        ThinwireError: a position is out of range, on a CPU.
     """
     _backend(words).from_indices(positions, words)
     return words

@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable, var-annotated"
-"""Numba kernels for CPU tensors, the same bits as ``reference``: masks are walked word by word, set bits by their
-trailing zeros, so that the cost follows the number of set bits."""
+"""Numba, the same bits as ``reference``. Kernels find set bits by trailing zeros; the cost follows their number."""
 
 from __future__ import annotations
 
@@ -37,10 +36,7 @@ def set_bits(context, word):
 
 @njit
 def list_bits(values, words, start, positions, payload):
-    """List the bits that are set, numbered from ``start`` on, and the values there, as far as there is room.
-
-    Behind them -1 and 0.
-    """
+    """List the set bits, numbered from ``start``, and the values there while there is room; fill up with -1 and 0."""
     entry = 0
     for i in range(words.size):
         word = words[i]
@@ -85,7 +81,7 @@ def _gather_keep(rows, residual, words, payload, residual_out):
 
 @by_row
 def _write_at(payload, words, out, factor):
-    """See ``reference.write_at``: more bits than values are never written."""
+    """Write as ``reference.write_at``, and never more bits than values."""
     full_words, tail = out.size // WORD, out.size % WORD
     if tail != 0 and words[full_words] >> uint64(tail) != 0:
         return False
@@ -108,7 +104,7 @@ def _write_at(payload, words, out, factor):
 
 @by_row
 def _from_indices(positions, words, rise):
-    """Refuse positions out of range, which would become addresses, and with ``rise`` those that do not rise."""
+    """Refuse positions out of range, which would become addresses, and, with ``rise``, positions that do not rise."""
     previous = np.int64(-1)
     for i in range(positions.size):
         position = np.int64(positions[i])

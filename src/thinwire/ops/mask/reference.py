@@ -1,4 +1,4 @@
-"""Plain torch, any device: the specification of every operation, and the oracle of its tests."""
+"""Plain torch, any device: the specification."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORD = 64
 
 
 def directory(words: Tensor) -> None:
-    """None is needed."""
+    """Return None: this backend needs no directory."""
 
 
 def gather_keep(
@@ -40,9 +40,9 @@ def gather_keep(
 
 
 def write_at(payload: Tensor, words: Tensor, out: Tensor, factor: float | None) -> bool:
-    """``out`` (R, n) = ``payload`` at the mask, and off it 0 (``factor`` None) or ``factor`` times itself.
+    """Write ``payload`` at the mask to ``out`` (R, n); off the mask 0, or ``factor`` times ``out`` if given.
 
-    False, with anything in ``out``: the mask has another number of bits than a payload, or one beyond the columns.
+    Return False, with ``out`` undefined, if a row's mask has another number of bits than its payload, or bits too far.
     """
     flags, beyond = flags_of(words).tensor_split([out.shape[1]], 1)
     is_checked = devices.streams(out.device) is None  # a GPU is not waited for
@@ -54,7 +54,7 @@ def write_at(payload: Tensor, words: Tensor, out: Tensor, factor: float | None) 
 
 
 def size_error(payload: Tensor) -> ThinwireError:
-    """Make the error to raise where a mask does not have the bits of its ``payload``."""
+    """Return the error for a mask with another number of bits than its ``payload``."""
     return ThinwireError(f"a row's mask does not have the {payload.shape[1]} bits that its payload has room for")
 
 
@@ -62,7 +62,6 @@ def scatter(
     payload: Tensor, words: Tensor, out: Tensor, bit_offsets: Tensor | None = None,
     write_at: Callable[..., bool] = write_at,
 ) -> None:  # fmt: skip
-    """``write_at``: this or another backend's."""
     if not write_at(payload, words, out, None):
         raise size_error(payload)
 
@@ -71,7 +70,6 @@ def collect(
     row: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, message: Tensor,
     bit_offsets: Tensor | None = None, gather: Callable[..., None] = gather_keep,
 ) -> None:  # fmt: skip
-    """``gather``: this or another backend's ``gather_keep``."""
     for segment, payload, mask in split_segments(message.unsqueeze(0), words, segments):
         values = row[segment.start : segment.start + segment.numel].unsqueeze(0)
         gather(torch.nn.functional.pad(values, (0, segment.width - segment.numel)), None, mask, payload, None)
@@ -82,7 +80,6 @@ def renew(
     messages: Tensor, words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable, rows: Tensor,
     bit_offsets: Tensor | None = None, write_at: Callable[..., bool] = write_at,
 ) -> None:  # fmt: skip
-    """``write_at``: this or another backend's."""
     for segment, payload, mask in split_segments(messages, words, segments):
         columns = rows[:, segment.start : segment.start + segment.numel]
         if not write_at(payload, mask, columns, segment.factor):
@@ -112,7 +109,7 @@ def flags_of(words: Tensor) -> Tensor:
 
 
 def list_error(words: Tensor) -> ThinwireError:
-    """Make the error to raise where positions are none of the columns of ``words``."""
+    """Return the error for positions that are not columns of ``words``, or do not rise."""
     return ThinwireError(
         f"a list of positions that came has one that is none of {WORD * words.shape[1]} columns, or does not rise"
     )
@@ -131,6 +128,5 @@ def from_indices(positions: Tensor, words: Tensor, rise: bool = False) -> None:
 def from_lists(
     lists: Sequence[tuple[Tensor, slice]], words: Tensor, from_indices: Callable[..., None] = from_indices
 ) -> None:
-    """``from_indices``: this or another backend's."""
     for positions, columns in lists:
         from_indices(positions, words[:, columns], rise=True)

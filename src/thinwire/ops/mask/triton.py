@@ -1,10 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``), the same bits as ``reference``.
-
-A program takes 512 elements of a row. Where its payload begins is read from the *directory*, ``bit_offsets``: the
-number of set bits before each 512, an exclusive prefix sum of the counts; so programs are independent, and no shape
-depends on data.
-"""
+"""Triton, the same bits as ``reference``. The directory, a prefix sum of counts, makes programs independent."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ if TYPE_CHECKING:
 BLOCK = 512
 """Elements per program, and per entry of the directory."""
 WORDS = 64
-"""Words per program that makes them of a list."""
+"""Words per program of ``_from_lists``."""
 
 
 @triton.jit
@@ -44,10 +39,9 @@ def _bits(words, element, inside):
 
 @triton.jit
 def _slots(words, bit_offsets, element, inside, k):
-    """Say for each ``element`` whether it is on the mask, and which slot of the row's payload is its own.
+    """Return for each ``element`` whether it is on the mask, and its slot in the row's payload.
 
-    ``bit_offsets`` points at the block's entry. Bits after the k-th are taken for none: a mask with too many does not
-    reach beyond its row of a payload.
+    ``bit_offsets`` points at the block's entry. Bits after the k-th are ignored: they would lie beyond the payload.
     """
     bits = _bits(words, element, inside)
     slot = tl.load(bit_offsets) + tl.cumsum(bits, 0) - bits
@@ -59,9 +53,9 @@ def _tally(
     programs, table, words, words_stride, tallies, tallies_stride, START: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """``tallies`` (R, 1 + programs): the set bits of each program's elements; a zero before them.
+    """Write a zero, then the set bits of each program's elements, to ``tallies`` (R, 1 + programs).
 
-    A segment has the bits from the one that is its field ``START`` on, as many as its field ``COUNT`` says.
+    Fields ``START`` and ``COUNT`` of a segment are its first bit and its number of bits.
     """
     row, _, segment, element = segment_of(programs, table, BLOCK, FIELDS)
     words += row * words_stride + tl.load(segment + START) // 64
@@ -73,9 +67,9 @@ def _tally(
 
 @triton.jit
 def count_before(tallies, element, bits):
-    """Count the ``bits`` (0 or 1) of a segment that are set before each of this program's elements.
+    """Count the set ``bits`` (0 or 1) of a segment before each of this program's elements.
 
-    ``tallies`` points at the sums of all programs' bits in this row, after a zero.
+    ``tallies`` points at the row's zero, which its programs' sums of bits follow.
     """
     tallies += tl.program_id(0)
     earlier = tl.min(element, 0) // element.shape[0]  # programs of this segment
@@ -93,7 +87,7 @@ def _count(words, words_stride, counts, counts_stride, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _popcount(words):
-    """Count the set bits of each of ``words`` (int64): pairs, fours and bytes, then the sum of the bytes."""
+    """Count the set bits of each of ``words`` (int64): in pairs, fours and bytes, then the sum of the bytes."""
     words = words - ((words >> 1) & 0x5555555555555555)
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -136,10 +130,10 @@ def _scatter(
 
 @triton.jit
 def _segment_columns(segment_numbers, table, block, n, BLOCK: tl.constexpr):
-    """Return a block's elements, which of them their segment has, their columns in a row, and their factors.
+    """Return a block's elements, whether each is inside its segment, their columns in a row, and their factors.
 
     ``segment_numbers``: ``programs_on`` of words. ``table``: for each segment the distance from an element of the masks
-    to its column in a row, the element where it ends, and the bits of its factor.
+    to its column in a row, the segment's end, and the bits of its factor.
     """
     element = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     segment = table + tl.load(segment_numbers + element // 64 * 2, mask=element < n, other=0).to(tl.int64) * 3
@@ -185,7 +179,7 @@ def _renew(
 
 @kernel
 def _from_indices(positions, stride, words, words_stride, n, k, BLOCK: tl.constexpr):
-    """Set the bits by an atomic or, as several may be of one word. Positions out of range are left out."""
+    """Set the bits by an atomic or, as several may share a word. Ignore positions out of range."""
     row = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + row * stride + entry, mask=entry < k, other=-1).to(tl.int64)
@@ -196,7 +190,7 @@ def _from_indices(positions, stride, words, words_stride, n, k, BLOCK: tl.conste
 
 @triton.jit
 def _count_below(positions, k, column, steps):
-    """Count, for each ``column``, the ``positions`` (k,), which rise, that are below it: 2 ** ``steps`` > k."""
+    """Count, for each ``column``, the smaller ones of the rising ``positions`` (k,); 2 ** ``steps`` > k."""
     low, high = column * 0, column * 0 + k
     for _ in range(steps):
         middle = (low + high) // 2
@@ -213,8 +207,7 @@ def _from_lists(
 ):  # fmt: skip
     """Make up to ``BLOCK`` words of a list, and their entries of ``bit_offsets``.
 
-    ``table``: for each list its distance from ``base`` in elements, the stride of its rows, k, its first word, its
-    number of words, and the bits before it.
+    ``table``: each list's distance from ``base`` in elements, row stride, k, first word, words, and bits before it.
     """
     row, _, segment, word = segment_of(programs, table, BLOCK, FIELDS)
     positions, k = base + tl.load(segment) + row * tl.load(segment + 1), tl.load(segment + 2)
@@ -249,7 +242,7 @@ def _grid(words: Tensor) -> tuple[int, int]:
 
 
 def tallied(programs: Tensor, table: Tensor, words: Tensor, **fields: Any) -> Tensor:
-    """Return the set bits of each row of ``words`` before those of each program: (R, 1 + programs) int32."""
+    """Count the set bits of each row of ``words`` before each program's bits: (R, 1 + programs) int32."""
     grid = len(programs) // 2, len(words)
     tallies = torch.empty((len(words), 1 + grid[0]), dtype=torch.int32, device=words.device)
     launch(_tally, grid, programs, table, words, tallies, BLOCK=BLOCK, **fields)
@@ -257,7 +250,7 @@ def tallied(programs: Tensor, table: Tensor, words: Tensor, **fields: Any) -> Te
 
 
 def directory(words: Tensor) -> Tensor:
-    """Return the set bits of each row before every 512 elements, and of all: (R, 1 + blocks) int32."""
+    """Count the set bits of each row before every 512 elements, and in total: (R, 1 + blocks) int32."""
     blocks, count = _grid(words)
     counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
     launch(_count, (blocks, count), words, counts, words.shape[1] * reference.WORD, BLOCK=BLOCK)
@@ -311,7 +304,7 @@ def renew(
 def _segment_arguments(
     words: Tensor, segments: Sequence[MaskedSegment], copied: CopyTable
 ) -> tuple[tuple[int], tuple[Tensor | int, ...], dict[str, Any]]:
-    """Return the grid of a row, and the arguments and the constants that both kernels have in common."""
+    """Return the grid of a row, and the arguments and constants that ``_collect`` and ``_renew`` share."""
     values, mask_start = [], 0
     for segment in segments:
         factor_bits = int(np.float32(segment.factor).view(np.int32))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable"
-"""Numba: at most one pass over memory each; where only the mask matters, a walk over its set bits."""
+"""Numba: at most one pass over memory per kernel, and only over set bits where the mask alone matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain torch: the specification, for one moment after the other. Lines are those of SCAPE's Alg. 1."""
+"""Plain torch: the specification, one moment after the other. Lines are those of SCAPE's Alg. 1."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def add_up(
 
 
 def gather(rows: Tensor, sent: Sent, split: Callable[..., None] = masks.gather_keep) -> None:
-    """Split ``rows`` at the mask into payload and residual; ``split``: this or another backend's pass."""
+    """Split ``rows`` at the mask into payload and residual, by a backend's ``gather_keep``."""
     split(rows, None, sent.words, sent.payload, sent.residual_out)  # l. 11-13
     if sent.share != 1.0:
         sent.payload.mul_(sent.share)
 
 
 def score(row: Tensor, common: Tensor, moments: Moments, beta1: float) -> None:
-    """Make every segment's scores = ``row`` + ``common`` + b1 moment: for l. 15."""
+    """Set every segment's scores to ``row`` + ``common`` + b1 moment, for l. 15."""
     for segment in moments.segments:
         if segment.scores is not None:
             torch.add(row[segment.columns], common[segment.columns], out=segment.scores)

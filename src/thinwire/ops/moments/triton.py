@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton: one pass over memory and one launch each, whatever the number of moments."""
+"""Triton: one pass over memory and one launch per operation, for any number of moments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BLOCK = PER_PROGRAM
 
 @triton.jit
 def _segment(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    """Find this program's columns: their elements in the row, which are inside its segment, their moments, which have
-    one, the address of the segment's scores, or 0, and the columns within it."""
+    """Return this program's elements in the row, which are inside its segment, pointers to their moments, which have
+    one, the address of the segment's scores, or 0, and the columns within the segment."""
     program = programs + 2 * tl.program_id(0)
     segment = table + tl.load(program).to(tl.int64) * 5
     column = tl.load(program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -29,8 +29,7 @@ def _segment(programs, table, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _payload_index(words, bit_offsets, element, inside, k, DIRECTORY: tl.constexpr):
-    """Find which elements are on the mask and their indices in the payload; they may begin at any multiple of 64: the
-    bits between the directory's entry and them are counted."""
+    """Return which elements, from a multiple of 64 on, are on the mask, and their indices in the payload."""
     first = tl.min(element, 0)
     entry = first // DIRECTORY
     earlier = entry * DIRECTORY + tl.arange(0, DIRECTORY)

@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-"""Numba kernels for CPU tensors: the fast Hadamard transform down the columns of a tile that stays in the cache.
-
-The same numbers as ``reference`` up to the order of additions.
-"""
+"""Numba: the fast Hadamard transform in a tile that stays in the cache. Equals ``reference`` up to rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from thinwire.ops.projection.reference import LANES
 
 @njit
 def _butterfly4(a, b, c, d):
-    """Two levels at once: each value is loaded and stored once for both."""
+    """Do two levels at once: each value is loaded and stored once for both."""
     for lane in range(a.size):
         low, high = a[lane] + b[lane], a[lane] - b[lane]
         low2, high2 = c[lane] + d[lane], c[lane] - d[lane]
@@ -31,7 +28,7 @@ def _butterfly(a, b):
 
 @njit
 def _transform(tile):
-    """H (not normalized) down the columns of ``tile`` (block * LANES,), in place."""
+    """Apply H (not normalized) down the columns of ``tile`` (block * LANES,), in place."""
     step = LANES
     while 4 * step <= tile.size:
         # neighbours in memory: at the upper levels one call does ``step`` values
@@ -96,7 +93,7 @@ def _reconstruct(payload, payload_stride, out, stride, count, n, signs, chosen):
 
 
 def _wide(signs: Tensor) -> np.ndarray:
-    """Return signs and the norm of H in one factor for every value of a tile, so that whole vectors are multiplied."""
+    """Return sign times norm of H for every value of a tile, so that whole vectors are multiplied."""
     return signs.mul(signs.numel() ** -0.5).repeat_interleave(LANES).numpy()
 
 

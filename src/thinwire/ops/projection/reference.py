@@ -1,4 +1,4 @@
-"""Plain torch, any device: the specification of every operation, and the oracle of its tests."""
+"""Plain torch, any device: the specification."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 LANES = 16
-"""Blocks that lie side by side in a tile."""
+"""Blocks interleaved in a tile."""
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """The orthonormal Hadamard matrix (size, size) in Sylvester's order, float32."""
+    """Return the orthonormal Hadamard matrix (size, size) in Sylvester's order, float32."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``): one program per tile.
+"""Triton: one program per tile. Equals ``reference`` up to rounding.
 
-The Hadamard matrix of size B = A * C is the Kronecker product of those of sizes A and C, so a tile of B x 16 is
-transformed by two small matrix products, along each of the two digits of its row number. The same numbers as
-``reference`` up to the order of additions. Blocks of other sizes than 256 take the reference: the factors of smaller
-ones are too small for a matrix product, and larger tiles do not fit into a program's registers.
+The Hadamard matrix of size B = A * C is the Kronecker product of those of sizes A and C, so two small matrix products,
+along each of the two digits of its row number, transform a tile of B x 16. Blocks of other sizes than 256 take the
+reference: smaller factors are too small for a matrix product, and larger tiles do not fit into a program's registers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FACTORS = {"A": 16, "C": 16}
 
 @triton.jit
 def _hadamard(SIZE: tl.constexpr):
-    """Make (SIZE, SIZE) of +-1: the sign is the parity of the common bits of row and column."""
+    """Make (SIZE, SIZE) of +-1: the sign is the parity of the bits that row and column share."""
     common = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
     common = common ^ (common >> 4)
     common = common ^ (common >> 2)
@@ -34,7 +33,7 @@ def _hadamard(SIZE: tl.constexpr):
 
 @triton.jit
 def _transform(tile, A: tl.constexpr, C: tl.constexpr):
-    """H down the A * C rows of ``tile`` (A, C * LANES), row a * C + c in [a, c * LANES :]."""
+    """Apply H down the A * C rows of ``tile`` (A, C * LANES), row a * C + c in [a, c * LANES :]."""
     tile = tl.dot(_hadamard(A), tile, input_precision="ieee")
     tile = tl.permute(tl.reshape(tile, (A, C, LANES)), (1, 0, 2))
     tile = tl.dot(_hadamard(C), tl.reshape(tile, (C, A * LANES)), input_precision="ieee")
@@ -82,7 +81,7 @@ def _reconstruct(
 
 
 def _slots(chosen: Tensor, block: int) -> Tensor:
-    """Number the rows of H D in the payload: (block,) int32, -1 for those that are not sent."""
+    """Return each row of H D's index in the payload: (block,) int32, -1 for rows that are not sent."""
     slots = torch.full((block,), -1, dtype=torch.int32, device=chosen.device)
     return slots.scatter_(0, chosen, torch.arange(chosen.numel(), dtype=torch.int32, device=chosen.device))
 

@@ -1,14 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, call-arg"
-"""Numba kernels for CPU tensors, the same bits as ``reference``.
+"""Numba, the same bits as ``reference``.
 
 Without ``fastmath``: reordering or fusing would change results. A kernel sees each tensor as one flat array and the
-distance between its rows, because LLVM vectorises only where it knows that neighbours are adjacent. bfloat16, which
-numba lacks, arrives as uint16 and is widened by a shift. One thread: ranks share the machine's cores, and every kernel
-releases the GIL.
+distance between its rows, because LLVM vectorises only where it knows that neighbours are adjacent. One thread: ranks
+share the machine's cores, and every kernel releases the GIL.
 
-What runs once per group is compiled into its caller: a call would count references to every slice that it is handed,
-which costs as much as quantizing 128 values. Hence also the kernels' flags, constants by which each becomes one
-straight loop.
+Functions that run once per group are compiled into their caller: a call would count references to every slice passed,
+which costs as much as quantizing 128 values. Constant flags turn each kernel into one straight loop.
 """
 
 from __future__ import annotations
@@ -50,13 +48,13 @@ def _real(bits):
 
 @inlined
 def _wide(narrow, value):
-    """Return a value as float32: the bits of ``narrow`` ones, bfloat16, become its upper half."""
+    """Return a value as float32; the bits of a bfloat16 (``narrow``) become its upper half."""
     return _real(np.uint32(value) << np.uint32(16)) if narrow else np.float32(value)
 
 
 @inlined
 def _scale_of(bits, per_level):
-    """Return a group's scale from the bits of its values: as int32 the maximum vectorises, and NaN is largest."""
+    """Return a group's scale from the bits of its values: the maximum of int32 vectorises, and NaN is largest."""
     largest = np.int32(0)
     for i in range(bits.size):
         largest = max(largest, np.int32(bits[i] & MAGNITUDE_BITS))
@@ -69,13 +67,13 @@ def _scale_of(bits, per_level):
 
 @inlined
 def _nearest(value, per_scale):
-    """Return the integer in the lowest byte: the end of the mantissa of a number of the size of ROUND."""
+    """Return the integer in the lowest byte: it is the end of the mantissa after adding ROUND."""
     return np.float32(value * per_scale + ROUND).view(np.int32)
 
 
 @inlined
 def _random(pair):
-    """Return 32 random bits: the high 16 for the pair's second element."""
+    """Return 32 random bits, the high 16 for the pair's second element."""
     word = np.uint32(pair)
     word = np.uint32(np.uint32(word ^ (word >> np.uint32(16))) * MIX[0])
     word = np.uint32(np.uint32(word ^ (word >> np.uint32(15))) * MIX[1])
@@ -114,28 +112,24 @@ def _scaled(values, factor, out):
 
 @inlined
 def _scale(values, factor):
-    """Scale in place: of one array alone LLVM knows that it does not overlap."""
+    """Scale in place: with one array LLVM knows that nothing overlaps."""
     for i in range(values.size):
         values[i] *= factor
 
 
 def _shuffled(builder, vector, indices):
-    """Return a vector whose element i is element ``indices[i]`` of ``vector``."""
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), LANES), indices))
 
 
 def _butterflies(builder, vector, step):
-    """Return a + b and a - b of the elements ``step`` apart: each one's partner, plus or minus itself.
-
-    The product with +-1 is exact, so that it may be fused into the addition.
-    """
+    """Return a + b and a - b of elements ``step`` apart. The product with +-1 is exact, so it may be fused."""
     sign = ir.Constant(VECTOR, [-1.0 if i & step else 1.0 for i in range(LANES)])
     partner = _shuffled(builder, vector, [i ^ step for i in range(LANES)])
     return builder.fadd(builder.fmul(vector, sign, flags=("contract",)), partner, flags=("contract",))
 
 
 def _vectors(context, builder, kind, array, first):
-    """Point to the vectors of the 32 values from ``array[first]`` on."""
+    """Return pointers to the vectors of the 32 values from ``array[first]`` on."""
     data = context.make_array(kind)(context, builder, array).data
     start = builder.bitcast(builder.gep(data, [first]), VECTOR.as_pointer())
     return [builder.gep(start, [ir.IntType(32)(i)]) for i in range(ORDER // LANES)]
@@ -145,7 +139,7 @@ def _vectors(context, builder, kind, array, first):
 def _rotate_32(typing_context, values, first, factor, out, out_first):
     """Multiply the Hadamard matrix of +-1 with ``factor`` * 32 ``values`` from ``first`` -> ``out`` from ``out_first``.
 
-    In LLVM's own vectors: loops over neighbours that are 1 to 8 apart compile to something 8 times slower.
+    In LLVM's own vectors: loops over neighbours 1 to 8 apart compile to code that is 8 times slower.
     """
 
     def generate(context, builder, signature, arguments):
@@ -194,7 +188,7 @@ def _encode_group(four, stochastic, bits, group_values, codes, scales, scale_ind
 @inlined
 def _quantize(narrow, four, stochastic, rotated, values, stride, rows, n, group, codes, codes_stride, scales,
               scales_stride, key):  # fmt: skip
-    """Quantize rows. The first four are constants: ``narrow`` for bfloat16, ``four`` for int4."""
+    """Quantize rows. The first four arguments are constants: ``narrow`` means bfloat16, ``four`` int4."""
     bits = np.empty(group, np.int32)
     group_values = bits.view(np.float32)
     size = group // 2 if four else group
@@ -223,7 +217,7 @@ def _decode(four, add, codes, scale, out):
 
 @inlined
 def _sum_group(four, codes, stride, scales, scales_stride, row, peers, g, size, total):
-    """Sum ``peers`` rows of group ``g``, from ``row`` on, in ``total``."""
+    """Write the sum of ``peers`` rows of group ``g``, from ``row`` on, to ``total``."""
     start = row * stride + g * size
     _decode(four, False, codes[start : start + size], scales[row * scales_stride + g], total)
     for peer in range(row + 1, row + peers):
@@ -236,7 +230,7 @@ def _dequantize(four, rotated, summed, codes, stride, scales, scales_stride, out
                 factor):  # fmt: skip
     """Make ``rows`` results, each ``factor`` * the sum of ``peers`` rows of codes. The first three are constants.
 
-    Not ``summed``: each is the values of one row, not transformed.
+    Without ``summed``, each result is the values of one row, not transformed.
     """
     total = np.empty(group, np.float32)
     size = group // 2 if four else group
@@ -320,7 +314,7 @@ def _sum_rows(narrow, values, stride, rows, n, out, factor):
 
 
 def _ranges(drawn: Seeds | None, n: int) -> list[tuple[int, int, np.uint32]]:
-    """List (first column, last column, key) of ``n`` columns."""
+    """List the (first, last, key) of each segment in ``n`` columns."""
     ranges = [(0, n, 0)] if drawn is None else drawn.ranges
     return [(first, last, np.uint32(key_of(seed) & 0xFFFFFFFF)) for first, last, seed in ranges]
 

@@ -1,4 +1,4 @@
-"""Plain torch, any device: the specification of every operation, and the oracle of its tests."""
+"""Plain torch, any device: the specification."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
 
 @dataclass(frozen=True)
 class Format:
-    """Symmetric integers of ``bits`` (4 or 8), ``group`` of which share a scale; ``hadamard``: of the transform."""
+    """Symmetric integers of ``bits`` (4 or 8), ``group`` of which share a scale; ``hadamard``: transformed first."""
 
     bits: int
     group: int
@@ -39,7 +39,7 @@ class Format:
 
     @property
     def norm(self) -> float:
-        """What a sum of values is multiplied with before the transform, which has elements +-1."""
+        """The factor of a sum of values before the transform, whose matrix has elements +-1."""
         return NORM if self.hadamard else 1.0
 
 
@@ -53,8 +53,8 @@ def _mix(words: Tensor) -> Tensor:
 def _random(rows: int, groups: int, group: int, seed: int, device: torch.device) -> Tensor:
     """Return 16 random bits for every element, int32 (rows, groups, group).
 
-    Pair ``p`` of the rows laid end to end, elements i and i + group / 2 of one group, has the hash of p ^ key: the low
-    half for the former, the high half for the latter.
+    Pair ``p`` of the rows laid end to end, elements i and i + group / 2 of one group, takes the hash of p ^ key: its
+    low half is for the first element, its high half for the second.
     """
     pairs = torch.arange(rows * groups * (group // 2), device=device).to(torch.int32).view(rows, groups, group // 2)
     words = _mix(pairs ^ key_of(seed))
@@ -73,10 +73,9 @@ def _scaled(rows: Tensor, group: int, levels: int, scales: Tensor) -> Tensor:
 
 
 def _stochastic(scaled: Tensor, levels: int, drawn: Seeds) -> Tensor:
-    """Round ``scaled`` (R, g, group).
+    """Round ``scaled`` (R, g, group): add 16 random bits in units of 2^-16 of a level, and drop them again.
 
-    In units of 2^-16 of a level, where adding 16 random bits and dropping them again rounds up in proportion. The
-    largest value may have been scaled to a hair above ``levels``.
+    The clamp is for the largest value, which may be scaled to a hair above ``levels``.
     """
     fine = (scaled * 65536 + 0.5).floor().clamp(-levels * 65536, levels * 65536).to(torch.int32)
     count, _, group = scaled.shape
@@ -116,7 +115,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn:
 
 
 def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: int, factor: float) -> None:
-    """Make every row of ``out`` = ``factor`` * the sum of ``peers`` rows of values, or the transform of that."""
+    """Set every row of ``out`` to ``factor`` * the sum of ``peers`` rows of values, or to its transform."""
     integers = _unpacked(codes, format.group) if format.bits == 4 else codes.float()
     values = (integers.unflatten(1, (-1, format.group)) * scales.unsqueeze(2)).flatten(1)
     total = functools.reduce(operator.add, values.unflatten(0, (-1, peers)).unbind(1)) * factor

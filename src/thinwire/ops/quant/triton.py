@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``), the same bits as ``reference``.
-
-Launched without floating-point fusion: a product contracted into an addition would round once instead of twice.
-"""
+"""Triton, the same bits as ``reference``: launched without fusion, which would round once instead of twice."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds |v| < 2^22
 
 @triton.jit
 def _load(pointers, inside):
-    """Load float32; bfloat16 arrives as int16 and is widened by a shift: the interpreter loses its denormals."""
+    """Load as float32. A shift widens bfloat16, which arrives as int16: the interpreter loses its denormals."""
     values = tl.load(pointers, mask=inside, other=0)
     if values.dtype == tl.int16:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -48,7 +45,7 @@ def _magnitude(values):
 
 @triton.jit
 def _scale_of(largest, LEVELS: tl.constexpr):
-    """Return every group's scale from its largest magnitude, NaN where that is not finite, and the reciprocal."""
+    """Return every group's scale from its largest magnitude, NaN if that is not finite, and the reciprocal."""
     finite = largest < 0x7F800000
     scale = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / LEVELS), TINY)
     scale = tl.where(finite, tl.where(largest == 0, 1.0, scale), 1.0)
@@ -73,7 +70,7 @@ def _stochastic(scaled, bits, LEVELS: tl.constexpr):
 
 @triton.jit
 def _load_codes(codes, byte, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
-    """Load as float32 what ``_encode`` stored."""
+    """Load the codes of ``_encode`` as float32."""
     if FOUR:
         pair = tl.load(codes + byte, mask=inside, other=0).to(tl.int32)
         return ((pair & 15) - 8).to(tl.float32), ((pair >> 4) - 8).to(tl.float32)
@@ -85,7 +82,7 @@ def _load_codes(codes, byte, inside, HALF: tl.constexpr, FOUR: tl.constexpr):
 
 @triton.jit
 def _group_elements(g, GROUP: tl.constexpr, FOUR: tl.constexpr):
-    """Return the groups ``g``, int64, the numbers of their elements, and the bytes of the low halves."""
+    """Return the groups ``g`` (int64), the indices of their low halves' elements, and those elements' bytes."""
     lane = tl.arange(0, GROUP // 2)[None, :]
     return g, g[:, None] * GROUP + lane, g[:, None] * (GROUP // 2 if FOUR else GROUP) + lane
 
@@ -94,8 +91,8 @@ def _group_elements(g, GROUP: tl.constexpr, FOUR: tl.constexpr):
 def _rotate(low, high, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Multiply the Hadamard matrix of +-1 with every 32 neighbours of groups (BLOCK, GROUP), given as halves.
 
-    Five times the same level: butterflies of neighbours, whose sums become the first half and whose differences the
-    second one. This moves the last bit of an element's index to the front, so that each bit has its turn.
+    Each of five levels does butterflies of neighbours: sums become the first half, differences the second one. This
+    moves the last bit of an element's index to the front, so every bit has its turn.
     """
     x = tl.permute(tl.join(low, high), (0, 2, 1))
     for _ in tl.static_range(5):
@@ -109,9 +106,9 @@ def _program(
     groups, programs, segments, keys, row, BLOCK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Number this program's groups as ``_group_elements``, with their end, and their pairs of elements, with the key.
+    """Return ``_group_elements`` of this program's groups, their end, their pairs of elements, and the key.
 
-    Stochastically, a row of ``segments`` holds the first group of a segment, its groups, and the index of its key.
+    A line of ``segments`` holds a segment's first group, its number of groups, and the index of its key.
     """
     if STOCHASTIC:
         _, _, segment, g = segment_of(programs, segments, BLOCK, 3)
@@ -130,8 +127,7 @@ def _encode(
     low, high, codes, byte, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the groups ``g`` below ``last`` of a row: values ``low``, whose codes are stored at ``byte``, and
-    ``high``, half a group further on."""
+    """Quantize a row's groups ``g`` < ``last``: values ``low`` (codes at ``byte``) and ``high``, half a group later."""
     LEVELS: tl.constexpr = INT4_LEVELS if FOUR else INT8_LEVELS
     if ROTATED:
         low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
@@ -157,7 +153,7 @@ def _sum(
     codes, codes_stride, scales, scales_stride, row, peers, factor, g, byte, last, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``peers`` rows of codes from ``row`` on, times ``factor``, or transform that: groups ``g`` below ``last``."""
+    """Return ``factor`` * the sum of ``peers`` rows from ``row`` on, or its transform, in groups ``g`` < ``last``."""
     HALF: tl.constexpr = GROUP // 2
     inside = (g < last)[:, None]
     scale = tl.load(scales + row * scales_stride + g, mask=g < last, other=0.0)[:, None]
@@ -196,7 +192,7 @@ def _dequantize(
     codes, codes_stride, scales, scales_stride, out, out_stride, factor, peers, groups,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """Make every row of ``out`` = ``factor`` * the sum of ``peers`` rows of codes from its own on, or its transform."""
+    """Set every row of ``out`` to ``factor`` * the sum of ``peers`` rows of codes from its own on, or its transform."""
     row = tl.program_id(1).to(tl.int64)
     g, element, byte = _group_elements(tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), GROUP, FOUR)
     low, high = _sum(
@@ -215,7 +211,7 @@ def _requantize(
     keys, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROTATED: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """Write one row, ``out`` and ``scales_out``: the codes of what ``_dequantize`` makes of ``peers`` rows."""
+    """Encode the result of ``_dequantize`` of ``peers`` rows to one row, ``out`` and ``scales_out``."""
     row = tl.program_id(1).to(tl.int64)
     g, _, byte, last, pair, key = _program(groups, programs, segments, keys, row, BLOCK, GROUP, FOUR, STOCHASTIC)
     low, high = _sum(
@@ -249,7 +245,7 @@ def _constants(format: Format) -> dict[str, Any]:
 def _draw(
     drawn: Seeds | None, groups: int, constants: dict[str, Any], device: torch.device
 ) -> tuple[int, tuple[Tensor | None, ...]]:
-    """Return the number of programs for ``groups`` along a row; and, of random bits, programs, segments and keys."""
+    """Return the number of programs for a row's ``groups``, and the programs, segments and keys of random bits."""
     block, group = constants["BLOCK"], constants["GROUP"]
     if drawn is None:
         return triton.cdiv(groups, block), (None, None, None)
@@ -271,7 +267,7 @@ def quantize(rows: Tensor, format: Format, codes: Tensor, scales: Tensor, drawn:
 
 
 def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: int, factor: float) -> None:
-    """Decode ``out`` (R, n), of ``peers`` rows of codes each; R or ``peers`` is 1."""
+    """Decode ``peers`` rows of codes into each row of ``out`` (R, n); R or ``peers`` is 1."""
     groups, constants = scales.shape[1], _constants(format)
     launch(
         _dequantize, (triton.cdiv(groups, constants["BLOCK"]), len(out)), codes, scales, out, factor, peers, groups,

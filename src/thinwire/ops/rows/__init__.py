@@ -1,8 +1,7 @@
-"""A flat buffer <-> rows: every parameter's values between an engine's buffer and its columns, all in one pass.
+"""Copies between a flat buffer and rows: every parameter's values go from an engine's buffer to its columns, or back.
 
-Rows may be those of several buckets, all in one memory (1-D), which offsets refer to.
-
-``reference`` (plain torch, one copy or two for each parameter) runs on CPUs too; ``triton`` takes one launch.
+Rows may belong to several buckets in one memory (1-D), which offsets refer to. ``reference``, one copy or two for each
+parameter, runs on CPUs too; ``triton`` takes one launch.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from thinwire.ops.programs import programs_on
 __all__ = ["CopySegment", "CopyTable", "pack", "unpack"]
 
 PER_PROGRAM = 1024
-"""Columns of one parameter, in one row, that one program of a GPU takes."""
+"""Columns of one parameter, in one row, per program of a GPU."""
 _backend = backend("thinwire.ops.rows", cpu="reference")
 
 
 class CopySegment(NamedTuple):
-    """A parameter whose value i of row r is element ``offset + r * step + i`` of the flat buffer, i < ``span``.
+    """A parameter whose value i < ``span`` of row r < ``rows`` is element ``offset + r * step + i`` of the flat buffer.
 
     In the rows' memory that value is element ``start + r * stride + i``.
 
     Attributes:
-        numel: r * step + i is below it: a last row may be shorter, and rows behind it are empty.
-        width: its columns, of which those from ``span`` on hold no values. rows: R.
+        numel: the limit of r * step + i: the last row may be shorter, and rows after it are empty.
+        width: columns of the parameter; those from ``span`` on hold no values.
     """
 
     offset: int
@@ -50,15 +49,15 @@ FIELDS = len(CopySegment._fields)
 
 
 class CopyTable:
-    """The segments of some rows, on the host and, once a kernel needs them, on a device."""
+    """The segments of some rows, on the host and, after first use by a kernel, on a device."""
 
     def __init__(self, segments: Sequence[CopySegment], device: torch.device, per_program: int = PER_PROGRAM) -> None:
-        """``per_program``: columns that one program of a GPU takes."""
+        """Keep ``segments``; one program of a GPU takes ``per_program`` columns."""
         self.segments, self.device, self._per_program = tuple(segments), device, per_program
 
     @functools.cached_property
     def programs(self) -> Tensor:
-        """(2 B,) int32: see ``programs_on``. A segment's programs go along its first row, then along the second."""
+        """(2 B,) int32: see ``programs_on``. A segment's programs go along its rows, one after the other."""
         widths = (segment.rows * padded(segment.width, self._per_program) for segment in self.segments)
         return programs_on(self.device, widths, self._per_program)
 
@@ -70,17 +69,14 @@ class CopyTable:
 
 
 def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> Tensor:
-    """``rows`` (1-D, float32) = the values of ``flat`` (1-D, float32 or bfloat16), zeros in their padding."""
+    """Copy the values of ``flat`` (1-D, float32 or bfloat16) to ``rows`` (1-D, float32), with zeros in the padding."""
     if rows.numel() and copy_table.segments:
         _backend(rows).pack(flat, copy_table, rows)
     return rows
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, *, add: bool = False) -> Tensor:
-    """``flat`` (1-D, float32 or bfloat16) = the values of ``rows`` (1-D, float32); other elements are left alone.
-
-    ``add``: the values are added to those of ``flat``.
-    """
+    """Copy, or ``add``, ``rows`` (1-D, float32) to their elements alone of ``flat`` (1-D, float32 or bfloat16)."""
     if rows.numel() and copy_table.segments:
         _backend(rows).unpack(rows, copy_table, flat, add)
     return flat

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton: one launch each. A program takes columns of one parameter, in one row."""
+"""Triton: one launch per operation. A program takes columns of one parameter, in one row."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from thinwire.ops.rows import FIELDS, PER_PROGRAM, CopyTable
 
 @triton.jit
 def _copy_offsets(number, programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """Return the offsets of a program's columns in the flat buffer and in the rows' memory, and two masks of them.
-
-    The masks: which columns are the segment's, and which have values.
-    """
+    """Return a program's offsets in the flat buffer and in the rows' memory, which columns exist, which have values."""
     segment = table + tl.load(programs + 2 * number).to(tl.int64) * FIELDS
     offset, numel, step, start = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2), tl.load(segment + 3)
     width, span, stride = tl.load(segment + 4), tl.load(segment + 5), tl.load(segment + 6)
@@ -60,5 +57,5 @@ def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None
 
 
 def _same_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """View two tensors of one dtype as words: bfloat16 that stays bfloat16 is copied, not converted."""
+    """View two tensors of one dtype as words, so that bfloat16 is copied, not converted."""
     return (_words(a), _words(b)) if a.dtype == b.dtype else (a, b)

@@ -1,11 +1,9 @@
-"""A rank's shard of a module's weights <-> its message: some parameters in few bits, the others as they are.
+"""Turns a rank's shard of a module's weights into a message and back: some parameters in few bits, others unchanged.
 
 *Encoded* parameters lie beside each other in the message's codes and scales (``ops.quant``), each in whole groups;
-*copied* ones lie elsewhere in it, in the shard's own dtype. Two tables (``ops.rows``), of one row, map the shard: the
-former to the columns that are encoded, the latter to the message.
-
-``reference``, which is ``ops.quant`` and ``ops.rows``, runs on CPUs too; ``triton`` takes one launch each way, and the
-results are the same bits.
+*copied* ones lie elsewhere in it, in the shard's dtype. Two tables (``ops.rows``) of one row map the shard: ``encoded``
+to the columns to encode, ``copied`` to the message. ``reference``, made of ``ops.quant`` and ``ops.rows``, runs on CPUs
+too; ``triton`` takes one launch each way. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from thinwire.ops.rows import CopyTable
 __all__ = ["PER_PROGRAM", "read", "write"]
 
 PER_PROGRAM = 4096
-"""Columns of an encoded parameter that one program of a GPU takes, at least one group: for its copy table."""
+"""Columns of an encoded parameter per program of a GPU, at least one group: for its copy table."""
 
 _backend = backend("thinwire.ops.shards", cpu="reference")
 
@@ -32,9 +30,9 @@ def write(
     """Write the shard ``own`` (n,): ``codes`` and ``scales`` of ``own`` - ``resident`` (n,), the rest to ``message``.
 
     Args:
-        resident: None: ``own`` itself is encoded. codes, scales: (1, columns), as ``quant.quantize`` writes them.
+        resident: None to encode ``own`` itself. codes, scales: (1, columns), as ``quant.quantize`` writes them.
         message: (m,) in the dtype of ``own``, float32 or bfloat16, to which the difference is rounded, too.
-        drawn: the source of random bits, for each encoded parameter apart; None: rounded to the nearest.
+        drawn: seeds of random bits, one for each encoded parameter; None: round to the nearest.
     """
     if encoded.segments or copied.segments:
         _backend(own).write(own, resident, encoded, copied, format, codes, scales, message, drawn)
@@ -44,11 +42,11 @@ def read(
     codes: Tensor, scales: Tensor, messages: Tensor, encoded: CopyTable, copied: CopyTable, format: Format,
     rows: Tensor, own_row: int = -1, resident: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``rows`` (P, n) = the values of P messages; with ``resident`` encoded values are added to ``rows``.
+    """Read P messages into ``rows`` (P, n); with ``resident``, encoded values are added to ``rows``.
 
     Args:
-        codes, scales: (P, columns), and ``messages``: (P, m), of the same memory: see ``write``.
-        resident: (n,) += the message ``own_row``; the row ``own_row`` becomes the same, whatever it was.
+        codes, scales: (P, columns). messages: (P, m). See ``write``.
+        resident: (n,), to which the message ``own_row`` is added; the row ``own_row`` becomes a copy of it.
     """
     if rows.numel() and (encoded.segments or copied.segments):
         _backend(rows).read(codes, scales, messages, encoded, copied, format, rows, own_row, resident)

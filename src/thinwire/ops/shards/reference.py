@@ -1,4 +1,4 @@
-"""The specification: one operation after the other, each on its device."""
+"""The specification, made of other operations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton: one launch each way. A program takes groups of one parameter, or columns of one that is copied."""
+"""Triton: one launch each way. A program takes groups of one encoded parameter, or columns of one copied parameter."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from thinwire.ops.shards import PER_PROGRAM
 def _locate_groups(
     programs, table, BLOCK: tl.constexpr, GROUP: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Locate this program's groups: (group in its segment, the segment's first group, its number of groups, its offset
-    in a shard, the columns of the groups' low halves in the segment, the columns' end)."""
+    """Return this program's groups in their segment, the segment's first group, number of groups and offset in a shard,
+    the columns of the groups' low halves in the segment, and the columns' end."""
     program = programs + 2 * tl.program_id(0)
     segment = table + tl.load(program).to(tl.int64) * FIELDS
     group = tl.load(program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -94,8 +94,8 @@ def _write(
 
 @triton.jit
 def _update(row, resident, values, column, numel, is_own, ADD: tl.constexpr, NARROW: tl.constexpr):
-    """Store ``values`` to ``row`` at ``column`` < ``numel``. ``ADD``: their sum with ``row``, or, if the row is this
-    rank's own, with ``resident``, which becomes the same."""
+    """Store ``values`` to ``row`` at ``column`` < ``numel``. ``ADD`` adds ``row`` to them or, in this rank's own row,
+    ``resident``, which becomes the same."""
     if ADD:
         in_resident, in_row = column < tl.where(is_own, numel, 0), column < tl.where(is_own, 0, numel)
         values += tl.where(is_own, _load(resident + column, in_resident), _load(row + column, in_row))

@@ -1,9 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-"""Numba kernels for CPU tensors, the same bits as ``reference``.
-
-bfloat16, which numba lacks, arrives as uint16 and is widened by a shift. Every inner loop runs over neighbours, which
-LLVM vectorises.
-"""
+"""Numba, the same bits as ``reference``. Every inner loop runs over neighbours, so that LLVM vectorises it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain torch, any device: the specification of every operation, and the oracle of its tests."""
+"""Plain torch, any device: the specification."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pack(rows: Tensor, group: int, shares: Tensor, bits: Tensor, scales: Tensor,
         low, high = terms.chunk(2, 2)
         terms = low + high
     scale = terms[:, :, 0]
-    # torch's float32 root on CPU is now and then off in the last place; that of a float64, rounded, is not.
+    # torch's float32 root on CPU is sometimes off in the last place; a float64 root, rounded, is not.
     scales.copy_(scale.double().sqrt().float() if rms else scale)
     negative = (values < 0).unflatten(2, (8, group // 8)).to(torch.int32)
     shifts = torch.arange(8, device=rows.device, dtype=torch.int32).view(8, 1)

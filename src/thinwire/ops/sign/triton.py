@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``), the same bits as ``reference``.
-
-Launched without floating-point fusion: a product contracted into an addition would round once instead of twice.
-"""
+"""Triton, the same bits as ``reference``: launched without fusion, which would round once instead of twice."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ PER_PROGRAM = 4096  # elements of one row that one program handles
 
 @triton.jit
 def _group_elements(BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Number the program's groups, elements (BLOCK, 8, GROUP / 8), bytes (BLOCK, GROUP / 8) and bits (1, 8, 1)."""
+    """Return the program's groups, elements (BLOCK, 8, GROUP / 8), bytes (BLOCK, GROUP / 8) and bits (1, 8, 1)."""
     SIZE: tl.constexpr = GROUP // 8
     g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, 8)[None, :, None]
@@ -46,7 +43,7 @@ def _pack(
 
 @triton.jit
 def _signs(bits, scales, source, g, inside, bit):
-    """Return +-scale of every element."""
+    """Return + or - scale for every element."""
     byte = tl.load(bits + source, mask=inside[:, None], other=0).to(tl.int32)[:, None, :]
     scale = tl.load(scales + g, mask=inside, other=0.0)[:, None, None]
     return (1 - 2 * (byte >> bit & 1)).to(tl.float32) * scale
@@ -57,7 +54,7 @@ def _unpack(
     bits, bits_stride, scales, scales_stride, out, out_stride, factor, peers, groups,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """Every row of ``out``: ``factor`` * the sum of ``peers`` rows of bits from there on."""
+    """Set every row of ``out`` to ``factor`` * the sum of ``peers`` rows of bits from its own on."""
     row = tl.program_id(1).to(tl.int64)
     g, element, source, bit = _group_elements(BLOCK, GROUP)
     inside = g < groups
@@ -84,7 +81,7 @@ def pack(rows: Tensor, group: int, shares: Tensor, bits: Tensor, scales: Tensor,
 
 
 def _decode(bits: Tensor, scales: Tensor, peers: int, group: int, out: Tensor, factor: float) -> None:
-    """``out`` (R, n) of ``peers`` rows of bits each; R or ``peers`` is 1."""
+    """Decode ``peers`` rows of bits into each row of ``out`` (R, n); R or ``peers`` is 1."""
     groups, block, grid = _blocks(out, group)
     launch(
         _unpack, grid, bits, scales, out, factor, peers, groups, GROUP=group, BLOCK=block,

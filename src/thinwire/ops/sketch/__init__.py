@@ -1,25 +1,23 @@
-"""Count sketch of chosen values, and its inversion by peeling, of all segments of a row at once.
+"""Count sketches of chosen values, and their inversion by peeling, for all segments of a row at once.
 
 A segment's sketch is three tables of ``cells`` float32. Element i adds sign(i) * value to cell h_j(i) of table
-j = 0..2.
-Who knows the *index* (the mask of all elements that were added, by anybody) knows how many elements every cell holds:
-one that is alone in a cell is read there and taken out of its other two cells, and so on, in rounds: all that are alone
-at once. This ends with nothing left as long as the elements are fewer than 0.818 of the cells (three hashes; Molloy
-2005); beyond, most are left.
+j = 0..2. The *index*, the mask of all elements that any rank added, tells how many elements every cell holds. An
+element alone in a cell is read there and subtracted from its other two cells; a round does so for all that are alone.
+Rounds recover everything as long as elements are fewer than 0.818 of the cells (three hashes; Molloy 2005); beyond,
+most are left.
 
-A value is recovered as a difference of differences, so rounding in the sums would grow from one to the next, ten
-thousandfold near the limit. Therefore values are first rounded to multiples of one power of two (``round_to``) that is
-coarse enough for every cell's sum to be exact in float32; what that leaves over stays with the sender.
+A value is recovered as a difference of differences, so rounding errors in the sums would grow, ten thousandfold near
+the limit. Therefore values are first rounded to multiples of one power of two (``round_to``), coarse enough for every
+cell's sum to be exact in float32; the remainder stays with the sender.
 
-Which elements can be recovered depends on the index and the hashes alone, so every rank knows it without values. A CPU
-goes on until nothing more is found; a GPU, where nobody looks, stops after ``ROUNDS``, so that of a sketch at its limit
-more may be left (``compress()`` refuses ranks with different devices). Hashes: 64 bits of splitmix64 at i for the first
-two, mixed once more for the third and the sign (``reference.hashes``); i is counted from the segment's first column.
+The index and the hashes alone decide which elements can be recovered, so every rank knows it without values. A CPU
+goes on until nothing more is found; a GPU stops after ``ROUNDS``, so more may be left of a sketch at its limit
+(``compress()`` refuses ranks with different devices). Hashes: 64 bits of splitmix64 at i for the first two, mixed once
+more for the third and the sign (``reference.hashes``); i is counted from the segment's first column.
 
-Values are (R, n) float32, masks (R, n / 64) int64; rows may be apart in memory, each is contiguous. What a rank sends
-is listed as ``thinwire.ops.sparse`` does: ``positions`` (R, m) int32 holds columns of the row, each segment's from its
-``list_start`` on, in order, and -1 behind them; payloads (R, m) hold what belongs to them. On a GPU every operation is
-a number of launches that depends on nothing.
+Values are (R, n) float32, masks (R, n / 64) int64; rows may be apart in memory, each is contiguous. A rank's elements
+are listed as in ``thinwire.ops.sparse``: ``positions`` (R, m) int32 holds columns of the row, each segment's from its
+``list_start`` on, in order, then -1; payloads (R, m) hold their values. On a GPU the number of launches is fixed.
 """
 
 from __future__ import annotations
@@ -40,21 +38,21 @@ __all__ = ["ROUNDS", "SketchSegment", "SketchSegments", "count", "encode", "gath
            "round_to"]  # fmt: skip
 
 ROUNDS = 32
-"""After which peeling stops on a GPU. Higher => more launches, of which the last have nothing to do. A million elements
-take 12 at a load of 0.7, 17 at 0.75 and 27 at 0.79, and few elements rarely more (``benchmarks/speed/peeling.py``)."""
+"""Rounds of peeling on a GPU. Higher => more launches, of which the last have nothing to do. A million elements take 12
+at a load of 0.7, 17 at 0.75 and 27 at 0.79, and few elements rarely more (``benchmarks/speed/peeling.py``)."""
 
 _backend = backend("thinwire.ops.sketch")
 
 
 class SketchSegment(NamedTuple):
-    """A segment of a row: columns ``[start, start + width)``, multiples of 64. Segments lie side by side, in order.
+    """Columns ``[start, start + width)`` of a row, multiples of 64. Segments lie side by side, in order.
 
     Attributes:
-        k: columns that a rank sends of each row, at most; in lists and payloads from ``list_start`` on.
-        room: columns that all ranks together send, at most.
+        k: the most columns that a rank sends of each row; in lists and payloads from ``list_start`` on.
+        room: the most columns that all ranks together send.
         wire_start: first column on a wire.
-        cells: size of each of its three tables; 0: all of its columns travel as they are.
-        seed: 63 bits, from which its hashes are made.
+        cells: size of each of the three tables; 0: no sketch, all columns travel unchanged.
+        seed: 63 bits for the hashes.
     """
 
     start: int
@@ -68,7 +66,7 @@ class SketchSegment(NamedTuple):
 
     @property
     def wire_numel(self) -> int:
-        """Count the values on the wire, per row."""
+        """Return the values on the wire, per row."""
         return 3 * self.cells or self.width
 
     @property
@@ -82,17 +80,16 @@ class SketchSegment(NamedTuple):
 
     @property
     def listed(self) -> slice:
-        """Return its columns in lists and payloads."""
+        """Return the segment's columns in lists and payloads."""
         return slice(self.list_start, self.list_start + self.k)
 
     @property
     def wire(self) -> slice:
-        """Return its columns on a wire."""
         return slice(self.wire_start, self.wire_start + self.wire_numel)
 
 
 class SketchSegments:
-    """The segments of a row, as the host has them and, once a kernel needs it, as a device does."""
+    """The segments of a row, on the host and, after first use by a kernel, on a device."""
 
     def __init__(self, segments: Sequence[SketchSegment], device: torch.device) -> None:
         self.segments, self.device = tuple(segments), device
@@ -105,18 +102,16 @@ class SketchSegments:
 
     @property
     def k(self) -> int:
-        """Count the columns of a list, and of a payload."""
+        """Return the columns of a list or a payload."""
         return self.segments[-1].listed.stop
 
     @property
     def wire_numel(self) -> int:
-        """Count the columns of a wire."""
         return self.segments[-1].wire.stop
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """Return (segments, FIELDS) int64: the fields of each, then where its cells and its elements begin among those
-        of all segments that have a sketch."""
+        """(segments, FIELDS) int64: each segment's fields, then its first cell and first element among all sketches."""
         values, cells, elements = [], 0, 0
         for segment in self.segments:
             values += [*segment, cells, elements]
@@ -133,7 +128,7 @@ def rounds_on(device: torch.device) -> int:
 
 
 def _check(segments: SketchSegments, wire: Tensor | None = None, *payloads: Tensor) -> None:
-    """Refuse what does not belong together, before a kernel reads or writes out of bounds."""
+    """Refuse tensors that do not match, before a kernel reads or writes out of bounds."""
     if wire is not None and wire.shape[1] != segments.wire_numel:
         need, cells = segments.wire_numel, wire.shape[1]
         raise ThinwireError(f"sketches, each three tables of equal size, take {need} cells, got {cells}")
@@ -143,16 +138,16 @@ def _check(segments: SketchSegments, wire: Tensor | None = None, *payloads: Tens
 
 
 def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:
-    """List the columns that are set in ``words`` (R, n / 64), and the values of ``rows`` (R, n) at them.
+    """List the set bits of ``words`` (R, n / 64), up to k per segment, and the values of ``rows`` (R, n) at them.
 
-    ``positions`` and ``payload`` (R, m) hold up to k of each segment; behind them -1 and 0.
+    -1 and 0 fill up ``positions`` and ``payload`` (R, m).
     """
     _check(segments, None, positions, payload)
     _backend(rows).gather(rows, words, segments, positions, payload)
 
 
 def peaks(payload: Tensor, segments: SketchSegments) -> Tensor:
-    """Return (segments,) float32, the largest |``payload``| (R, m) of each in all rows; a NaN is the largest."""
+    """Return each segment's largest |``payload``| (R, m) over all rows: (segments,) float32; NaN is the largest."""
     _check(segments, None, payload)
     magnitudes = payload.new_zeros(len(segments))
     _backend(payload).peaks(payload, segments, magnitudes)
@@ -162,7 +157,7 @@ def peaks(payload: Tensor, segments: SketchSegments) -> Tensor:
 def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residual: Tensor) -> None:
     """Round ``payload`` (R, m) to multiples of ``quantum`` (segments,), powers of two; ``residual`` takes the rest.
 
-    Multiples are below 2^22. Segments without a sketch stay as they are, and their residual is 0.
+    Multiples are below 2^22. Segments without a sketch do not change; their residual is 0.
     """
     _check(segments, None, payload, residual)
     _backend(payload).round_to(payload, quantum, segments, residual)
@@ -171,7 +166,7 @@ def round_to(payload: Tensor, quantum: Tensor, segments: SketchSegments, residua
 def encode(payload: Tensor, positions: Tensor, segments: SketchSegments, whole: Tensor, out: Tensor) -> None:
     """Write the sketches of ``payload`` (R, m), the values at ``positions`` (R, m), to ``out`` (R, wire_numel).
 
-    Segments without a sketch: their columns of ``whole`` (R, n).
+    Segments without a sketch send their columns of ``whole`` (R, n).
     """
     _check(segments, out, payload, positions)
     _backend(payload).encode(payload, positions, segments, whole, out)
@@ -187,12 +182,11 @@ def peel(
     *,
     estimate: bool = False,
 ) -> None:
-    """Recover what ``wire`` (W, wire_numel) holds at the rows from ``row`` on of ``index`` (R, n / 64).
+    """Recover the values of ``wire`` (W, wire_numel), which holds the rows of ``index`` (R, n / 64) from ``row`` on.
 
-    ``out`` (W, n) = the values recovered, 0 elsewhere; of segments without a sketch, what the wire says. ``lost``
-    (R, n / 64) = the elements of ``index`` that cannot be recovered, in all rows; with ``estimate`` they get the median
-    of their three signed cells, as the paper does (about 100% off). ``index`` is the union of all masks that were
-    added: it has up to ``room`` elements of each segment.
+    ``out`` (W, n) = the values recovered, 0 elsewhere; segments without a sketch are copied. ``lost`` (R, n / 64) = the
+    elements of ``index`` that cannot be recovered, in all rows; with ``estimate`` they get the median of their three
+    signed cells, as in the paper (about 100% off). ``index`` has up to ``room`` elements of each segment.
     """
     _check(segments, wire)
     if row + len(wire) > len(index) or len(out) != len(wire):
@@ -203,10 +197,10 @@ def peel(
 def restore(
     sent: Tensor, residual: Tensor, positions: Tensor, lost: Tensor, segments: SketchSegments, out: Tensor
 ) -> None:
-    """Give back at ``positions`` what did not arrive: the residual, and what was sent and is ``lost``.
+    """Write to ``out`` (R, n), at ``positions``, the part of each value that did not arrive.
 
-    There ``out`` (R, n) = ``residual`` (R, m), or ``sent`` + ``residual`` where ``lost`` (R, n / 64) has a bit; ``out``
-    elsewhere is unchanged. Of segments without a sketch all was sent: 0.
+    This is ``residual`` (R, m), or ``sent`` + ``residual`` where ``lost`` (R, n / 64) has a bit. In segments without a
+    sketch ``out`` becomes 0; elsewhere it does not change.
     """
     _check(segments, None, sent, residual, positions)
     _backend(out).restore(sent, residual, positions, lost, segments, out)

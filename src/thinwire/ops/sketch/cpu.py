@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable, var-annotated"
-"""Numba kernels for CPU tensors: elements are peeled one by one from a queue of cells that hold a single one.
+"""Numba: elements are peeled one by one from a queue of cells that hold a single element.
 
-A cell also keeps the exclusive or of its elements' numbers, which names the one that is left (Goodrich and Mitzenmacher
-2011). First in, first out, at no cost: each value then depends on few others, so that even sums that are not exact come
-out to rounding, where a stack multiplies errors along chains of thousands.
+A cell also keeps the exclusive or of its elements' numbers, which names the last one (Goodrich and Mitzenmacher 2011).
+The queue is first in, first out, at no cost: each value then depends on few others, so that even inexact sums come out
+to rounding, whereas a stack multiplies errors along chains of thousands.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _hash(seed, element):
 
 @njit
 def _cells(word1, word2, cells):
-    """The element's cell in each of the three tables."""
+    """Return the element's cell in each of the three tables."""
     a = ((word1 >> uint64(32)) * cells) >> uint64(32)
     b = ((word1 & LOW) * cells) >> uint64(32)
     c = ((word2 >> uint64(32)) * cells) >> uint64(32)
@@ -62,7 +62,7 @@ def gather(values, words, table, positions, payload):
 
 @_by_row
 def peaks(payload, table, magnitudes):
-    """As integers, which have the order of sizes."""
+    # integers have the order of sizes
     sizes, largest = payload.view(np.int32), magnitudes.view(np.int32)
     for segment in range(len(table)):
         _, _, k, list_start = table[segment, :4]
@@ -108,7 +108,7 @@ def encode(payload, positions, table, whole, out):
 
 @njit
 def _estimate(lost, seed, cells, sums, out):
-    """The median of its three signed cells for every element that is left. ``sums``: see ``_peel_row``."""
+    """Give every element that is left the median of its three signed cells. ``sums``: see ``_peel_row``."""
     for i in range(lost.size):
         word = lost[i]
         while word != 0:
@@ -123,7 +123,7 @@ def _estimate(lost, seed, cells, sums, out):
 
 @njit
 def _peel_row(sketch, index, seed, cells, out, lost, wanted, tags, sums, queue):
-    """``tags`` and ``sums`` are one memory, 16 bytes per cell: its elements' count and names, then its sum."""
+    """Peel a sketch. ``tags`` and ``sums`` share one memory, 16 bytes per cell: elements' count and names, the sum."""
     size = np.int64(3 * cells)
     for i in range(size):
         tags[2 * i] = uint64(0)
@@ -165,7 +165,7 @@ def _peel_row(sketch, index, seed, cells, out, lost, wanted, tags, sums, queue):
 
 @njit
 def _peel(wire, index, table, out, lost, estimate, tags, queue):
-    """``wire`` and ``out`` are empty where no values are wanted, of a row that the wire does not hold."""
+    """Peel a row's sketches. ``wire`` and ``out`` are empty for a row that the wire does not hold."""
     wanted, sums = out.size > 0, tags.view(np.float64)
     for segment in range(len(table)):
         start, width, _, _, _, wire_start, count, seed = table[segment, :8]

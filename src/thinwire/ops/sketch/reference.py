@@ -1,4 +1,4 @@
-"""Plain torch, any device: the specification of every operation, and the oracle of its tests. Sums are in float64."""
+"""Plain torch, any device: the specification. Sums are in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIX = 0xD6E8FEB86659FD93 - 2**64
 
 
 def hashes(seed: int, elements: Tensor, cells: int) -> tuple[Tensor, Tensor]:
-    """Cells (3, k) int64, table j in [j * cells, (j + 1) * cells), and signs (k,) of +-1, int64."""
+    """Return cells (3, k) int64, table j's in [j * cells, (j + 1) * cells), and signs (k,) of +-1, int64."""
     word1 = hash_of(seed, elements)
     word2 = (word1 ^ shifted(word1, 32)) * MIX
     word2 = word2 ^ shifted(word2, 32)
@@ -84,7 +84,7 @@ def peel(
 def _peel(
     cells: Tensor, index: Tensor, segment: SketchSegment, out: Tensor | None, lost: Tensor, estimate: bool
 ) -> None:
-    """All elements that are alone in a cell at once."""
+    """Peel all elements that are alone in a cell at once."""
     elements = mask.flags_of(index)[0].nonzero()[:, 0]
     cell_indices, signs = hashes(segment.seed, elements, segment.cells)
     counts = torch.zeros(3 * segment.cells, dtype=torch.int64, device=index.device)

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``), the same bits as ``reference``.
+"""Triton, the same bits as ``reference``.
 
-Atomic additions come in any order, which changes nothing here: the values are multiples of one power of two, every
-sum of a wire is exact, and peeling adds in float64.
+Atomic additions come in any order, which changes nothing here: values are multiples of one power of two, every sum of
+a wire is exact, and peeling adds in float64.
 
-A round of peeling is one launch. Counts and sums are held twice: a round reads one copy, which nobody changes
-meanwhile, and takes what it finds out of the other; what the round before found, of which the other does not know yet,
-it takes out of that, too. The next round reads that copy. So what is found in a round does not depend on which thread
-comes first. Nothing is looked at by the host: there are as many rounds as can be, of which the last have nothing to do.
+A round of peeling is one launch. Counts and sums have two copies. A round reads one, which no thread changes meanwhile,
+and subtracts from the other the elements that it finds, and those that the round before found, which are still in that
+copy. The next round reads that copy. So the order of threads does not matter. The host reads nothing: all ``ROUNDS``
+are launched, of which the last have nothing to do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROUND = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def _cells(segment, element):
-    """Hash the elements (int64) of a segment: their cells in its three tables, and whether their sign is -1."""
+    """Hash a segment's elements (int64): return their cells in three tables, and whether their sign is -1."""
     cells, seed = tl.load(segment + 6), tl.load(segment + 7)
     word = (element + 1).to(tl.uint64) * GOLDEN + seed.to(tl.uint64)
     word = (word ^ (word >> 30)) * MIX1
@@ -60,7 +60,6 @@ def _cells(segment, element):
 
 @triton.jit
 def _add(cells, a, b, c, values, mask):
-    """Add ``values`` to three cells of each element."""
     tl.atomic_add(cells + a, values, mask=mask, sem="relaxed")
     tl.atomic_add(cells + b, values, mask=mask, sem="relaxed")
     tl.atomic_add(cells + c, values, mask=mask, sem="relaxed")
@@ -68,7 +67,7 @@ def _add(cells, a, b, c, values, mask):
 
 @kernel
 def _peaks(programs, segments, payload, stride, magnitudes, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """Write the bits of the largest |values| to ``magnitudes``: as integers they have the order of the values."""
+    """Write the bits of the largest |values| to ``magnitudes``: integers have the order of the values."""
     row, number, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     values = tl.load(payload + row * stride + tl.load(segment + 3) + entry, mask=entry < tl.load(segment + 2), other=0)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -129,7 +128,7 @@ def _hold(
     programs, segments, wire, wire_stride, counts, counts_stride, cell_sums, cell_sums_stride, count, row_of_wire,
     wired, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Both copies: no elements in any cell yet, and, of the rows of the wire, each cell's sum."""
+    """Initialize both copies: zero counts in all cells, and the sums of the wire's rows."""
     row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     inside, cell = entry < 3 * tl.load(segment + 6), tl.load(segment + 8) + entry
     zeros = tl.zeros((BLOCK,), tl.int32)
@@ -148,9 +147,9 @@ def _list(
     tallies_stride, elements, elements_stride, counts, counts_stride, count, row_of_wire, wired, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """List each segment's elements of ``index``, in order, -> ``elements``; both copies of ``counts`` count them.
+    """List each segment's elements of ``index`` in ``elements``, in order, and count them in both copies of ``counts``.
 
-    Nothing is recovered yet: ``lost`` = ``index``, ``out`` = 0. Segments without a sketch are done.
+    ``lost`` = ``index`` and ``out`` = 0 at first. Segments without a sketch are finished.
     """
     row, _, segment, element = segment_of(programs, segments, BLOCK, FIELDS)
     start, width = tl.load(segment), tl.load(segment + 1)
@@ -182,9 +181,9 @@ def _round(
     programs, segments, elements, elements_stride, counts, counts_stride, cell_sums, cell_sums_stride, out, stride,
     lost, lost_stride, count, row_of_wire, wired, turn, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """An element is its number while it waits, -2 less its number when the round before has found it, -1 after that.
+    """Do one round; ``turn`` is the copy to read.
 
-    ``turn``: which copy is read.
+    An entry of ``elements`` is i while element i waits, -2 - i in the round after it was found, and then -1.
     """
     row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     elements += row * elements_stride + tl.load(segment + 9)
@@ -224,7 +223,7 @@ def _estimate(
     programs, segments, elements, elements_stride, cell_sums, cell_sums_stride, out, stride, row_of_wire,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Give each element that still waits the median of its three signed cells, from the copy that knows all."""
+    """Give each element that still waits the median of its three signed cells, from the up-to-date copy."""
     row, _, segment, entry = segment_of(programs, segments, BLOCK, FIELDS)
     elements += (row_of_wire + row) * elements_stride + tl.load(segment + 9)
     element = tl.load(elements + entry, mask=entry < tl.load(segment + 4), other=-1).to(tl.int64)
@@ -272,7 +271,7 @@ def _programs(sizes: Iterable[int], segments: SketchSegments) -> Tensor:
 
 
 def _listed(segments: SketchSegments) -> Tensor:
-    """Return programs that go through lists and, of segments without a sketch, through columns."""
+    """Return programs along lists or, in segments without a sketch, along columns."""
     return _programs((segment.k if segment.cells else segment.width for segment in segments), segments)
 
 
@@ -285,7 +284,7 @@ def _run(
 
 
 def _tallied(words: Tensor, segments: SketchSegments) -> tuple[Tensor, Tensor]:
-    """Return programs along columns, and the bits of each row of ``words`` before each of them: (R, 1 + programs)."""
+    """Return programs along columns, and the set bits of each row of ``words`` before each: (R, 1 + programs)."""
     columns = _programs((segment.width for segment in segments), segments)
     return columns, tallied(columns, segments.table.view(-1), words, START=0, COUNT=1, FIELDS=of.FIELDS)
 

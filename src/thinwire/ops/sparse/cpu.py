@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg, unreachable, var-annotated"
-"""Numba kernels for CPU tensors, the same bits as ``reference``: one pass over the values, and lists after that."""
+"""Numba, the same bits as ``reference``: one pass over the values, then over lists only."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
 NAN_BITS = np.int32(0x7F800001)  # any NaN: all are equal, and larger than infinity
 SAMPLE = 16384
-"""Elements of a row that the bracket around its k-th value is taken from."""
+"""Elements of a row that give the bracket around its k-th value."""
 BLOCK = 4096
-"""Columns between two looks at the lists: they stay in the first-level cache."""
+"""Columns processed at a time: they stay in the first-level cache."""
 SIZES = ir.VectorType(ir.IntType(32), WORD)
 
 _by_row = functools.partial(by_row, table=lambda segments: of.wire_table(segments, torch.device("cpu")).numpy())
@@ -36,10 +36,9 @@ _by_row = functools.partial(by_row, table=lambda segments: of.wire_table(segment
 
 @intrinsic
 def _at_least(context, bits, first, low):
-    """Return a mask word: of which of the 64 values from ``bits[first]`` on the magnitude is ``low`` or more.
+    """Return a mask word of the 64 values from ``bits[first]`` on: set where the magnitude is ``low`` or more.
 
-    In LLVM's own vectors, whose comparisons are mask words already: a loop that sets one bit after the other is 8 times
-    slower.
+    Comparisons of LLVM's own vectors are mask words already: a loop that sets single bits is 8 times slower.
     """
 
     def code(compiler, builder, signature, arguments):
@@ -58,16 +57,13 @@ def _at_least(context, bits, first, low):
 
 
 def _magnitudes(bits: np.ndarray) -> np.ndarray:
-    """Return |values| as integers: the order of floats, every NaN the same and the largest."""
+    """Return |values| as integers in the order of floats, with all NaN equal and the largest."""
     return np.minimum(bits & MAGNITUDE_BITS, NAN_BITS)
 
 
 @njit
 def _collect_between(bits, low, high, between):
-    """Count magnitudes above ``high``, and collect those from ``low`` to ``high`` into ``between`` while they fit.
-
-    Both comparisons become mask words, without a branch per element; then only the few in between are walked.
-    """
+    """Count magnitudes above ``high``, and collect those from ``low`` to ``high`` into ``between`` while they fit."""
     above, count = np.int64(0), np.int64(0)
     for first in range(0, bits.size, WORD):
         over = _at_least(bits, first, high + np.int32(1))
@@ -86,7 +82,7 @@ def _collect_between(bits, low, high, between):
 
 @njit
 def _threshold_words(bits, threshold, ties, words):
-    """Bits of all magnitudes above ``threshold``, and of the first ``ties`` that equal it."""
+    """Set the bits of all magnitudes above ``threshold``, and of the first ``ties`` that equal it."""
     for i in range(words.size):
         word = _at_least(bits, WORD * i, threshold + np.int32(1))
         if ties:
@@ -100,20 +96,20 @@ def _threshold_words(bits, threshold, ties, words):
 
 
 def _around(size: int, share: float) -> tuple[int, int]:
-    """Return two indices of a rising sample of ``size`` between which the ``share`` of largest begins, most likely.
+    """Return two indices, perhaps outside of a rising sample of ``size``, between which the largest ``share`` begins.
 
-    Within 5 standard deviations: it fails once in millions. They may lie outside of the sample.
+    They are 5 standard deviations from the middle: the bracket fails once in millions.
     """
     middle, spread = size * (1 - share), 5 * np.sqrt(size * share * (1 - share)) + 2
     return int(middle - spread), int(middle + spread) + 1
 
 
 def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
-    """Find the k-th largest magnitude, and count those above it.
+    """Return the k-th largest magnitude and the number of those above it.
 
-    A sample brackets it within 5 standard deviations; one pass counts what is above the bracket and collects what is
-    in it. A bracket of one value (a gradient with more zeros than n - k) needs no more. Where the bracket misses (once
-    in millions) or holds too much (values with many ties) everything is partitioned.
+    One pass counts the values above a sample's bracket and collects those in it. A bracket of one value (a gradient
+    with more zeros than n - k) needs no more. If the bracket misses (once in millions) or holds too many values (ties),
+    all values are partitioned.
     """
     n = bits.size
     step = (n // SAMPLE) | 1  # odd: not in step with rows of a power of two
@@ -139,7 +135,7 @@ def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
 
 
 def _mask_of(values: np.ndarray, k: int) -> np.ndarray:
-    """Return the mask of the ``k`` largest, 1 at least."""
+    """Return the mask of the ``k`` >= 1 largest."""
     bits, words = values.view(np.int32), np.empty(values.size // WORD, np.uint64)
     threshold, above = _kth(bits, k)
     _threshold_words(bits, np.int32(threshold), k - above, words)
@@ -154,9 +150,9 @@ def _add(values, addends, out):
 
 @njit
 def _listed(rows, residual, total, feedback, threshold, columns, values):
-    """List the ``columns`` where |h| >= ``threshold`` and their ``values``, as far as there is room; count them.
+    """List the ``columns`` where |h| >= ``threshold`` and their ``values`` while there is room; return their number.
 
-    ``total`` = h = ``rows`` + ``residual``; without ``feedback`` h is in it already.
+    ``feedback`` writes h = ``rows`` + ``residual`` to ``total``, which else holds h already.
     """
     bits = total.view(np.int32)
     count, room = 0, columns.size
@@ -178,7 +174,7 @@ def _listed(rows, residual, total, feedback, threshold, columns, values):
 
 @njit
 def _chosen(columns, values, sizes, threshold, ties, start, positions, payload):
-    """Choose of ``columns`` those whose size is above ``threshold``, and the first ``ties`` that equal it."""
+    """Choose the ``columns`` whose size is above ``threshold``, and the first ``ties`` that equal it."""
     entry = 0
     for i in range(sizes.size):
         if sizes[i] > threshold or (sizes[i] == threshold and ties > 0):
@@ -207,7 +203,7 @@ def _pack(positions, table, wire):
         start, width, k, list_start, first_bit, high_bits, low_bits = table[segment]
         first, middle = first_bit // 8, (first_bit + high_bits) // 8
         operands = positions[list_start : list_start + k], start, width, wire[first:middle], wire[middle:]
-        # a constant, for which the loop is compiled: with a variable it takes twice as long
+        # the loop is compiled for a constant: with a variable it takes twice as long
         if not (_pack_segment(*operands, 8) if low_bits == 8 else _pack_segment(*operands, 4)):
             return False
     return True
@@ -290,10 +286,9 @@ def largest(
 
 
 def _largest(operands: list[np.ndarray], feedback: bool, k: int, start: int, lists: list[np.ndarray]) -> None:
-    """A sample says from which size on all values are listed, so that the k largest are among them, in all probability.
+    """List the ``k`` largest in one pass, which makes h and lists all values above a size that a sample gives.
 
-    In that pass over memory h is made; which of the listed are the largest is found in the list. Where the sample was
-    wrong (once in millions), or many values are equal, the threshold is looked for among all values.
+    If the sample was wrong (once in millions), or many values are equal, search all values for the threshold.
     """
     rows, residual, total = operands
     lowest, room = _bracket(rows, residual, feedback, k)
@@ -310,7 +305,7 @@ def _largest(operands: list[np.ndarray], feedback: bool, k: int, start: int, lis
 
 
 def _bracket(rows: np.ndarray, residual: np.ndarray, feedback: bool, k: int) -> tuple[np.int32, int]:
-    """Return a size that no more than n - ``k`` of n values should be below, and for how many there should be room."""
+    """Return a size that at least ``k`` values should reach, and the room to reserve for all that do."""
     if k == 0:
         return NAN_BITS + np.int32(1), 0
     width = rows.size

@@ -38,7 +38,7 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
 
 def _largest_columns(values: Tensor, k: int) -> Tensor:
     magnitudes = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    # NaN above infinity, ties in order of position: two stable sorts, the less important key first
+    # NaN above infinity, ties in order of position: two stable sorts, by the less important key first
     by_size = magnitudes.sort(dim=1, descending=True, stable=True).indices
     by_nan = values.isnan().gather(1, by_size).to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
     return by_size.gather(1, by_nan)[:, :k].sort(1).values
@@ -87,7 +87,7 @@ def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...]
 
 
 def _write(entries: Tensor, bits: int, octets: Tensor) -> None:
-    """``octets`` (R, m) = ``entries`` (R, 8 m / bits) of so many bits, the first in a byte's lowest."""
+    """Write ``entries`` (R, 8 m / bits) of ``bits`` bits to ``octets`` (R, m), from each byte's lowest bit on."""
     shifts = torch.arange(0, 8, bits, device=octets.device)
     octets.copy_((entries.view(*octets.shape, len(shifts)) << shifts).sum(2))
 

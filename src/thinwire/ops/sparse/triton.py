@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernels for CUDA tensors (and CPU tensors under ``TRITON_INTERPRET=1``), the same bits as ``reference``.
+"""Triton, the same bits as ``reference``. One launch per stage for all segments of all rows.
 
-One launch per stage for all segments of all rows. The k-th size of each segment is found digit by digit, from the
-highest: how many values have which digit is counted, and the digit is the one among whose values the k-th is; from then
-on only values with that digit count. A chosen column's index in the list is the number of those chosen before it.
+The k-th size of each segment is found digit by digit, from the highest: count the values of each digit, take the digit
+whose values include the k-th, go on with these alone. A chosen column's list index is the number chosen before it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 BLOCK = 512
 """Columns, or entries of a list, of one program."""
 COUNTED = 4096
-"""Columns of which one program counts the digits."""
+"""Columns per program that counts digits."""
 DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))
-"""The lowest bit of each digit of a size, which has 31 bits, and how many values it has."""
+"""The lowest bit and the number of values of each digit of a size, which has 31 bits."""
 
 NAN = tl.constexpr(0x7F800001)
 """Any NaN, as a size: all are equal, and larger than infinity."""
@@ -38,7 +37,7 @@ NAN = tl.constexpr(0x7F800001)
 
 @triton.jit
 def _size(values):
-    """|values| as int32, which have their order."""
+    """Return |values| as int32, which have the same order."""
     return tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, NAN)
 
 
@@ -48,10 +47,7 @@ def _count(
     shift, FIRST: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Add up ``counts`` of the digit at ``shift`` among the sizes that begin with the digits in ``state``.
-
-    The first launch makes ``total`` = ``rows`` + ``residual``.
-    """
+    """Add to ``counts`` the digits at ``shift`` of sizes that begin as ``state``. The first launch makes ``total``."""
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     inside = column < tl.load(segment + 1) // 16 * 16
     start = tl.load(segment)
@@ -73,10 +69,7 @@ def _count(
 def _digit(
     segments, state, counts, segment_count, shift, FIRST: tl.constexpr, BINS: tl.constexpr, FIELDS: tl.constexpr
 ):  # fmt: skip
-    """Write the next digit of the k-th size to ``state``: the digits so far, and how many values with them are chosen.
-
-    ``counts`` become zeros.
-    """
+    """Add the k-th size's next digit to ``state``: (digits, number of values with them to choose). Zero ``counts``."""
     row, number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     state += (row * segment_count + number) * 2
     if FIRST:
@@ -98,7 +91,7 @@ def _compared(
     programs, segments, total, stride, state, segment_count, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compare this program's columns with the k-th size: their segment, values, which are above it, which equal it."""
+    """Return this program's segment, columns, values, which are above the k-th size, which equal it, and the ties."""
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     inside = column < tl.load(segment + 1) // 16 * 16
     values = tl.load(row_of(total + tl.load(segment), stride, row, ALIGN) + column, mask=inside, other=0)
@@ -113,7 +106,7 @@ def _tally(
     programs, segments, total, stride, state, tallies, tallies_stride, segment_count, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Count in ``tallies`` (2 R, 1 + programs), after a zero, those above the k-th size and those that equal it."""
+    """Write the counts above and equal to the k-th size to ``tallies`` (2 R, 1 + programs), after a zero."""
     _, _, _, above, equal, _ = _compared(programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN)
     tallies += 2 * tl.program_id(1).to(tl.int64) * tallies_stride
     first = tl.program_id(0) == 0
@@ -145,7 +138,7 @@ def _list(
 
 @triton.jit
 def _low_bits_of(words, segment, i, low_bits):
-    """Find the lower bits of the i-th positions: their words, which come after those of the high bits, and the bit."""
+    """Return pointers to the words of the i-th positions' lower bits, after the high bits, and the first bit there."""
     bit = i * low_bits
     return words + tl.load(segment + 5) // 64 + bit // 64, bit % 64
 
@@ -154,7 +147,7 @@ def _low_bits_of(words, segment, i, low_bits):
 def _pack(
     programs, segments, positions, positions_stride, words, words_stride, BLOCK: tl.constexpr, FIELDS: tl.constexpr
 ):  # fmt: skip
-    """Set bits of ``words``, zeros before; several programs may share a word."""
+    """Set bits of zeroed ``words``; several programs may share a word."""
     row, _, segment, i = segment_of(programs, segments, BLOCK, FIELDS)
     inside = i < tl.load(segment + 2)
     column = tl.load(positions + row * positions_stride + tl.load(segment + 3) + i, mask=inside, other=0).to(tl.int64)
@@ -200,8 +193,7 @@ def _sum_at(
     payload, payload_stride, words, words_stride, bit_offsets, bit_offsets_stride, shifts, out, scale, peers, n, k,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """``shifts``: how far the entries of each 64 columns' segment lie behind where they would be in a list without
-    anything between the segments."""
+    """Sum peers' values. ``shifts``: for each 64 columns, the padding in lists before their segment."""
     block = tl.program_id(0).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < n // 16 * 16
@@ -217,7 +209,7 @@ def _sum_at(
 
 @functools.cache
 def _shifts(segments: tuple[ListSegment, ...], device: torch.device) -> Tensor:
-    """(n / 64,) int32: see ``_sum_at``."""
+    """Return ``_sum_at``'s shifts: (n / 64,) int32."""
     shifts: list[int] = []
     length = 0
     for segment in segments:
