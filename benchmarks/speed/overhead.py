@@ -67,7 +67,7 @@ def rank(steps: int, every: int, method: str) -> None:
         wire = thinwire.compress(model, optimizer, method, safety=safety)
         runs.append((careful, model, optimizer, wire))
     agreement = spent["agreement"] / len(runs)
-    guard, replicas = runs[0][3]._guard, runs[0][3]._turn._replica_check
+    guard, replicas = runs[0][3]._guard, runs[0][3]._step_loop._replica_check
     for name in ("observe", "agree"):
         setattr(guard, name, timed(getattr(guard, name), spent, "guard"))
     for name in ("count", "call", "add", "count_dense", "close_step"):

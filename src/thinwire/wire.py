@@ -275,19 +275,19 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
     return weights
 
 
-def _hook_on_all_optimizers(turn: StepLoop) -> RemovableHandle:
-    """Show ``turn`` every optimizer of this process that is about to step.
+def _hook_on_all_optimizers(step_loop: StepLoop) -> RemovableHandle:
+    """Show ``step_loop`` every optimizer of this process that is about to step.
 
     torch's hook lives as long as the process. It must not keep the model alive, and is removed with it.
     """
-    reference = weakref.ref(turn)
+    reference = weakref.ref(step_loop)
 
     def check_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if (alive := reference()) is not None:
             alive.stranger(optimizer)
 
     handle = register_optimizer_step_pre_hook(check_optimizer)
-    weakref.finalize(turn, handle.remove)
+    weakref.finalize(step_loop, handle.remove)
     return handle
 
 
@@ -329,19 +329,19 @@ class Wire:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._turn = StepLoop(engine, run, self._road, safety)
+        self._step_loop = StepLoop(engine, run, self._road, safety)
 
     def attach(self) -> None:
         """Hook into optimizers and engine; ``compress()`` calls this once all ranks have agreed."""
-        for optimizer in self._turn.optimizers:
+        for optimizer in self._step_loop.optimizers:
             self._hooks += [
-                optimizer.register_step_pre_hook(self._turn.before),
-                optimizer.register_step_post_hook(self._turn.after),
-                optimizer.register_load_state_dict_post_hook(self._turn.weight_watch.optimizer_was_loaded),
+                optimizer.register_step_pre_hook(self._step_loop.before),
+                optimizer.register_step_post_hook(self._step_loop.after),
+                optimizer.register_load_state_dict_post_hook(self._step_loop.weight_watch.optimizer_was_loaded),
                 optimizer.register_state_dict_post_hook(self._add_moments),
             ]
-        self._hooks.append(_hook_on_all_optimizers(self._turn))
-        self.engine.attach(self._turn, self._road)
+        self._hooks.append(_hook_on_all_optimizers(self._step_loop))
+        self.engine.attach(self._step_loop, self._road)
 
     @property
     def step(self) -> int:
@@ -352,7 +352,7 @@ class Wire:
     def skipped(self) -> int:
         """Optimizer steps that were skipped because a gradient was not finite or was thrown away: on all ranks, or on
         this rank alone if the method lets ranks go their own ways (local-steps)."""
-        return self._turn.skipped
+        return self._step_loop.skipped
 
     @property
     def _device(self) -> torch.device:
@@ -366,13 +366,13 @@ class Wire:
         Gradients that are exchanged and then set to None or zero without ``optimizer.step()`` (as a GradScaler does)
         count as a skipped step: the next micro-batch starts from the state before them.
         """
-        self._turn.begin_micro_batch()
-        self._turn.closed = not last
+        self._step_loop.begin_micro_batch()
+        self._step_loop.closed = not last
         try:
             with self.engine.accumulate(last):
                 yield
         finally:
-            self._turn.closed = False
+            self._step_loop.closed = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
@@ -394,10 +394,10 @@ class Wire:
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
         step_maker = self.method.card.step_maker
         steps = () if step_maker is None else step_maker.names
-        for name, parameter in self._turn.weights.items():  # what was thawed late has a gradient that is this rank's
+        for name, parameter in self._step_loop.weights.items():  # not what was thawed late
             if parameter.grad is not None and name not in steps:
                 meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-        with self._turn.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
+        with self._step_loop.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
             norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
             norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
         if power is not None:
@@ -407,13 +407,13 @@ class Wire:
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
         if self._stages is not None:
             every = torch.zeros(self._stages.size, 1, dtype=torch.float32, device=self._device)
-            with self._turn.inside("clip_grad_norm_()"):
+            with self._step_loop.inside("clip_grad_norm_()"):
                 self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
             norm = torch.linalg.vector_norm(every, norm_type)
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
-        self._turn.norm = None if steps else norm  # of all that the optimizers will see, or of none
-        self._turn.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
+        self._step_loop.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def _power_of_moves(self) -> Tensor | None:
@@ -424,7 +424,7 @@ class Wire:
             return None
         power = power.reshape(1)
         # A hop inside the node leaves this rank a part of each gradient, and so does tensor parallelism.
-        with self._turn.inside("clip_grad_norm_()"):
+        with self._step_loop.inside("clip_grad_norm_()"):
             for comm in [*(hop.comm for hop in self.engine.hops[:-1]), *self.engine.beside]:
                 assert isinstance(comm, GroupComm)
                 GroupComm.aside(comm.group).all_reduce(power, "sum")
@@ -444,12 +444,12 @@ class Wire:
             ThinwireError: the method keeps nothing that waits, or needs ``with_next=True``; or the next step's
                 gradients have been exchanged already.
         """
-        self._turn.finish()
+        self._step_loop.finish()
         card = self.method.card
         if not self._waits:
             raise ThinwireError(f"{self.method}: nothing waits from step to step that could be delivered")
         if with_next:
-            self._turn.begin_micro_batch()
+            self._step_loop.begin_micro_batch()
             self._refuse_exchanged("flush(with_next=True)")
             self._stage.flush_at = self._road.step
             return
@@ -462,7 +462,7 @@ class Wire:
             return
         with torch.no_grad():
             for name, change in self._means(functools.partial(Method.deliver, self.method)):
-                local(self._turn.weights[name].detach()).sub_(change)
+                local(self._step_loop.weights[name].detach()).sub_(change)
         self._state.commit()
         self.weights_changed()
 
@@ -473,7 +473,7 @@ class Wire:
         return None if self._road.step <= card.steady else card.step_maker
 
     def _refuse_exchanged(self, call: str) -> None:
-        if self._turn.exchanged():
+        if self._step_loop.exchanged():
             raise ThinwireError(f"{call} after an exchange: call it before the step's backward pass")
 
     def _means(self, send: Callable[[Bucket, Exchange], None]) -> Iterator[tuple[str, Tensor]]:
@@ -485,7 +485,7 @@ class Wire:
             out = flat.new_zeros(pieces[0].stride) if pieces[0].stride else flat
             self._road.carry(flat, pieces, out, send)
             for piece in shard_of(pieces) if pieces[0].stride else pieces:
-                shape = local(self._turn.weights[piece.name]).shape
+                shape = local(self._step_loop.weights[piece.name]).shape
                 yield piece.name, out[piece.columns][: shape.numel()].view(shape)
 
     def hand_over(self) -> None:
@@ -496,7 +496,7 @@ class Wire:
         docs/state.md describes, until the method's next step. With other methods the call does nothing.
         ``optimizer.state_dict()``, which is not collective, holds moments made of this rank's own second moments.
         """
-        self._turn.finish()
+        self._step_loop.finish()
         if (step_maker := self._step_maker) is not None:
             with torch.no_grad():
                 for name, second in self._means(step_maker.send_second):
@@ -511,7 +511,7 @@ class Wire:
         Raises:
             ThinwireError: between ``backward()`` and ``optimizer.step()``.
         """
-        self._turn.finish()
+        self._step_loop.finish()
         self._refuse_exchanged("wire.reset()")
         self.method.finish()
         drop_waiting(self.method)
@@ -524,7 +524,7 @@ class Wire:
             return
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, weight in enumerate(weights):
-            name = self._turn.name_of(weight)
+            name = self._step_loop.name_of(weight)
             if name is None or number in state["state"]:
                 continue
             if (moments := step_maker.moments_of(name)) is not None:
@@ -537,7 +537,7 @@ class Wire:
         trickle:merged): the weights are gathered anew.
         """
         self.engine.weights_changed()
-        self._turn.weight_watch.trust()
+        self._step_loop.weight_watch.trust()
 
     def report(self) -> Report:
         """Return bytes by link (mean) and time by stage (median) per step since ``reset_stats``; ``print`` it."""
@@ -569,7 +569,7 @@ class Wire:
         the same in every step; what does not exist yet is zero. ``torch.distributed.checkpoint`` takes the wire itself:
         ``dcp.save({"wire": wire})``.
         """
-        self._turn.finish()
+        self._step_loop.finish()
         self.method.finish()
         self.engine.wait_for_weights()
         return self._form.pack({**self._counts(), **dump_state(self._state)}, self._device)
@@ -616,8 +616,8 @@ class Wire:
         """Go on from ``values``, by key without the rank; their shapes have been checked."""
         if fault := self.method.card.fault_of(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
-        self._turn.reset()
-        self._road.step, self._turn.skipped = int(values.pop("step")), int(values.pop("skipped"))
+        self._step_loop.reset()
+        self._road.step, self._step_loop.skipped = int(values.pop("step")), int(values.pop("skipped"))
         flush = int(values.pop("flush"))
         self._stage.flush_at = None if flush < 0 else flush
         bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
@@ -646,7 +646,7 @@ class Wire:
     def close(self) -> None:
         """End the worker thread and what is under way; all ranks call it. After it, ``accumulate`` and backward passes
         that would exchange gradients raise, until ``compress()`` is called again with the same model."""
-        self._turn.ended = True
+        self._step_loop.ended = True
         for hook in self._hooks:
             hook.remove()
         with suppress(LostRank):  # ranks that are still there have sent what is under way

@@ -55,8 +55,8 @@ class Engine:
     gathers: frozenset[torch.dtype] = frozenset()
     exchanges = True
 
-    def attach(self, turn: Any, road: Road) -> None:
-        """Send every gradient down ``road``, and tell ``turn``, the model's ``StepLoop``."""
+    def attach(self, step_loop: Any, road: Road) -> None:
+        """Send every gradient down ``road``, and tell ``step_loop``, the model's ``StepLoop``."""
 
     def layout(self) -> Layout:
         """Return the buffers that the engine will hand out."""

@@ -121,7 +121,7 @@ class DDP(Engine):
         if torch._dynamo.config.optimize_ddp == "python_reducer":
             raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
 
-    def attach(self, turn: StepLoop, road: Road) -> None:
+    def attach(self, step_loop: StepLoop, road: Road) -> None:
         def reduce(bucket: dist.GradBucket) -> Any:
             if self.model._join_config.enable:
                 raise ThinwireError(
@@ -129,11 +129,11 @@ class DDP(Engine):
                     "ranks take as many steps (a sampler with drop_last=True)"
                 )
             flat, pieces = bucket.buffer(), self._map(bucket)
-            turn.enter([piece.name for piece in pieces])
+            step_loop.enter([piece.name for piece in pieces])
             self._lacks_buckets = not bucket.is_last()
 
             def job() -> Tensor:
-                with turn.exchanging("gradients", (piece.name for piece in pieces)):
+                with step_loop.exchanging("gradients", (piece.name for piece in pieces)):
                     return road.reduce(flat, pieces)
 
             if bucket.is_last():
@@ -148,17 +148,17 @@ class DDP(Engine):
         hook.reduce, hook.free = reduce, False
         # Watch each gradient: when a second backward pass calls the hook, autograd has already added the new gradients
         # to the earlier ones or replaced them, so the hook cannot see whether those were dropped.
-        self._watches = [weight.register_hook(partial(self._watch, turn, weight)) for weight in self._trained()]
+        self._watches = [weight.register_hook(partial(self._watch, step_loop, weight)) for weight in self._trained()]
 
-    def _watch(self, turn: StepLoop, weight: Tensor, gradient: Tensor) -> None:
+    def _watch(self, step_loop: StepLoop, weight: Tensor, gradient: Tensor) -> None:
         """Find out, when a gradient of ``weight`` comes, whether those of an earlier backward pass were dropped."""
-        if self._dropped or not turn.seen(self.parameters[id(weight)].name):
+        if self._dropped or not step_loop.seen(self.parameters[id(weight)].name):
             return
         if weight.grad is None:
-            self._dropped = all(weight.grad is None for weight in turn.exchanged())
+            self._dropped = all(weight.grad is None for weight in step_loop.exchanged())
         elif not self._inspected:  # once, because it waits for the device
             self._inspected = True
-            self._dropped = all_zero(weight.grad for weight in turn.exchanged())
+            self._dropped = all_zero(weight.grad for weight in step_loop.exchanged())
 
     def _trained(self) -> list[Tensor]:
         return [weight for weight in self.model.module.parameters() if id(weight) in self.parameters]

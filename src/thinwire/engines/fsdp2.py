@@ -181,10 +181,10 @@ class FSDP2(ShardedEngine):
                 "the root module, for all of them"
             )
 
-    def attach(self, turn: StepLoop, road: Road) -> None:
+    def attach(self, step_loop: StepLoop, road: Road) -> None:
         """Give every FSDP module its communication objects. On HSDP torch itself calls both stages of the road."""
         for module, group in self.groups:
-            link = GroupLink(self, group, turn, road)
+            link = GroupLink(self, group, step_loop, road)
             self.links.append(link)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
             module.set_custom_reduce_scatter(cast(Any, link))

@@ -123,8 +123,8 @@ class GroupLink:
     DDP, and torch makes views of an output that is not written yet. One module is exchanged at a time, as in torch.
     """
 
-    def __init__(self, engine: ShardedEngine, group: Any, turn: StepLoop, road: Road) -> None:
-        self.engine, self.group, self.turn, self.road = engine, group, turn, road
+    def __init__(self, engine: ShardedEngine, group: Any, step_loop: StepLoop, road: Road) -> None:
+        self.engine, self.group, self.step_loop, self.road = engine, group, step_loop, road
         self.replica: Replica | None = None
         self._stock = {name: getattr(group, name) for name in _REPLACED}
         self._active: list[Any] = []
@@ -208,7 +208,7 @@ class GroupLink:
         pieces = self.verify(input_tensor)
         if self.divisor is not None:  # sum / divisor = mean of values scaled by ranks / divisor
             input_tensor.mul_(engine.ranks / self.divisor)
-        self.turn.enter([piece.name for piece in pieces])
+        self.step_loop.enter([piece.name for piece in pieces])
         road = self.road.stages[0] if engine.kind == "hsdp" else self.road
         self.exchange(pieces, lambda: road.reduce(input_tensor, pieces, output_tensor), output_tensor)
 
@@ -216,7 +216,7 @@ class GroupLink:
         """Reduce the gradients of ``pieces`` to their ``mean``, now or, on a CPU, beside the backward pass."""
 
         def job() -> Tensor:
-            with self.turn.exchanging("gradients", (piece.name for piece in pieces)):
+            with self.step_loop.exchanging("gradients", (piece.name for piece in pieces)):
                 reduce()
             return mean
 
@@ -324,7 +324,7 @@ class GroupLink:
                 self.verify(shard)
                 if self.divisor is not None:
                     shard.mul_(self.engine.ranks / self.divisor)
-                self.turn.enter([piece.name for piece in inter])
+                self.step_loop.enter([piece.name for piece in inter])
             self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
 
         return hook

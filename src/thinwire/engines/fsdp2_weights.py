@@ -57,7 +57,7 @@ class ModuleAllGather:
         with self.engine.waited(), self.exchanging(), ledger.weights(), torch.no_grad():
             if replica is not None and self._encoded:
                 # While only some of the optimizers have stepped, weights change before the step is over.
-                unsettled = link.turn.open
+                unsettled = link.step_loop.open
                 if not unsettled:
                     self._check_weights(replica)
                 self.engine.sender.asks(replica, self.send)
@@ -102,7 +102,7 @@ class ModuleAllGather:
     def exchanging(self) -> AbstractContextManager[None]:
         """Tell the step loop that the module's weights are exchanged inside."""
         names = (self.link.name(fsdp_param) for fsdp_param in self.link.group.fsdp_params)
-        return self.link.turn.exchanging("weights", names)
+        return self.link.step_loop.exchanging("weights", names)
 
     @property
     def _encoded(self) -> bool:
