@@ -42,7 +42,7 @@ def gather_keep(
 def write_at(payload: Tensor, words: Tensor, out: Tensor, factor: float | None) -> bool:
     """Write ``payload`` at the mask to ``out`` (R, n); off the mask 0, or ``factor`` times ``out`` if given.
 
-    Return False, with ``out`` undefined, if a row's mask has another number of bits than its payload, or bits too far.
+    Return False, ``out`` undefined, if a row's mask has not as many bits as its payload, or bits beyond the columns.
     """
     flags, beyond = flags_of(words).tensor_split([out.shape[1]], 1)
     is_checked = devices.streams(out.device) is None  # a GPU is not waited for

@@ -76,7 +76,7 @@ def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, *, add: bool = False) -> Tensor:
-    """Copy, or ``add``, ``rows`` (1-D, float32) to their elements alone of ``flat`` (1-D, float32 or bfloat16)."""
+    """Copy, or ``add``, ``rows`` (1-D, float32) to their elements of ``flat`` (1-D, float32 or bfloat16), no others."""
     if rows.numel() and copy_table.segments:
         _backend(rows).unpack(rows, copy_table, flat, add)
     return flat
