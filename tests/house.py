@@ -37,9 +37,7 @@ LIMITS: dict[str, float] = {
 }
 """The goals. A measure without one is printed for information."""
 
-TODAY: dict[str, float] = {
-    "lines of source": 26_760,
-}
+TODAY: dict[str, float] = {}
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
 FLOORS: tuple[tuple[str, ...], ...] = (

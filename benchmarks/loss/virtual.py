@@ -340,7 +340,7 @@ class Rank:
         )
         self.bound: OutlierClip | None = None
         card = self.method.card
-        if card.keeps_state and card.bounded and len(self.stage.dense) < len(self.parameters):
+        if card.keeps_state and card.alone_from is None and len(self.stage.dense) < len(self.parameters):
             leaves = None if card.promise.of == "gradients" else STEP
             self.bound = self.stage.bound = OutlierClip(
                 10.0, {of.name: of.local for of in self.parameters.values()}, leaves=leaves

@@ -31,7 +31,7 @@ BY_NAME = {cls.name: cls for cls in methods.TABLE}
 KNOBS = [
     *((name, {}) for name in BY_NAME if name != "dense"), ("topk", {"density": 0.02, "feedback": "gradient"}),
     ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4}),
-    ("trickle", {"bits": 2, "group": 64}), ("scape", {"density": 0.02, "warmup": 0}),
+    ("scape", {"density": 0.02, "warmup": 0}),
     ("dgc", {"density": 0.02}),
 ]  # fmt: skip
 PLACES = (Setup("all_reduce", 2), Setup("reduce_scatter", 3))

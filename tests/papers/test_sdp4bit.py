@@ -274,7 +274,7 @@ def test_bits_per_value_of_a_125m_model():
     with torch.device("meta"):
         model = Decoder(PRESETS["gpt-125m"])
     method, exact, padded, values = SDP4Bit(), [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0
-    codecs = (method._weight_codec, method.codec, method._intra_codec)
+    codecs = (method.make_weight_codec(), method.codec, method._intra_codec)
     for parameter, weight in zip(describe(model).values(), model.parameters(), strict=True):
         if keep_dense(method, parameter):
             continue

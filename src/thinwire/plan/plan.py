@@ -110,7 +110,7 @@ class Plan:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """One row for each trainable parameter."""
+        """A row for each trainable parameter."""
         sent = self._by_parameter.parameters
         return [
             Row(p, self._reasons[p.name], sent[p.name], self._road.dense_bytes(p, self._wire_dtype or p.dtype))

@@ -58,7 +58,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rank's tensors after one step. ``moments``: the optimizer's ``exp_avg``, flat. ``stepped``: the weights after
+    """The tensors of a rank after one step. ``moments``: the optimizer's ``exp_avg``, flat. ``stepped``: the weights after
     the optimizer. ``alone``: the rank stepped by itself. ``equal``: all ranks hold the same weights now."""
 
     hops: list[Hop]

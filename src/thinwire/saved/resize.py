@@ -33,7 +33,7 @@ from thinwire.saved.format import Form, Header, check_finite, split, trim
 
 @dataclass(frozen=True)
 class _Saved:
-    """One rank's part of a saved state."""
+    """The part of a saved state that belongs to one rank."""
 
     header: Header
     keys: Mapping[str, str]

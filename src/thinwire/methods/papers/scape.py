@@ -109,7 +109,7 @@ class SCAPE(Method):
         masked_steps = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         kinds = {
             "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
-            "mask": StateKind(resized="anew", rank_equal=True, fault=lambda saved: self._masks.fault_of(saved)),
+            "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
         }  # fmt: skip
         return replace(
             card, adds_up=False, same_arithmetic=True, encodes_weights=self._encodes_weights,
@@ -225,6 +225,9 @@ class SCAPE(Method):
 
     def finish(self) -> None:
         self._masks.finish()
+
+    def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
+        return self._masks.fault_of(saved)
 
     def state_changed(self) -> None:
         self._gathered.state_changed()

@@ -14,6 +14,7 @@ values, each with its own chooser and its share of the mask. (The paper has one 
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,8 @@ class Masks:
         self._scores: Tensor | None = None  # by which this rank chooses; its chunks side by side
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
-        self._joined: list[tuple[Tensor, list[Tensor]]] = []  # masks (1, bytes) to come, of several choosers' chunks
+        self._arriving: list[Tensor] = []  # (1, bytes) each: the chunks under way of masks that several ranks choose
+        self._joined = torch.empty(0)  # these masks to come, one behind the other
 
     def used(self, bucket: Bucket) -> BucketMasks | None:
         """Return the masks in use of the bucket's rows; None: they are all ones."""
@@ -180,9 +182,7 @@ class Masks:
         positions = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
         sparse.largest(rows, None, tuple(segments), None, positions, torch.empty_like(positions, dtype=torch.float32))
         # Positions count from their chunk's start; the padding, which travels and is saved, is 0.
-        starts = devices.uploaded([segment.start for segment in segments], scores.device)
-        widths = devices.uploaded([end - s.list_start for s, end in zip(segments, ends, strict=True)], scores.device)
-        positions.sub_(starts.repeat_interleave(widths, output_size=ends[-1])).clamp_(min=0)
+        positions.sub_(_first_columns(tuple(segments), tuple(ends), scores.device)).clamp_(min=0)
         return self._message[:length]
 
     def gather(self, names: Collection[str], step: int) -> None:
@@ -194,12 +194,19 @@ class Masks:
         state, (slots, length) = self._method.state, self._slots_of(step)
         messages = message.new_empty((self._exchange.ranks, length))
         self._work = self._exchange.gather(messages, message, async_op=True)
-        for name, own_slots in slots.items():
+        sections = {
+            name: [messages[choosers, byte_range] for choosers, byte_range in own_slots]
+            for name, own_slots in slots.items()
+            if name in names
+        }
+        self._arriving = [section for chunks in sections.values() if len(chunks) > 1 for section in chunks]
+        self._joined, end = message.new_empty(sum(section.numel() for section in self._arriving)), 0
+        for name in slots:
             if name in names:
-                mask, *others = sections = [messages[choosers, byte_range] for choosers, byte_range in own_slots]
+                mask, *others = sections[name]
                 if others:
-                    mask = message.new_empty((1, sum(section.shape[1] for section in sections)))
-                    self._joined.append((mask, sections))
+                    begin, end = end, end + sum(section.numel() for section in sections[name])
+                    mask = self._joined[begin:end].view(1, -1)
                 state.put("mask", name, mask)
                 state.put("chosen", name, torch.tensor(step))
             elif (mask_in_use := state.get("mask", name)) is not None and _shares_memory(mask_in_use):
@@ -210,10 +217,10 @@ class Masks:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        for mask, sections in self._joined:
-            torch.cat(sections, 1, out=mask)
-            devices.keep(sections[0])  # with all messages, which nobody else may hold
-        self._joined.clear()
+        if self._arriving:
+            torch.cat([section.view(-1) for section in self._arriving], out=self._joined)
+            devices.keep(self._arriving[0])  # with all messages, which nobody else may hold
+            self._arriving = []
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
         """Find masks with a wrong number of bits, or a bit beyond their columns: see ``StateKind.fault``."""
@@ -299,6 +306,14 @@ def all_ones(bucket: Bucket) -> BucketMasks:
     names, counts = zip(*((segment.name, segment.width) for segment in bucket.segments), strict=True)
     words = torch.full((bucket.shape[0], bucket.shape[1] // WORD), -1, dtype=torch.int64, device=bucket.device)
     return BucketMasks(names, counts, words, masks.directory(words))
+
+
+@functools.cache
+def _first_columns(segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return (m,) int32: the start of its segment for each position in the lists, which end at ``ends``."""
+    widths = torch.tensor([end - segment.list_start for segment, end in zip(segments, ends, strict=True)])
+    starts = torch.tensor([segment.start for segment in segments], dtype=torch.int32)
+    return starts.repeat_interleave(widths).to(device)
 
 
 def _shares_memory(tensor: Tensor) -> bool:

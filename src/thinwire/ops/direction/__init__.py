@@ -15,7 +15,7 @@ _backend = backend("thinwire.ops.direction")
 
 
 class DirectionSegment(NamedTuple):
-    """One tensor: columns ``[start, start + width)`` of all rows, index of its lr and scale, Adam's beta2 and eps."""
+    """A tensor: columns ``[start, start + width)`` of all rows, index of its lr and scale, Adam's beta2 and eps."""
 
     start: int
     width: int

@@ -11,12 +11,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
 from thinwire.ops.projection.reference import LANES
 
 __all__ = ["LANES", "srht_project", "srht_reconstruct"]
 
 _backend = backend("thinwire.ops.projection")
+
+
+def _check(rows: Tensor, signs: Tensor, chosen: Tensor, payload: Tensor) -> None:
+    block = signs.numel()
+    if block & (block - 1) or rows.shape[1] % (block * LANES):
+        raise ThinwireError(f"SRHT: rows of {rows.shape[1]} values are not tiles of {block} x {LANES}")
+    if payload.shape != (rows.shape[0], rows.shape[1] // block * chosen.numel()):
+        raise ThinwireError(f"SRHT: {chosen.numel()} of {block} values do not make a payload of {tuple(payload.shape)}")
 
 
 def srht_project(
@@ -27,11 +36,13 @@ def srht_project(
     ``signs`` (B,) float32 of +-1, ``chosen`` (m,) int64 rows of H D; n is a multiple of 16 B. ``residual_out`` may be
     ``residual``; None: not stored. Rows may be apart in memory.
     """
+    _check(rows, signs, chosen, payload)
     _backend(rows).srht_project(rows, residual, signs, chosen, payload, residual_out)
     return payload
 
 
 def srht_reconstruct(payload: Tensor, signs: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
     """Write P^T ``payload`` (R, n / B * m) to ``out`` (R, n)."""
+    _check(out, signs, chosen, payload)
     _backend(out).srht_reconstruct(payload, signs, chosen, out)
     return out
