@@ -58,8 +58,8 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The tensors of a rank after one step. ``moments``: the optimizer's ``exp_avg``, flat. ``stepped``: the weights after
-    the optimizer. ``alone``: the rank stepped by itself. ``equal``: all ranks hold the same weights now."""
+    """The tensors of a rank after one step. ``moments``: the optimizer's ``exp_avg``, flat. ``stepped``: the weights
+    after the optimizer. ``alone``: the rank stepped by itself. ``equal``: all ranks hold the same weights now."""
 
     hops: list[Hop]
     mean: Tensor
