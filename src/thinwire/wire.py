@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
-from thinwire.base.extras import load
-from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts, version
+from thinwire.base.extras import load, version
+from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts
 from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine

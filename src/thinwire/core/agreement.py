@@ -16,16 +16,13 @@ then, all wait until the group's timeout.)
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
 import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError
 from typing import Any, NamedTuple
 
 import torch
@@ -209,13 +206,6 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
             members = [numbers.get(id(parameter), -1) for parameter in group["params"]]
             facts[f"parameter numbers {group_name}"] = " ".join(map(str, members))
     return facts
-
-
-@functools.cache  # reading it takes as long as a small model's step
-def version() -> str:
-    with suppress(PackageNotFoundError):
-        return importlib.metadata.version("thinwire")
-    return "from source"
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:

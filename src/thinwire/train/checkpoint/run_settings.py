@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.agreement import version
+from thinwire.base.extras import version
 from thinwire.methods import resolve
 from thinwire.train.config import SHAPE, Config
 from thinwire.train.model.shapes import ModelConfig
