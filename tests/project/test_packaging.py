@@ -50,7 +50,7 @@ def test_requirements_are_torch_and_numpy_and_every_extra_brings_what_it_says():
     needed = metadata.requires("thinwire") or []
     core = {line.partition(">")[0] for line in needed if "extra ==" not in line}
     assert core == {"torch", "numpy"}
-    names = {"yaml": "pyyaml"}
+    names = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}
     for package, extra in extras.EXTRAS.items():
         assert any(
             line.startswith(names.get(package, package)) and f'extra == "{extra}"' in line for line in needed
