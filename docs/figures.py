@@ -43,7 +43,7 @@ import regime_tables  # noqa: E402
 
 Row = dict[str, str]
 
-SPEED = ("ddp-500mbit", "ddp-500mbit-trickle")
+SPEED = ("ddp-500mbit", "ddp-500mbit-trickle", "ddp-500mbit-house")
 """The settings of speed whose link, model and engine are the same. A figure of the first is preferred."""
 
 ALIASES = {
@@ -102,7 +102,7 @@ CHOICES = (
     ("any engine and optimizer, and a first try", "int8", SPEED[0], MAIN),
     ("FSDP2 on several nodes, where weights travel too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
     ("AdamW, and a network for which 4 bits a value are too many", "trickle", SPEED[1], MAIN),
-    ("the same with more than 4 ranks", "trickle:merged", "", ("scratch", "small", "wikitext", 16)),
+    ("the same with more than 4 ranks", "trickle:merged", "ddp-500mbit-house", ("scratch", "small", "wikitext", 16)),
 )
 """README's table: what you have, what to take, the setting of its speed ("": not measured), and that of its loss."""
 
