@@ -199,14 +199,14 @@ class Masks:
             for name, own_slots in slots.items()
             if name in names
         }
-        self._arriving = [section for chunks in sections.values() if len(chunks) > 1 for section in chunks]
-        self._joined, end = message.new_empty(sum(section.numel() for section in self._arriving)), 0
+        joint = {name: chunks for name, chunks in sections.items() if len(chunks) > 1}
+        self._arriving = [section for chunks in joint.values() for section in chunks]
+        sizes = [sum(section.numel() for section in chunks) for chunks in joint.values()]
+        self._joined = message.new_empty(sum(sizes))
+        masks_to_come = dict(zip(joint, self._joined.split(sizes), strict=True)) if joint else {}
         for name in slots:
             if name in names:
-                mask, *others = sections[name]
-                if others:
-                    begin, end = end, end + sum(section.numel() for section in sections[name])
-                    mask = self._joined[begin:end].view(1, -1)
+                mask = masks_to_come[name].view(1, -1) if name in joint else sections[name][0]
                 state.put("mask", name, mask)
                 state.put("chosen", name, torch.tensor(step))
             elif (mask_in_use := state.get("mask", name)) is not None and _shares_memory(mask_in_use):
@@ -308,7 +308,7 @@ def all_ones(bucket: Bucket) -> BucketMasks:
     return BucketMasks(names, counts, words, masks.directory(words))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # in a warm-up each step has other lists
 def _first_columns(segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...], device: torch.device) -> Tensor:
     """Return (m,) int32: the start of its segment for each position in the lists, which end at ``ends``."""
     widths = torch.tensor([end - segment.list_start for segment, end in zip(segments, ends, strict=True)])
