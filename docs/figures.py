@@ -305,13 +305,15 @@ def quality_cell(method: str, where: Regime) -> str:
     return f"{what} ({row.lr:g}; {cost.seeds})"
 
 
-OPENED = ("core", "engines", "network", "plan", "saved")
+OPENED = frozenset(
+    "baselines checkpoint codecs core engines lab network ours papers parts plan predict proof saved".split()  # noqa: SIM905
+)
 """Packages of which the tree in CONTRIBUTING shows each file."""
 
 
 def tree() -> str:
-    """Where each file of the package is, with the first sentence of its own docstring: of the rooms that a gradient
-    passes each file, of the others each folder."""
+    """Where each file of the package is, with the first sentence of its own docstring: of the rooms that a reader
+    looks for by name each file, of the others each folder."""
     package = ROOT / "src" / "thinwire"
 
     def below(folder: Path, indent: str) -> list[tuple[str, str]]:
