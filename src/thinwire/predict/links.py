@@ -87,12 +87,12 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
         for verb in VERBS:
             left = seconds / len(kinds) / len(VERBS)
             size = SMALLEST
-            _timed(job, _call(comm, verb, size), 1)  # connections are made at the first message
+            timed(job, _call(comm, verb, size), 1)  # connections are made at the first message
             while size <= LARGEST:
                 call = _call(comm, verb, size)
-                first = _timed(job, call, 1)
+                first = timed(job, call, 1)
                 repeats = max(1, min(50, int(TIMED_S / first)))
-                times = [_timed(job, call, repeats) for _ in range(TIMINGS if repeats * first < left / 8 else 1)]
+                times = [timed(job, call, repeats) for _ in range(TIMINGS if repeats * first < left / 8 else 1)]
                 taken = statistics.median(times)
                 samples.append(Sample(kind, _message(comm, verb, size, group), size, taken))
                 left -= first + repeats * sum(times)
@@ -122,7 +122,7 @@ def _call(comm: GroupComm, verb: str, size: int) -> Callable[[], object]:
     }[verb]
 
 
-def _timed(job: GroupComm, work: Callable[[], object], repeats: int) -> float:
+def timed(job: GroupComm, work: Callable[[], object], repeats: int) -> float:
     """Time ``work`` on the slowest rank, the mean of ``repeats``, begun by all ranks together. Collective."""
     agree(job, 0.0)
     began = time.perf_counter()
@@ -197,7 +197,7 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
     twin = job.twin()
     matrix, size = torch.ones(256, 256), max(SMALLEST, min(1 << 22, int(rate * BESIDE_S / 4)))
     messages = max(1, round(rate * BESIDE_S / 2 / size))
-    once = _timed(job, lambda: matrix @ matrix, 100)
+    once = timed(job, lambda: matrix @ matrix, 100)
     turns = max(1, int(BESIDE_S / once))
 
     def compute() -> None:
@@ -220,8 +220,8 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
     costs = []
     for _ in range(TIMINGS):
         taken: list[float] = []
-        alone = _timed(job, compute, 1)
-        _timed(job, beside, 1)
+        alone = timed(job, compute, 1)
+        timed(job, beside, 1)
         costs.append((agree(job, taken[0]) - alone) / (messages * twin.ring_bytes("all_reduce", size)))
     twin.release()
     value = max(statistics.median(costs), 1e-12)
