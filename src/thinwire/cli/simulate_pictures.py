@@ -47,7 +47,9 @@ def links(simulation: Simulation, path: Path) -> Path:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: bits(rate / 8)))
         axes.xaxis.set_minor_locator(NullLocator())
         _time_axis(axes, "time of a step")
-        axes.set_xlabel("rate of the link out of each node; a dot: from here to the left the method is faster than dense")
+        axes.set_xlabel(
+            "rate of the link out of each node; a dot: from here to the left the method is faster than dense"
+        )
         axes.set_title(_wrapped(job), pad=12)
         save(figure, path)
     return path

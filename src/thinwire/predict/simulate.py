@@ -19,7 +19,6 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human, in_text
 from thinwire.predict.cluster import Cluster
-from thinwire.predict.layouts import timeline_of
 from thinwire.predict.play import Prediction, play
 from thinwire.predict.profile import ModelProfile
 from thinwire.predict.timeline import Timeline
@@ -70,6 +69,8 @@ class Job:
 
     def record(self, method: str) -> Timeline:
         """Record what ``method`` does."""
+        from thinwire.predict.layouts import timeline_of
+
         try:
             return timeline_of(
                 self.model, method, engine=self.engine, nodes=self.ranks // self.per_node, per_node=self.per_node,
@@ -81,9 +82,7 @@ class Job:
 
     def play(self, timeline: Timeline) -> Prediction:
         """Predict a step of ``timeline``."""
-        return play(
-            timeline, self.profile, self.cluster, sequences=self.sequences, micro_batches=self.micro_batches
-        )
+        return play(timeline, self.profile, self.cluster, sequences=self.sequences, micro_batches=self.micro_batches)
 
     def __str__(self) -> str:
         nodes, cluster = self.ranks // self.per_node, self.cluster
@@ -287,7 +286,8 @@ def simulate(job: Job, methods: Iterable[str]) -> Simulation:
 def at_rates(simulation: Simulation, rates: Sequence[float]) -> dict[str, list[float]]:
     """Predict the seconds of a step of each method for each of ``rates`` out of a node, in bytes/s."""
     return {
-        outcome.method: [_seconds_at(simulation.job, outcome, rate) for rate in rates] for outcome in simulation.outcomes
+        outcome.method: [_seconds_at(simulation.job, outcome, rate) for rate in rates]
+        for outcome in simulation.outcomes
     }
 
 
@@ -296,6 +296,7 @@ def pays_below(simulation: Simulation, outcome: Outcome, slowest: float) -> floa
 
     Assumes that it is slower than dense on all faster links. FASTEST_LINK: it pays on all.
     """
+
     def faster(rate: float) -> bool:
         dense, seconds = (_seconds_at(simulation.job, each, rate) for each in (simulation.dense, outcome))
         return seconds < dense
