@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-import statistics
-import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
 from thinwire.cli.lab import split
 from thinwire.train.cli import run_ranks
-
-if TYPE_CHECKING:
-    from thinwire.cli.trial import Trial
-    from thinwire.predict.cluster import Cluster
-    from thinwire.predict.doctor import Steps
-    from thinwire.predict.links import Sample
-    from thinwire.predict.play import Prediction
-    from thinwire.train.config import Config
-    from thinwire.train.job.setup import Ranks
 
 LONGEST_S = 60.0
 
@@ -68,7 +54,7 @@ class Doctor:
 
 def doctor_main(argv: list[str]) -> int:
     """Run ``thinwire doctor ... [-- flags of thinwire train]`` as one rank, or start ranks here."""
-    started = time.monotonic()
+    began = time.monotonic()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
 
@@ -79,6 +65,10 @@ def doctor_main(argv: list[str]) -> int:
     config = from_arguments(["--preset", settings.preset, *extra]).check()
     names = settings.names()
     command = shlex.join(["thinwire", "train", "--preset", settings.preset, *extra, "--method"])
-    return run_ranks(
-        ["doctor", *argv], config, lambda: Examination(settings, names, config, command, started).run()
-    )
+
+    def work() -> None:
+        from thinwire.train.job.examination import Examination
+
+        Examination(config, names, settings.out, seconds=settings.seconds, began=began, command=command).run()
+
+    return run_ranks(["doctor", *argv], config, work)

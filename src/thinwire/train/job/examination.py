@@ -73,7 +73,8 @@ class Examination:
         if job.size > 1:
             self.samples = sweep(job, self.per_node, self._left(0.25))
         trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
-        device = measure_device(job, trial.dtype, self.per_node)
+        bf16 = trial.bf16
+        device = measure_device(job, torch.bfloat16 if bf16 else torch.float32, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
         model = copy.deepcopy(trial.net).to("meta")
         dense, host = None, Constant(0.0, "datasheet")
@@ -88,7 +89,7 @@ class Examination:
         if unmeasured:
             self.notes.append(f"no time was left to measure the kernels of {', '.join(unmeasured)}")
         kernels = kernels_of(times, device.memory_rate.value)
-        collective.do(lambda: self._conclude(model, replace(device, kernels=kernels, host=host), none, dense)
+        collective.do(lambda: self._conclude(model, replace(device, kernels=kernels, host_seconds_per_byte=host), none, dense)
                       if job.rank == 0 else None)  # fmt: skip
 
     def _left(self, share: float) -> float:
@@ -129,7 +130,7 @@ class Examination:
         """Fit the constants, predict, write and print."""
         config, size = self.config, self._job.size
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64, device="meta")
-        bf16 = torch.bfloat16 if device.bf16 else None
+        dtype = torch.bfloat16 if self._ranks.device.type == "cuda" and config.dtype != "fp32" or config.dtype == "bf16" else torch.float32
         lines = {
             kind: fit([sample for sample in self.samples if sample.kind == kind])
             for kind in dict.fromkeys(sample.kind for sample in self.samples)
@@ -147,10 +148,13 @@ class Examination:
             print(line, flush=True)
 
     def _report(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> Iterator[str]:
-        yield from doctor.verdict(none, dense, simulation, self.command)
+        total = none.seconds if simulation is None else simulation.dense.prediction.seconds
+        host = sum(simulation.dense.prediction.rank_bytes.values()) * job.cluster.host_seconds_per_byte.value if simulation else 0.0
+        parts = doctor.parts_of(none, total if dense is None else dense.seconds, host, on_gpu=not job.cluster.codec_on_core)
+        yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
         yield ""
         if simulation is not None:
-            yield doctor.table(simulation)
+            yield simulation.details()
         if self._job.size == 1:
             yield NOT_ALONE
         elif job.ranks == job.per_node:
