@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
@@ -45,10 +44,6 @@ host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code",
 """The module that runs on tensors without storage, by family; without one nothing runs. Set by tests alone."""
 
 
-on_launch: ContextVar[Callable[..., Any] | None] = ContextVar("on_launch", default=None)
-"""Called in place of each operation, where set: with its name ("thinwire.ops.quant.decode"), itself, its arguments."""
-
-
 def count_launch(name: str) -> None:
     if (counter := launches.get()) is not None:
         counter[name] += 1
@@ -64,27 +59,11 @@ class _Nothing(ModuleType):
         return count
 
 
-class _Shown(ModuleType):
-    """Hands the operations of a module to ``on_launch``, which calls them."""
-
-    def __init__(self, family: str, module: ModuleType) -> None:
-        super().__init__(family)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        operation, show = getattr(self._module, name), on_launch.get()
-        return functools.partial(show, f"{self.__name__}.{name}", operation) if show else operation
-
-
 def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
     """Make a function from a tensor to the module of ``family`` for its device; ``cpu`` names the one for CPUs."""
     nothing = _Nothing(family)
 
     def choose(tensor: Tensor) -> ModuleType:
-        module = module_for(tensor)
-        return module if on_launch.get() is None else _Shown(family, module)
-
-    def module_for(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
             return (host_code.get() or {}).get(family, nothing)
         if tensor.device.type == "cpu":

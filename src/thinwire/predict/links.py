@@ -19,7 +19,8 @@ from torch import Tensor
 from thinwire.base import device as devices
 from thinwire.network.comm import GroupComm
 from thinwire.predict.cluster import Constant
-from thinwire.predict.record import rounds_of
+def rounds_of(comm, verb):
+    return {"all_reduce": 2 * (comm.size - 1), "reduce_scatter": (2 if comm.reduce_scatter_is_all_reduce else 1) * (comm.size - 1)}.get(verb, 1)
 from thinwire.predict.timeline import RING, Group, Message
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
