@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from thinwire.base.errors import ThinwireError
-from thinwire.lab.plots import GREY, INK, PANEL_CURVES, STYLE, colour, save
+from thinwire.lab.plots import INK, PANEL_CURVES, STYLE, colour, save
 from thinwire.predict.simulate import DENSE, FASTEST_LINK, Job, Simulation, at_rates, bits, pays_below, seconds
 
 if TYPE_CHECKING:

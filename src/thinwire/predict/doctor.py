@@ -12,7 +12,7 @@ import numpy as np
 from thinwire.predict.cluster import Cluster, Constant, Kernel
 from thinwire.predict.links import Line, spread
 from thinwire.predict.measure import Device
-from thinwire.predict.play import OPTIMIZER, Prediction
+from thinwire.predict.play import OPTIMIZER
 from thinwire.predict.simulate import DENSE, Job, Simulation, seconds
 
 ASSUMED = Line(Constant(5e-5, "assumed", 0.1, 10), Constant(1.25e9, "assumed", 0.1, 10))

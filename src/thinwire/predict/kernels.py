@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,11 +26,14 @@ from thinwire.plan.doubles import is_free, name_of, touched_by
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.cluster import Kernel
 from thinwire.predict.layouts import lay_out
-from thinwire.predict.record import _GuardedStage
 from thinwire.predict.links import fit_line
+from thinwire.predict.record import GuardedStage
 
 VALUES = 1 << 24
 """Most values of a buffer that is played."""
+
+SPREAD = 3.0
+"""Largest by smallest launch, below which seconds per launch cannot be told from seconds per byte."""
 
 Times = dict[str, list[tuple[float, float]]]
 """Bytes and seconds of each launch, by the kernel's name."""
@@ -48,7 +51,7 @@ class KernelTimer(TorchDispatchMode):
         self._device, self._in_kernel = device, False
 
     def __enter__(self) -> KernelTimer:
-        self._token = timer.set(self._run)
+        self._token = timer.set(self.run)
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -58,21 +61,22 @@ class KernelTimer(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs, results = kwargs or {}, []
 
-        def run() -> Any:
+        def call() -> Any:
             results.append(function(*args, **kwargs))
             return results[0]
 
         if self._in_kernel or is_free(function):
-            return run()
-        return self._run(name_of(function), run, lambda: touched_by(function, args, kwargs, results[0]))
+            return call()
+        return self.run(name_of(function), call, lambda: touched_by(function, args, kwargs, results[0]))
 
-    def _run(self, name: str, run: Callable[[], Any], nbytes: Callable[[], float]) -> Any:
+    def run(self, name: str, call: Callable[[], Any], nbytes: Callable[[], float]) -> Any:
+        """Call a kernel, and note its bytes and seconds."""
         if self._in_kernel:
-            return run()
+            return call()
         devices.wait(self._device)
         self._in_kernel, began = True, time.perf_counter()
         try:
-            result = run()
+            result = call()
             devices.wait(self._device)
             seconds = time.perf_counter() - began
             if name in self.times:
@@ -92,7 +96,7 @@ def time_kernels(model: nn.Module, method: str, engine: str, device: torch.devic
     """
     virtual, road, run = lay_out(model, method, engine=engine, nodes=2, per_node=1)
     layout, run = _some(virtual.layout, run)
-    play, kernels = Playback(layout, road, run, device), KernelTimer(device)
+    play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
     with torch.no_grad():
         noise = torch.randn(max(len(flat) for flat, _, _ in play.buffers), device=device)
         for weight in (*play.weights.values(), *play.gradients.values()):
@@ -110,6 +114,11 @@ def time_kernels(model: nn.Module, method: str, engine: str, device: torch.devic
             _hand_out(play)
             with kernels if number > play.method.card.steady else nullcontext():
                 play.step(number)
+        with kernels:
+            for flat, _, _ in (*play.buffers, *play.buffers):
+                target = torch.empty_like(flat)
+                for name in ("engine.copy_in", "engine.copy_out"):
+                    kernels.run(name, lambda: target.copy_(flat), lambda: 2 * flat.nbytes)  # noqa: B023
     return kernels.times
 
 
@@ -124,7 +133,9 @@ def _hand_out(play: Playback) -> None:
 def _some(layout: Layout, run: Run) -> tuple[Layout, Run]:
     """Choose two buffers that are not too large, with their parameters, and a shard."""
     sizes = [sum(piece.numel for piece in pieces) for pieces in layout.buffers]
-    fits = sorted((i for i, size in enumerate(sizes) if size <= VALUES), key=lambda i: sizes[i]) or [sizes.index(min(sizes))]
+    fits = sorted((i for i, size in enumerate(sizes) if size <= VALUES), key=lambda i: sizes[i]) or [
+        sizes.index(min(sizes))
+    ]
     chosen = sorted({fits[0], fits[-1]})
     names = {piece.name for i in chosen for piece in layout.buffers[i]}
     shards = [shard for shard in layout.shards if names.issuperset(piece.name for piece in shard.pieces)]
@@ -132,7 +143,9 @@ def _some(layout: Layout, run: Run) -> tuple[Layout, Run]:
         layout, buffers=[layout.buffers[i] for i in chosen], dtypes=[layout.dtypes[i] for i in chosen], shards=shards
     )
     return layout, replace(
-        run, parameters={name: run.parameters[name] for name in names}, weights={name: run.weights[name] for name in names}
+        run,
+        parameters={name: run.parameters[name] for name in names},
+        weights={name: run.weights[name] for name in names},
     )
 
 
@@ -145,6 +158,7 @@ def kernels_of(times: Iterable[Times], memory_rate: float) -> dict[str, Kernel]:
     kernels = {}
     for name, by_size in joined.items():
         medians = [statistics.median(seconds) for seconds in by_size.values()]
-        seconds, slope = fit_line([1.0] * len(medians), list(by_size), medians)
+        several = max(by_size) > SPREAD * min(by_size)
+        seconds, slope = fit_line([float(several)] * len(medians), list(by_size), medians)
         kernels[name] = Kernel(seconds, 1 / slope if slope > 0 else memory_rate)
     return kernels

@@ -19,8 +19,6 @@ from torch import Tensor
 from thinwire.base import device as devices
 from thinwire.network.comm import GroupComm
 from thinwire.predict.cluster import Constant
-def rounds_of(comm, verb):
-    return {"all_reduce": 2 * (comm.size - 1), "reduce_scatter": (2 if comm.reduce_scatter_is_all_reduce else 1) * (comm.size - 1)}.get(verb, 1)
 from thinwire.predict.timeline import RING, Group, Message
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -107,8 +105,9 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
 
 def _message(comm: GroupComm, verb: str, size: int, group: Group) -> Message:
     """Describe a message as a timeline does."""
-    sent = comm.ring_bytes(verb, size) if verb in RING else size * (comm.size - 1) / comm.size
-    return Message(verb, sent, group, rounds_of(comm, verb))
+    if verb in RING:
+        return Message(verb, comm.ring_bytes(verb, size), group, round(comm.ring_bytes(verb, comm.size)))
+    return Message(verb, size * (comm.size - 1) / comm.size, group)
 
 
 def _call(comm: GroupComm, verb: str, size: int) -> Callable[[], object]:
@@ -170,7 +169,9 @@ def fall_with_nodes(samples: Sequence[Sample]) -> str | None:
     two, many = (_best(samples, kind) for kind in ("pair", "across"))
     if two is None or many is None or many > FALL * two:
         return None
-    return f"a node's NICs carry {two / 1e9:.3g} GB/s between 2 nodes and {many / 1e9:.3g} among all: it falls with nodes"
+    return (
+        f"a node's NICs carry {two / 1e9:.3g} GB/s between 2 nodes and {many / 1e9:.3g} among all: it falls with nodes"
+    )
 
 
 def _best(samples: Sequence[Sample], kind: str) -> float | None:

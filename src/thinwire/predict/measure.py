@@ -41,7 +41,10 @@ def measure_device(job: GroupComm, dtype: torch.dtype, per_node: int) -> Device:
     device = job.device
     on_gpu = device.type == "cuda"
     side, length = (8192, 1 << 28) if on_gpu else (1024, 1 << 24)
-    matrix, product = torch.ones(side, side, dtype=dtype, device=device), torch.empty(side, side, dtype=dtype, device=device)
+    matrix, product = (
+        torch.ones(side, side, dtype=dtype, device=device),
+        torch.empty(side, side, dtype=dtype, device=device),
+    )
     source, target = torch.ones(length, device=device), torch.empty(length, device=device)
     small = torch.zeros(1, device=device)
     memory = (

@@ -17,17 +17,17 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import naming
 from thinwire.network.comm import is_of_the_network, network_words
 from thinwire.predict import doctor
-from thinwire.predict.cluster import Constant, write_cluster
+from thinwire.predict.cluster import write_cluster
 from thinwire.predict.doctor import Steps
-from thinwire.predict.kernels import kernels_of, time_kernels
+from thinwire.predict.kernels import Times, kernels_of, time_kernels
 from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, fit, host_cost, sweep
-from thinwire.predict.measure import measure_device
+from thinwire.predict.measure import Device, measure_device
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
 from thinwire.train.config import Config
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.run_folder import open_run_folder
-from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
+from thinwire.train.job.setup import join_ranks, read_inputs
 from thinwire.train.job.trial import Trial, slowest
 
 STEPS = 12
@@ -73,24 +73,19 @@ class Examination:
         if job.size > 1:
             self.samples = sweep(job, self.per_node, self._left(0.25))
         trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
-        bf16 = trial.bf16
-        device = measure_device(job, torch.bfloat16 if bf16 else torch.float32, self.per_node)
+        self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
+        device = measure_device(job, self.dtype, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
-        model = copy.deepcopy(trial.net).to("meta")
-        dense, host = None, Constant(0.0, "datasheet")
+        model, dense = copy.deepcopy(trial.net).to("meta"), None
         if job.size > 1:
             if config.engine != "ddp":
                 trial = Trial(config, self._ranks, inputs)
             dense = self._dense(trial, model)
             if device.on_core:
-                host = host_cost(job, self._rank_rate)
+                device = replace(device, host_seconds_per_byte=host_cost(job, self._rank_rate))
         del trial
-        times, unmeasured = time_kernels(job, model, self.methods, config.engine, self.per_node, self._left(0.6))
-        if unmeasured:
-            self.notes.append(f"no time was left to measure the kernels of {', '.join(unmeasured)}")
-        kernels = kernels_of(times, device.memory_rate.value)
-        collective.do(lambda: self._conclude(model, replace(device, kernels=kernels, host_seconds_per_byte=host), none, dense)
-                      if job.rank == 0 else None)  # fmt: skip
+        device = replace(device, kernels=kernels_of(self._kernels(model), device.memory_rate.value))
+        collective.do(lambda: self._conclude(model, device, none, dense) if job.rank == 0 else None)
 
     def _left(self, share: float) -> float:
         """Return ``share`` of the seconds that are left. Collective."""
@@ -126,19 +121,33 @@ class Examination:
             return None
         return self._steps(trial, "dense", seconds)
 
-    def _conclude(self, model: nn.Module, device: doctor.Device, none: Steps, dense: Steps | None) -> None:
+    def _kernels(self, model: nn.Module) -> list[Times]:
+        """Time the kernels of the candidates, as many as there is time for. Collective."""
+        times, left, seconds = list[Times](), list(self.methods), self._left(0.6)
+        began = time.monotonic()
+        while left and agree(self._job, time.monotonic() - began) < seconds:
+            method = left.pop(0)
+            try:
+                times.append(time_kernels(model, method, self.config.engine, self._ranks.device))
+            except (ThinwireError, NotImplementedError):  # the prediction will say why
+                continue
+        if left:
+            self.notes.append(f"no time was left for the kernels of {', '.join(left)}: allow more --seconds")
+        return times
+
+    def _conclude(self, model: nn.Module, device: Device, none: Steps, dense: Steps | None) -> None:
         """Fit the constants, predict, write and print."""
         config, size = self.config, self._job.size
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64, device="meta")
-        dtype = torch.bfloat16 if self._ranks.device.type == "cuda" and config.dtype != "fp32" or config.dtype == "bf16" else torch.float32
         lines = {
             kind: fit([sample for sample in self.samples if sample.kind == kind])
             for kind in dict.fromkeys(sample.kind for sample in self.samples)
         }
         cluster = doctor.cluster_of(self.out.stem, device, self.per_node, lines.get("inside"), lines.get("across"))
         job = Job(
-            config.init or config.preset, model, profile_of(model, (tokens, tokens), bf16), cluster, config.engine, size,
-            config.batch_size, config.accumulate, bf16 or torch.float32, config.two_level, config.intra,
+            config.init or config.preset, model, profile_of(model, (tokens, tokens), self.dtype), cluster,
+            config.engine, size,
+            config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra,
         )  # fmt: skip
         job = doctor.calibrated(job, none, dense)
         simulation = simulate(job, self.methods) if size > 1 else None
@@ -148,10 +157,13 @@ class Examination:
             print(line, flush=True)
 
     def _report(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> Iterator[str]:
-        total = none.seconds if simulation is None else simulation.dense.prediction.seconds
-        host = sum(simulation.dense.prediction.rank_bytes.values()) * job.cluster.host_seconds_per_byte.value if simulation else 0.0
-        parts = doctor.parts_of(none, total if dense is None else dense.seconds, host, on_gpu=not job.cluster.codec_on_core)
-        yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
+        on_gpu, total, host = not job.cluster.codec_on_core, none.seconds, 0.0
+        if simulation is not None:
+            total = simulation.dense.prediction.seconds if dense is None else dense.seconds
+            sent = sum(simulation.dense.prediction.rank_bytes.values())
+            host = sent * job.cluster.host_seconds_per_byte.value
+        parts = doctor.parts_of(none, total, host, on_gpu=on_gpu)
+        yield from doctor.verdict(parts, dense and dense.hidden, simulation, self.command)
         yield ""
         if simulation is not None:
             yield simulation.details()

@@ -30,12 +30,12 @@ class Trial:
     """The run of ``config`` on one rank, with one method at a time. Its steps are those of ``thinwire train``."""
 
     def __init__(self, config: Config, ranks: Ranks, inputs: Inputs) -> None:
-        bf16 = config.dtype == "bf16" or (config.dtype == "auto" and ranks.device.type == "cuda")
+        self.bf16 = config.dtype == "bf16" or (config.dtype == "auto" and ranks.device.type == "cuda")
         self.config, self.ranks, self.inputs = config, ranks, inputs
-        self._autocasts = bf16 and config.engine == "ddp"
+        self._autocasts = self.bf16 and config.engine == "ddp"
         torch.manual_seed(config.seed)
         self.net: Any = inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))
-        self.model = wrap(self.net.to(ranks.device), config, ranks, bf16)
+        self.model = wrap(self.net.to(ranks.device), config, ranks, self.bf16)
         self.optimizer = make_optimizer(self.model, config)
         self._sequences = 0
 
