@@ -80,9 +80,8 @@ def timeline_of(
         model, method, engine=engine, nodes=nodes, per_node=per_node, two_level=two_level, intra=intra,
         bucket_cap_mb=bucket_cap_mb, gather_dtype=gather_dtype, wrap=wrap, steps=steps, optimizer=optimizer, gloo=gloo,
     )  # fmt: skip
-    broadcast = (
-        sum(b.numel() * b.element_size() for b in model.buffers()) if engine == "ddp" and broadcast_buffers else 0
-    )
+    buffers = model.buffers() if engine == "ddp" and broadcast_buffers else ()
+    broadcast = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     computes = gather_dtype or next(model.parameters()).dtype
     around = Surroundings(per_node, virtual.comms, broadcast, reshard and engine != "ddp", computes)
     recording = record(virtual.layout, road, run, around)
@@ -121,9 +120,14 @@ def lay_out(
         raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine}")
     whole = CountingComm(0, [rank // per_node for rank in range(nodes * per_node)], ledger)
     whole.reduce_scatter_is_all_reduce = gloo
-    build = _Replicated if engine == "ddp" else _Sharded
-    options = {"two_level": two_level, "cap": bucket_cap_mb, "gathers": gather_dtype, "wrap": wrap}
-    virtual = build(model, method, whole, per_node if engine == "hsdp" else whole.size, **options)
+    virtual: Virtual
+    if engine == "ddp":
+        virtual = _Replicated(model, method, whole, two_level, bucket_cap_mb)
+    else:
+        shard, inter = whole, None
+        if engine == "hsdp":
+            shard, inter = whole.subset(range(per_node)), whole.subset(range(0, whole.size, per_node))
+        virtual = _Sharded(model, method, shard, inter, two_level, gather_dtype, wrap)
     make = method.OPTIMIZER if optimizer is None else OPTIMIZERS[optimizer]
     return virtual, *_road(virtual, method, intra, make, steps)
 
@@ -181,9 +185,8 @@ class _Replicated(Virtual):
     """DDP."""
 
     def __init__(
-        self, model: nn.Module, method: Method, whole: CountingComm, shard: int, *, two_level: bool | None,
-        cap: float | None, **options: Any,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, method: Method, whole: CountingComm, two_level: bool | None, cap: float | None
+    ) -> None:
         super().__init__(model)
         self.way, self.comms = ddp.way(model, whole, method, two_level), [whole]
         if cap is None and not method.card.native:
@@ -200,28 +203,25 @@ class _Replicated(Virtual):
 
 
 class _Sharded(Virtual):
-    """FSDP2, or HSDP where ``shard`` < the number of ranks."""
+    """FSDP2 over ``shard``; HSDP if replicated over ``inter``."""
 
     def __init__(
-        self, model: nn.Module, method: Method, whole: CountingComm, shard: int, *, two_level: bool | None,
-        gathers: torch.dtype | None, wrap: Wrap | None, **options: Any,
+        self, model: nn.Module, method: Method, shard: CountingComm, inter: CountingComm | None,
+        two_level: bool | None, gathers: torch.dtype | None, wrap: Wrap | None,
     ) -> None:  # fmt: skip
         super().__init__(model)
-        inside, inter, self.comms = whole, None, [whole]
-        if shard < whole.size or options.get("hsdp"):
-            inside, inter = whole.subset(range(shard)), whole.subset(range(0, whole.size, shard))
-            self.comms = [inside, inter]
+        ranks, self.comms = shard.size, [shard] if inter is None else [shard, inter]
         self._names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
-        sizes = {id(p): (tuple(p.shape), (-(-p.shape[0] // shard), *p.shape[1:])) for p in model.parameters()}
+        sizes = {id(p): (tuple(p.shape), (-(-p.shape[0] // ranks), *p.shape[1:])) for p in model.parameters()}
         self._widths = {key: math.prod(padded) for key, (_, padded) in sizes.items()}
-        self.way = fsdp2.way(describe(model, sizes), inside, inside, inter, method, two_level)
+        self.way = fsdp2.way(describe(model, sizes), shard, shard, inter, method, two_level)
         buffers, shards = [], []
         for members in reversed(list(_modules(model, wrap or _blocks(model)))):
             trained = [member for member in members if id(member) in self.way.parameters]
             if trained:
-                buffers.append(columns(self._spans(trained), shard))
-            shards.append(self._shard(members, shard, gathers or members[0].dtype))
-        self.layout = Layout(buffers, [torch.float32] * len(buffers), shards, inside)
+                buffers.append(columns(self._spans(trained), ranks))
+            shards.append(self._shard(members, ranks, gathers or members[0].dtype))
+        self.layout = Layout(buffers, [torch.float32] * len(buffers), shards, shard)
 
     def _spans(self, members: Sequence[Tensor]) -> dict[str, int]:
         return {self._names[id(member)]: self._widths[id(member)] for member in members}

@@ -149,10 +149,8 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             play.exchange(number)
             gradients = engine.gradients(recorder.take("gradients"))
             observer.observe_all(weight.grad for weight in play.weights.values())
-            alone = card.alone(number)
-            play.agree(
-                [comm for comm in around.guards if comm is not road.last.exchange.comm] if alone else around.guards
-            )
+            alone = road.last.exchange.comm if card.alone(number) else None
+            play.agree(comm for comm in around.guards if comm is not alone)
             play.step(number)
             observer.forget()
             update = Stretch((), recorder.take("update")[()])
