@@ -22,11 +22,12 @@ from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Run
+from thinwire.methods import resolve
 from thinwire.ops.backends import timer
 from thinwire.plan.doubles import is_free, name_of, touched_by
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.cluster import Kernel
-from thinwire.predict.layouts import lay_out
+from thinwire.predict.layouts import virtual_of
 from thinwire.predict.links import fit_line
 from thinwire.predict.record import GuardedStage
 
@@ -102,7 +103,9 @@ def time_kernels(model: nn.Module, method: str, engine: str, device: torch.devic
 
 
 def _play(model: nn.Module, method: str, engine: str, device: torch.device, ranks: int) -> Times:
-    virtual, road, run = lay_out(model, method, engine=engine, nodes=ranks, per_node=1, gloo=device.type == "cpu")
+    made = resolve(method)
+    virtual = virtual_of(model, made, engine=engine, nodes=ranks, per_node=1, gloo=device.type == "cpu")
+    road, run = virtual.road(made)
     layout, run = _some(virtual.layout, run)
     play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
     with torch.no_grad():
