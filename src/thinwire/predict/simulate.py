@@ -75,7 +75,7 @@ class Job:
             return timeline_of(
                 self.model, method, engine=self.engine, nodes=self.ranks // self.per_node, per_node=self.per_node,
                 two_level=self.two_level, intra=self.intra,
-                gather_dtype=None if self.dtype == torch.float32 else self.dtype,
+                gather_dtype=None if self.dtype == torch.float32 else self.dtype, gloo=self.cluster.codec_on_core,
             )  # fmt: skip
         except NotImplementedError:
             raise ThinwireError(f"{method} reads values on the host, so nobody knows what it would send") from None
