@@ -23,6 +23,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Run
 from thinwire.methods import resolve
+from thinwire.network.guard import Guard
 from thinwire.ops.backends import timer
 from thinwire.plan.doubles import is_free, name_of, touched_by
 from thinwire.plan.dry_run import Playback, steps_of
@@ -120,6 +121,7 @@ def _play(model: nn.Module, method: str, engine: str, device: torch.device, rank
                 play.exchange(number)
             _hand_out(play)
             with on:
+                Guard([]).observe_all(weight.grad for weight in play.weights.values())
                 play.step(number)
         with kernels:
             for flat, _, _ in (*play.buffers, *play.buffers):
