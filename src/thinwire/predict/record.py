@@ -153,6 +153,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             again = engine.weights(recorder.take("weights")) if around.reshards else []
             play.exchange(number)
             gradients = engine.gradients(recorder.take("gradients"))
+            recorder.begin("update")
             observer.observe_all(weight.grad for weight in play.weights.values())
             alone = road.last.exchange.comm if card.alone(number) else None
             play.agree(comm for comm in around.guards if comm is not alone)
