@@ -385,8 +385,8 @@ def judged(claim: Headline, report: dict[str, Any] | None, rate: float) -> Resul
         [
             f"Dense's exchange adds {claim.ratio:.2f} of the silent run's step in the paper ({claim.derived}); {of}. "
             f"A method that sent nothing at no cost would be {1 + (ours or claim.ratio):.2f}x as fast as dense.",
-            "A model of 19 million parameters on CPU cores and gloo, in place of the paper's GPUs and NCCL: codecs take "
-            "more of a step here, and the computing of all ranks shares these cores.",
+            "A model of 19 million parameters on CPU cores and gloo, in place of the paper's GPUs and NCCL: codecs take more"
+            " of a step here, and the computing of all ranks shares these cores.",
             f"The loss is that of this short run: {gap or 'not measured'} against dense. The loss tables train longer.",
         ],
         [Claim(

@@ -12,8 +12,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.cli.paper import folder, paper_main
 from thinwire.cli.program import main
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "papers"
-sys.path.append(str(FOLDER))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
 import frame
 
