@@ -174,7 +174,7 @@ def perform(paper: Paper, experiment: Experiment, settings: Settings) -> int:
     result = experiment.run(settings)
     out = settings.out / paper.name / experiment.name
     out.mkdir(parents=True, exist_ok=True)
-    claims = [f"* {claim}" for claim in result.claims]
+    claims = [f"* {Claim(claim.text, None) if settings.dry else claim}" for claim in result.claims]
     differs = [f"* {sentence}" for sentence in result.differs]
     text = "\n".join([
         f"# {paper.title}, {experiment.name}: {experiment.about}", "", *markdown(result.rows), "",
@@ -395,10 +395,10 @@ def judged(claim: Headline, report: dict[str, Any] | None, rate: float) -> Resul
     return Result(
         rows,
         [
-            f"Dense's exchange adds {claim.ratio:.2f} of the silent run's step in the paper ({claim.derived}); {of}. "
-            f"A method that sent nothing at no cost would be {1 + (ours or claim.ratio):.2f}x as fast as dense.",
-            "A model of 19 million parameters on CPU cores and gloo, in place of the paper's GPUs and NCCL: a codec takes "
-            "more of a step here, and all ranks compute on the same few cores.",
+            f"Dense's exchange adds {claim.ratio:.2f} of the silent run's step in the paper ({claim.derived}); {of}. A "
+            f"method that sent nothing at no cost would be {1 + (ours or claim.ratio):.2f}x as fast as dense.",
+            "A model of 19 million parameters on CPU cores and gloo, in place of the paper's GPUs and NCCL: a codec "
+            "takes more of a step here, and all ranks compute on the same few cores.",
             f"The loss is that of this short run: {gap or 'not measured'} against dense. The loss tables train longer.",
         ],
         [Claim(

@@ -69,9 +69,10 @@ def perplexity(settings: Settings) -> Result:
         rows,
         [
             f"{SMALL}. Perplexity is by byte.",
-            f"The intervals are the paper's over {SCALE}: T=200 is 20 steps here. The first {100 * START:.0f}% of the run are "
-            "dense, as in the paper.",
-            "Days are not measured here (table-3 measures steps); bytes are those of the whole run, with its dense part.",
+            f"The intervals are the paper's over {SCALE}: T=200 is 20 steps here. The first {100 * START:.0f}% of the "
+            "run are dense, as in the paper.",
+            "Days are not measured here (table-3 measures steps); bytes are those of the whole run, with its dense "
+            "part.",
         ],
         [
             Claim(f"d >= 0.4 at most {limit:.4f} of dense's perplexity; here {worst:.4f}", worst <= limit),
@@ -121,16 +122,16 @@ def breakdown(settings: Settings) -> Result:
     return Result(
         rows,
         [
-            f"Steps: 19 million parameters, 2 ranks, gloo, on a link of {rate:.0f} Mbit/s, where dense's exchange adds about "
-            f"what it adds in the paper ({claim.ratio:.2f} of a step without it). PowerSGD's rank is 128 x our width / "
-            f"theirs: {powersgd_rank}.",
-            "Bytes: the plan of the paper's own GPT-2.0B on 64 ranks. The paper's all-reduce time falls by less than its "
-            "bytes, because it holds the gathering of values at the mask.",
+            f"Steps: 19 million parameters, 2 ranks, gloo, on a link of {rate:.0f} Mbit/s, where dense's exchange adds "
+            f"about what it adds in the paper ({claim.ratio:.2f} of a step without it). PowerSGD's rank is 128 x our "
+            f"width / theirs: {powersgd_rank}.",
+            "Bytes: the plan of the paper's own GPT-2.0B on 64 ranks. The paper's all-reduce time falls by less than "
+            "its bytes, because it holds the gathering of values at the mask.",
         ],
         [Claim("every one is faster than dense", faster), Claim("d = 0.4 is faster than PowerSGD", against)],
         [
             bars(rows, "run", ["step over dense", "step over dense (paper)"], "of dense's", "step"),
-            bars(rows, "run", ["bytes over dense, GPT-2.0B", "all-reduce over dense (paper)"], "of dense's", "exchange"),
+            bars(rows, "run", ["bytes over dense, GPT-2.0B", "all-reduce over dense (paper)"], "of dense's", "sent"),
         ],
     )  # fmt: skip
 
@@ -171,10 +172,10 @@ def stability(settings: Settings) -> Result:
         rows,
         [
             f"{SMALL}; dense. The window is the last fifth of the run, {window} steps (the paper's: 4,000 of 500,000).",
-            "The figure prints no numbers. The claim is taken as: the most frequent places are among the largest 1% in most "
-            "steps.",
+            "The figure prints no numbers. The claim is taken as: the most frequent places are among the largest 1% "
+            "in most steps.",
         ],
-        [Claim(f"the largest gradients stay at their places in more than half of the steps; here {least:.2f}", least > 0.5)],
+        [Claim(f"the largest gradients keep their places in more than half of the steps; here {least:.2f}", least > 0.5)],
         [curves(lines, "places, % of the tensor, most frequent first", "share of steps among the largest 1%")],
     )  # fmt: skip
 
@@ -206,8 +207,8 @@ def naive(settings: Settings) -> Result:
         rows,
         [
             f"{SMALL} (GPT-355M, and 8 GPUs for naive top-k). The first 16% are dense, as 80,000 of 500,000 steps.",
-            f"Radius with the paper's T over {SCALE}. Naive top-k is ours: the authors' own ranked by |w / g| for a year, "
-            "which picks the smallest gradients, so the paper's curve may be of that.",
+            f"Radius with the paper's T over {SCALE}. Naive top-k is ours: the authors' own ranked by |w / g| for a "
+            "year, which picks the smallest gradients, so the paper's curve may be of that.",
             "The figure has no numbers; its words are in the last column.",
         ],
         [
@@ -251,7 +252,8 @@ def intervals(settings: Settings) -> Result:
         [
             f"{SMALL}. T is the paper's own, in steps, of a run that is 500 times as short: T=200 resamples "
             f"{int((1 - START) * STEPS / 200) + 1} times.",
-            "The figure prints no numbers; its text says which interval is worst. It draws training loss, we validation loss.",
+            "The figure prints no numbers; its text says which interval is worst. It draws training loss, we "
+            "validation loss.",
         ],
         [
             Claim(
