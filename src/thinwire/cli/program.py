@@ -17,12 +17,17 @@ COMMANDS = {
         "show what a checkpoint holds and whether it is whole, or compare two",
     ),
     "compare": ("thinwire.cli.compare:compare_main", "train with several methods on an emulated network: a verdict"),
+    "simulate": (
+        "thinwire.cli.simulate:simulate_main",
+        "predict step time, bytes and memory of methods on a cluster: will it help?",
+    ),
     "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
     "tokenize": ("thinwire.train.data.token_files:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
     "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "print text that a trained model goes on with"),
     "export": ("thinwire.train.checkpoint.trained_model:export_main", "write a trained model as a Hugging Face folder"),
     "eval": ("thinwire.train.checkpoint.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
+    "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers, beside its figures"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands and flags, for bash or zsh"),
 }
 
