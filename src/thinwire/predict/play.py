@@ -221,14 +221,15 @@ class Costs:
         if group.size == 1:
             return self.zero
         hop, rate = self["intra_latency"], self["intra_rate"] if local > 1 else np.inf
+        rounds = group.size - 1 if message.verb == "all_gather" and self.on_ring(message) else message.rounds
         if not group.crosses:
-            return message.rounds * hop + message.nbytes / rate
+            return rounds * hop + message.nbytes / rate
         far, nic = self["inter_latency"], self["inter_rate"] * self["inter_share"]
         if not self.on_ring(message):
             inside = self.rank_bytes(message, "intra") / rate
-            return message.rounds * far + np.maximum(inside, self.nic_bytes(message) / nic)
+            return rounds * far + np.maximum(inside, self.nic_bytes(message) / nic)
         rate = np.minimum(rate, nic / group.beside)
-        ring = message.rounds * (far + (local - 1) * hop) / local + message.nbytes / rate
+        ring = rounds * (far + (local - 1) * hop) / local + message.nbytes / rate
         if message.verb != "all_reduce" or self.cluster.codec_on_core:
             return ring
         depth = math.ceil(math.log2(group.size / local)) * far + math.ceil(math.log2(local)) * hop
