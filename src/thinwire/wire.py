@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import warnings
 import weakref
@@ -46,7 +45,7 @@ from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import compile_kernels, largest_state
 from thinwire.plan.memory import resident_bytes
 from thinwire.plan.plan import Plan, Report
-from thinwire.predict.choice import Auto, Choice, Job, choose
+from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
 from thinwire.saved.format import Form, Header, choice_in, own_of
 from thinwire.saved.resize import move
@@ -117,25 +116,12 @@ def compress(
 
 def _compress_by_choice(auto: Auto, model: nn.Module, optimizer: Any, steps: int | None, options: dict) -> Wire:
     """Choose a method as ``auto`` says, or take the choice of the state that it resumes; ``compress()`` with it."""
-
-    def start(name: str) -> Wire:
-        wire = compress(model, optimizer, name, steps=steps, **options)
-        if math.prod(hop.ranks for hop in wire.engine.hops) != dist.get_world_size():
-            wire.close()
-            raise ThinwireError("Auto is for data parallelism over all ranks alone: name a method")
-        return wire
-
-    if auto.resumed is not None:
-        choice = choice_in(auto.resumed)
+    start: Callable[[str], Wire] = functools.partial(compress, model, optimizer, steps=steps, **options)
+    if auto.resumed is None:
+        training = Training.of(_engine_class(model)[1], tuple(unwrapped(optimizer)), steps, options)
+        choice = choose(auto, training, start, predictor)
     else:
-        engine_class, wrapped = _engine_class(model)
-        cap, module = getattr(wrapped, "bucket_bytes_cap", None), wrapped.module if engine_class is DDP else wrapped
-        kind = "ddp" if engine_class is DDP else "fsdp2" if len(engine_class.process_groups(wrapped)) == 1 else "hsdp"
-        two_level, intra = options["two_level"], options["intra"]
-        job = Job(
-            module, kind, tuple(unwrapped(optimizer)), steps, two_level, intra and str(intra), cap and cap / 2**20
-        )
-        choice = choose(auto, job, start, predictor)
+        choice = choice_in(auto.resumed)
     wire = start(choice.method)
     wire.note(choice)
     return wire

@@ -15,12 +15,12 @@ import ranks
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.measured import MeasuredLoss
 from thinwire.predict import choice as choices
-from thinwire.predict.choice import Auto, Choice, Job, Option, candidates, decide
+from thinwire.predict.choice import Auto, Choice, Option, Training, candidates, decide
 
 
 def _job(engine="ddp", steps=800, optimizer=torch.optim.AdamW):
     model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))
-    return Job(model, engine, [optimizer(model.parameters(), lr=1e-3)], steps)
+    return Training(model, engine, [optimizer(model.parameters(), lr=1e-3)], steps)
 
 
 def _rows(monkeypatch, *rows):
@@ -139,7 +139,7 @@ def test_kinds_of_steps_count_by_their_share():
 def _predictor(seconds, memory=0.0):
     """Predict what the dictionary says, and refuse the rest."""
 
-    def predictor(auto, job, trials, dense):
+    def predictor(auto, training, trials, dense):
         def predict(method):
             name = method.partition("(")[0]
             if name not in seconds:

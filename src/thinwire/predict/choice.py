@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.core.agreement import Agreement
@@ -34,6 +35,7 @@ from thinwire.core.card import Card
 from thinwire.core.exchange import AllReduce
 from thinwire.core.method import Method
 from thinwire.core.names import describe
+from thinwire.engines.fsdp2 import FSDP2
 from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm, GroupComm, local
 from thinwire.network.ledger import Ledger
@@ -142,11 +144,12 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a method has to fit. ``model``: as the user or the engine made it, without DDP's wrapper.
+class Training:
+    """What a method has to fit. ``model``: without DDP's wrapper, or as FSDP2 has sharded it.
 
     Attributes:
         engine: "ddp", "fsdp2" or "hsdp". bucket_cap_mb: DDP's; None: as suits each method.
+        steps: of the whole run, if known. two_level, intra: as for ``compress()``.
     """
 
     model: nn.Module
@@ -157,12 +160,23 @@ class Job:
     intra: str | None = None
     bucket_cap_mb: float | None = None
 
+    @classmethod
+    def of(
+        cls, model: Any, optimizers: Sequence[torch.optim.Optimizer], steps: int | None, options: Mapping[str, Any]
+    ) -> Training:
+        """Describe the training of a wrapped ``model``. ``options``: of ``compress()``."""
+        hops = options["two_level"], None if options["intra"] is None else str(options["intra"])
+        if isinstance(model, DistributedDataParallel):
+            return cls(model.module, "ddp", optimizers, steps, *hops, model.bucket_bytes_cap / 2**20)
+        engine = "fsdp2" if len(FSDP2.process_groups(model)) == 1 else "hsdp"
+        return cls(model, engine, optimizers, steps, *hops)
+
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def begun(self, name: str, ranks: int) -> Method:
-        """Return the method, begun on stand-ins. Raise ThinwireError if it cannot work in this job."""
+        """Return the method, begun on stand-ins. Raise ThinwireError if it cannot work in this training."""
         method = resolve(name)
         exchange = AllReduce(CountingComm(0, range(ranks), Ledger()))
         run = stand_in_run(method, describe(self.model).values(), exchange)
@@ -191,6 +205,7 @@ class Running(Protocol):
     """A wire that is on trial."""
 
     method: Method
+    engine: Any
 
     def skip_warm_up(self) -> None: ...
     def close(self) -> None: ...
@@ -200,8 +215,10 @@ Start = Callable[[str], Running]
 Predict = Callable[[str], Predicted]
 
 
-def choose(auto: Auto, job: Job, start: Start, predictor: Callable[[Auto, Job, Trials, float], Predict]) -> Choice:
-    """Choose the method of ``job``. Collective, before the first step.
+def choose(
+    auto: Auto, training: Training, start: Start, predictor: Callable[[Auto, Training, Trials, float], Predict]
+) -> Choice:
+    """Choose the method of ``training``. Collective, before the first step.
 
     Args:
         start: begins to train with the method of this name. Only one runs at a time.
@@ -210,20 +227,20 @@ def choose(auto: Auto, job: Job, start: Start, predictor: Callable[[Auto, Job, T
     Raises:
         ThinwireError: the ranks differ, or a prediction or trial of dense failed on one of them.
     """
-    trials = Trials(auto, job, start)
+    trials = Trials(auto, training, start)
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
-    predict = predictor(auto, job, trials, dense)
-    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, job, predict, dense, memory_left, trials)])
+    predict = predictor(auto, training, trials, dense)
+    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, training, predict, dense, memory_left, trials)])
     options = [Option(**option) for option in ranked]
     tried = 0
     for number, option in enumerate(options):
         if option.why or tried == TRIALS:
             continue
         try:
-            warm_up = job.warm_up(job.begun(option.method, trials.comm.size).card)
+            warm_up = training.warm_up(training.begun(option.method, trials.comm.size).card)
             seconds = warm_up * dense + (1 - warm_up) * trials.run(option.method)
             options[number], tried = replace(option, measured=1e3 * seconds), tried + 1
         except LostRank:
@@ -252,20 +269,20 @@ def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
     return Choice(method, reason, str(auto), tuple(final))
 
 
-def candidates(auto: Auto, job: Job, ranks: int) -> Iterator[Option]:
+def candidates(auto: Auto, training: Training, ranks: int) -> Iterator[Option]:
     """Yield all methods with a measured loss, those that cannot be taken with the reason."""
     rows: dict[str, list[MeasuredLoss]] = defaultdict(list)
     for row in read_measured():
         with suppress(ThinwireError):  # this version lacks the method or the knob
             rows[str(resolve(row.method))].append(row)
     for name, measured in rows.items():
-        comparable = [row for row in measured if is_comparable(row, auto, job.steps)]
+        comparable = [row for row in measured if is_comparable(row, auto, training.steps)]
         worst = max(comparable, key=lambda row: row.gap_percent, default=None)
         option = Option(name)
         if worst is not None:
             runs = f"{len(comparable)} run{'s' * (len(comparable) > 1)} of {worst.steps} steps or so"
             option = replace(option, loss=worst.gap_percent, runs=runs)
-        yield option.dropped(_why_not(resolve(name), worst, auto, job, ranks))
+        yield option.dropped(_why_not(resolve(name), worst, auto, training, ranks))
 
 
 def is_comparable(row: MeasuredLoss, auto: Auto, steps: int | None) -> bool:
@@ -276,30 +293,30 @@ def is_comparable(row: MeasuredLoss, auto: Auto, steps: int | None) -> bool:
     return same_start and row.steps / LENGTH <= steps <= row.steps * LENGTH
 
 
-def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, job: Job, ranks: int) -> str:
+def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: Training, ranks: int) -> str:
     """Say why ``method`` cannot be taken; "" if it can."""
     if worst is None:
         return "its loss was not measured in runs of this length and start"
     if worst.gap_percent > 100 * auto.max_loss:
         return f"loss more than {auto.max_loss:.3g} above dense's"
-    if job.engine not in method.engines:
-        return f"not for {job.engine}"
+    if training.engine not in method.engines:
+        return f"not for {training.engine}"
     made_for: Any = torch.optim.Adam if method.OPTIMIZER is torch.optim.AdamW else method.OPTIMIZER
-    if not all(isinstance(optimizer, made_for) for optimizer in job.optimizers):
+    if not all(isinstance(optimizer, made_for) for optimizer in training.optimizers):
         return f"measured with {method.OPTIMIZER.__name__} only"
     try:
-        job.begun(str(method), ranks)
+        training.begun(str(method), ranks)
     except ThinwireError as error:
         return str(error)
     return ""
 
 
 def _rank(
-    auto: Auto, job: Job, predict: Predict, dense: float, memory_left: float, trials: Trials
+    auto: Auto, training: Training, predict: Predict, dense: float, memory_left: float, trials: Trials
 ) -> list[Option]:  # fmt: skip
     """Predict the candidates; return the fastest first, and behind them what cannot be taken."""
     predicted, out = list[Option](), list[Option]()
-    for option in candidates(auto, job, trials.comm.size):
+    for option in candidates(auto, training, trials.comm.size):
         if option.why:
             out.append(option)
             continue
@@ -308,7 +325,7 @@ def _rank(
         except (ThinwireError, NotImplementedError) as error:
             out.append(option.dropped(f"not predicted: {' '.join(str(error).split())}"))
             continue
-        warm_up = job.warm_up(job.begun(option.method, trials.comm.size).card)
+        warm_up = training.warm_up(training.begun(option.method, trials.comm.size).card)
         predicted_ms, low, high = (
             1e3 * (warm_up * dense + (1 - warm_up) * seconds)
             for seconds in (prediction.seconds, prediction.low, prediction.high)
@@ -329,18 +346,20 @@ class Trials:
         comm: all ranks, beside the training. inputs: of the model's last forward pass, on the meta device.
     """
 
-    def __init__(self, auto: Auto, job: Job, start: Start) -> None:
+    def __init__(self, auto: Auto, training: Training, start: Start) -> None:
         assert dist.group.WORLD is not None
         self.comm = GroupComm.aside(dist.group.WORLD)
         self.inputs: tuple[Any, ...] = ()
-        self._auto, self._job, self._start = auto, job, start
+        self._auto, self._training, self._start = auto, training, start
 
     def run(self, method: str) -> float:
         """Return the seconds of a step in the steady state of ``method``, on the slowest rank. Collective."""
-        note = self._job.model.register_forward_pre_hook(self._note_inputs) if method == DENSE else None
-        with put_back(self._job):
+        note = self._training.model.register_forward_pre_hook(self._note_inputs) if method == DENSE else None
+        with put_back(self._training):
             wire = self._start(method)
             try:
+                if math.prod(hop.ranks for hop in wire.engine.hops) != self.comm.size:
+                    raise ThinwireError("auto is for data parallelism over all ranks alone: name a method")
                 wire.skip_warm_up()
                 card = wire.method.card
                 opening = min(card.steady, 1)
@@ -357,8 +376,8 @@ class Trials:
     def _time(self, wire: Running) -> float:
         began = time.perf_counter()
         self._auto.step(wire)
-        if self._job.device.type == "cuda":
-            torch.cuda.synchronize(self._job.device)
+        if self._training.device.type == "cuda":
+            torch.cuda.synchronize(self._training.device)
         return time.perf_counter() - began
 
     def _note_inputs(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -366,7 +385,7 @@ class Trials:
 
     def memory_left(self) -> float:
         """Return the bytes that the fullest rank's device has left beside what the trials took at most. Collective."""
-        device = self._job.device
+        device = self._training.device
         if device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
             left = float(torch.cuda.mem_get_info(device)[0] + unused)
@@ -421,23 +440,23 @@ def _mean_over_cycle(card: Card, seconds: Sequence[float]) -> float:
 
 
 @contextmanager
-def put_back(job: Job) -> Iterator[None]:
+def put_back(training: Training) -> Iterator[None]:
     """Put weights, buffers, the optimizers' state and settings, and torch's random numbers back after the block."""
-    tensors = [local(tensor.detach()) for tensor in (*job.model.parameters(), *job.model.buffers())]
+    tensors = [local(tensor.detach()) for tensor in (*training.model.parameters(), *training.model.buffers())]
     values = [tensor.clone() for tensor in tensors]
     optimizers = [
         (optimizer, {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()},
          [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
-        for optimizer in job.optimizers
+        for optimizer in training.optimizers
     ]  # fmt: skip
-    devices = [job.device] if job.device.type == "cuda" else []
+    devices = [training.device] if training.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
-        for weight in job.model.parameters():
+        for weight in training.model.parameters():
             weight.grad = None
         for optimizer, state, groups in optimizers:
             optimizer.state.clear()

@@ -9,15 +9,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from thinwire.predict.choice import Auto, Job, Trials
+from thinwire.base.errors import ThinwireError
+from thinwire.predict.choice import Auto, Training, Trials
 
 
-def predictor(auto: Auto, job: Job, trials: Trials, dense: float) -> Callable[[str], Any]:
+def predictor(auto: Auto, training: Training, trials: Trials, dense: float) -> Callable[[str], Any]:
     """Return a function that predicts a step with the method of a name. Collective.
 
     ``dense``: seconds of a measured step of dense.
     """
-    raise NotImplementedError
+    raise ThinwireError("auto has no predictions yet")
 
 
 def on_meta(module: nn.Module, sharded: set[int]) -> nn.Module:
@@ -27,7 +28,7 @@ def on_meta(module: nn.Module, sharded: set[int]) -> nn.Module:
     double.__dict__.update(module.__dict__)
     if isinstance(module, FSDPModule):
         sharded.add(id(double))
-    for name, value in vars(module).items():
+    for name in vars(module):
         if name.endswith("_hooks") or name.endswith("_hooks_with_kwargs") or name.endswith("_hooks_always_called"):
             double.__dict__[name] = OrderedDict()
     return double

@@ -326,12 +326,10 @@ def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | N
 def choice_in(state: Mapping[str, Tensor]) -> Choice:
     """Read from a saved state of any rank how its method was chosen. Raise ThinwireError if the user had named it."""
     key = next((key for key in state if key.endswith("/about")), "")
-    if not key:
-        raise ThinwireError("the state to resume from has no 'rank-.../about': it was not made by wire.state_dict()")
-    header = Header.load(key, state[key])
-    if not header.choice:
-        raise ThinwireError(f"the state's run chose nothing: compress() with the method that it names, {header.method}")
-    return Choice.from_plain(json.loads(header.choice))
+    plain = Header.load(key, state[key]).choice if key else ""
+    if not plain:
+        raise ThinwireError("the state to resume from is not of a run that chose its method: name the method instead")
+    return Choice.from_plain(json.loads(plain))
 
 
 def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:

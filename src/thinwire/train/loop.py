@@ -23,7 +23,7 @@ from thinwire.base.processes import interface_bytes
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
 from thinwire.network.comm import is_of_the_network, local, network_words
-from thinwire.predict.choice import Auto, Choice, Job, choose
+from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
 from thinwire.train.checkpoint.run_settings import describe_run
 from thinwire.train.checkpoint.state import ResumedState
@@ -88,12 +88,10 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
         if ranks.comm.rank == 0:  # no error: a scheduler may start the run again and again until it has ended
             print(line, flush=True)
         return None
-    if resumed is not None:  # it has chosen, if any run had to
+    if resumed is not None:  # it has chosen, if its run had to
         about = resumed.checkpoint.meta["about"]
-        chosen = {"method": about["method"], "choice": about.get("choice")}
-        if config.chooses:
-            config = dataclasses.replace(config, method=about["method"])
-        checkpoints.description |= chosen if chosen["choice"] else {"method": chosen["method"]}
+        checkpoints.description |= {"method": about["method"], "choice": about.get("choice")}
+        config = dataclasses.replace(config, method=about["method"] if config.chooses else config.method)
     trainer = Trainer(config, ranks, inputs, checkpoints, bf16)
     if resumed is not None:
         trainer.restore(resumed)
@@ -149,8 +147,8 @@ class Trainer:
     def start(self, method: str) -> Wire:
         """Begin to exchange gradients with ``method``, on DDP in buckets that suit it. Collective."""
         config = dataclasses.replace(self.config, method=method)
-        self.model: Any = self.net
-        self.wire: Any = None  # an earlier wire and its buckets go before others are made
+        self.model: Any = self.net  # an earlier wire and its buckets go before others are made
+        self.wire: Any = None
         self.runner: Any = None
         if config.engine == "ddp":
             self.model = wrap(self.net, config, self.ranks, self.bf16)
@@ -171,13 +169,10 @@ class Trainer:
 
     def _choose(self) -> Choice:
         """Try methods on the first text, which the run then begins with. Collective."""
-        config = self.config
-        auto = Auto(lambda wire: self._take_step(), config.largest_loss, config.cluster, finetune=bool(config.init))
-        job = Job(
-            self.net, config.engine, [self.optimizer], config.steps, config.two_level, config.intra, config.bucket_mb
-        )
-        choice = choose(auto, job, self.start, predictor)
-        self.sequences = 0
+        config, knobs = self.config, (self.config.two_level, self.config.intra, self.config.bucket_mb)
+        auto = Auto(lambda wire: self._take_step(), config.largest_loss, config.cluster, bool(config.init))
+        training = Training(self.net, config.engine, [self.optimizer], config.steps, *knobs)
+        choice, self.sequences = choose(auto, training, self.start, predictor), 0
         return choice
 
     def cast(self) -> torch.autocast:
@@ -202,9 +197,7 @@ class Trainer:
             self.collective.do(lambda: stack.enter_context(self.display))
             signals = stack.enter_context(note_signals())
             self.wall_s = self.display.wall_s
-            self.display.say(self._headline())
-            if self.wire.plan.choice is not None:
-                self.display.say(self.wire.plan.choice.headline)
+            self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             first_loss = self.evaluate()
             # Evaluation may have gathered sharded weights: those bytes belong to no step.
             self.wire.ledger.close_step()
