@@ -11,7 +11,9 @@ No rank chooses from its own clock: a trial's time is that of its slowest rank, 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import json
 import math
 import os
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.core.agreement import Agreement
@@ -41,6 +44,7 @@ from thinwire.network.comm import CountingComm, GroupComm, local
 from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import stand_in_run
 from thinwire.plan.measured import MeasuredLoss, read_measured
+from thinwire.predict.cluster import read_cluster
 
 DENSE = "dense"
 TRIAL_STEPS = 20
@@ -230,6 +234,7 @@ def choose(
     trials = Trials(auto, training, start)
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
+    trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     predict = predictor(auto, training, trials, dense)
@@ -264,7 +269,7 @@ def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
             reason = f"nothing is {GAIN - 1:.0%} faster (the best is {gain:.2f} times as fast: {best.method})"
     final = [Option(DENSE, measured=baseline, why="" if method == DENSE else "slower")]
     for option in options:
-        why = option.why or ("slower" if option.measured else "predicted to be slower than those that were tried")
+        why = option.why or ("slower" if option.measured else "not tried")
         final.append(option.dropped("" if option.method == method else why))
     return Choice(method, reason, str(auto), tuple(final))
 
@@ -343,18 +348,25 @@ class Trials:
     """Runs of a few steps on all ranks, each from the same weights, moments and random numbers.
 
     Attributes:
-        comm: all ranks, beside the training. inputs: of the model's last forward pass, on the meta device.
+        comm: all ranks, beside the training. inputs: of the model's last forward pass of dense, on the meta device.
     """
 
     def __init__(self, auto: Auto, training: Training, start: Start) -> None:
         assert dist.group.WORLD is not None
         self.comm = GroupComm.aside(dist.group.WORLD)
         self.inputs: tuple[Any, ...] = ()
+        self._forwards = 0
         self._auto, self._training, self._start = auto, training, start
+
+    @property
+    def micro_batches(self) -> int:
+        return max(self._forwards // TRIAL_STEPS, 1)
 
     def run(self, method: str) -> float:
         """Return the seconds of a step in the steady state of ``method``, on the slowest rank. Collective."""
-        note = self._training.model.register_forward_pre_hook(self._note_inputs) if method == DENSE else None
+        note = None
+        if method == DENSE:
+            note = self._training.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         with put_back(self._training):
             wire = self._start(method)
             try:
@@ -380,8 +392,13 @@ class Trials:
             torch.cuda.synchronize(self._training.device)
         return time.perf_counter() - began
 
-    def _note_inputs(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.inputs = tuple(value.to("meta") if isinstance(value, Tensor) else value for value in inputs)
+    def _note_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a profile of ``model`` needs: its arguments, in the order of its signature, and how many passes."""
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        to_meta = functools.partial(tree_map_only, Tensor, lambda tensor: tensor.detach().to("meta"))
+        self.inputs = to_meta(bound.args)
+        self._forwards += 1
 
     def memory_left(self) -> float:
         """Return the bytes that the fullest rank's device has left beside what the trials took at most. Collective."""
