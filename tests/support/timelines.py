@@ -7,7 +7,7 @@ from torch import nn
 from thinwire.base.errors import ThinwireError
 from thinwire.predict.timeline import Group, Memory, Message, Pass, RecordedStep, Stretch, Timeline
 
-BITS = {"dense": 32, "half": 16, "quarter": 8, "tiny": 1}
+BITS = {"dense": 32, "bf16": 16, "int8": 8, "sign": 1}
 """Made-up methods -> bits per value. All but dense also have a kernel of 40 bytes per value."""
 
 
@@ -15,18 +15,17 @@ def hand_made(model: nn.Module, method: str, *, ranks: int, per_node: int, engin
     """Make the timeline of a made-up method."""
     if method not in BITS:
         raise ThinwireError(f"unknown method '{method}'")
-    group, buffers, seen = Group(ranks, per_node), [], set()
+    group, buffers = Group(ranks, per_node), []
+    names_by_module: dict[str, list[str]] = {}
     numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    for module in reversed(list(model.modules())):
-        names = tuple(name for name, p in model.named_parameters() if any(p is q for q in module._parameters.values()))
-        names = tuple(name for name in names if name not in seen)
-        seen |= set(names)
-        if names:
-            values = sum(numel[name] for name in names)
-            sent = 2 * (ranks - 1) / ranks * values * BITS[method] / 8
-            ring = Message("all_reduce", sent, group, 2 * (ranks - 1))
-            kernels = () if method == "dense" else (Pass(f"{method}.encode", 40 * values),)
-            buffers.append(Stretch(names, (*kernels, ring)))
+    for name in numel:
+        names_by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in reversed(list(names_by_module.values())):
+        values = sum(numel[name] for name in names)
+        sent = 2 * (ranks - 1) / ranks * values * BITS[method] / 8
+        ring = Message("all_reduce", sent, group, 2 * (ranks - 1))
+        kernels = () if method == "dense" else (Pass(f"{method}.encode", 40 * values),)
+        buffers.append(Stretch(tuple(names), (*kernels, ring)))
     step = RecordedStep(1.0, (), (), tuple(buffers), Stretch((), ()))
     total = sum(numel.values())
     memory = Memory(4 * total, 4 * total, 8 * total, 0 if method == "dense" else 4 * total)

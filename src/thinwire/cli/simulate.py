@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
@@ -42,10 +43,10 @@ class SimulateOptions:
     """
 
     cluster: str
-    """A TOML file as `thinwire doctor` writes it, or the name of a cluster that Thinwire brings; a wrong one lists them."""
+    """A TOML file as `thinwire doctor` writes it, or the name of one that Thinwire brings; a wrong name lists them."""
     model: str = "gpt-125m"
     """A preset, a Hugging Face config.json, or file.py:function: your own, called under torch.device("meta"), returns a
-    module and a tuple of example inputs."""
+    module and a tuple of example inputs; what is not token ids counts as one token each."""
     method: str = "int8,sdp4bit,powersgd,trickle"
     """Comma-separated methods, with or without knobs. Dense is always beside them."""
     engine: str = "ddp"
@@ -55,7 +56,7 @@ class SimulateOptions:
     ranks: int | None = None
     """Ranks of all nodes, in place of --nodes."""
     sequence: int | None = None
-    """Tokens per sequence. Default: the preset's context; 2048 for a config.json; yours are as your function has them."""
+    """Tokens per sequence. Default: the preset's context; 2048 for a config.json; a function's own inputs."""
     tokens: int | None = None
     """Tokens per rank and step. Default: 8 sequences in each micro-batch."""
     micro_batches: int = 1
@@ -197,7 +198,7 @@ def _hub_model(path: Path) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"), _Uninitialized():
-            return Pretrained(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+            return _Masked(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ThinwireError(f"cannot make a causal language model of {path}: {reason}") from None
@@ -223,8 +224,18 @@ def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Modu
         raise ThinwireError(f"{path}:{function} failed with {type(error).__name__}: {reason}") from None
     match made:
         case (nn.Module() as model, (Tensor(), *_) as inputs):
-            return model, tuple(inputs), inputs[0].shape[1] if inputs[0].ndim > 1 else 1
+            tokens = inputs[0].ndim > 1 and not inputs[0].is_floating_point()
+            return model, tuple(inputs), inputs[0].shape[1] if tokens else 1
     raise ThinwireError(f"{path}:{function} must return a module and a tuple of example inputs, the first a tensor")
+
+
+class _Masked(Pretrained):
+    """Hugging Face's model with a ready mask: to make its own, it would read positions."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
+        logits = self.hub(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), (tokens if targets is None else targets).flatten())
 
 
 class _Uninitialized(TorchFunctionMode):

@@ -42,6 +42,10 @@ Touched = Mapping[str, Callable[..., Any]]
 launches: ContextVar[Report | None] = ContextVar("launches", default=None)
 """Told of every operation on tensors without storage, where set."""
 
+timer: ContextVar[Callable[[str, Callable[[], Any], Callable[[], float]], Any] | None]
+timer = ContextVar("timer", default=None)
+"""Runs every operation on tensors with storage, where set: (its name, itself, the count of its bytes) -> its result."""
+
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile all variants of a launched kernel, for any memory: on a GPU, before the first step."""
 
@@ -75,6 +79,19 @@ class _Nothing(ModuleType):
         return tell
 
 
+class _Timed(ModuleType):
+    """Hands the operations of a module to ``timer``."""
+
+    def __init__(self, family: str, module: ModuleType, touched: Touched) -> None:
+        super().__init__(family)
+        self._module, self._touched = module, touched
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation, touched, run = getattr(self._module, name), self._touched.get(name, lambda *args: args), timer.get()
+        assert run is not None
+        return lambda *args: run(f"{self.__name__}.{name}", lambda: operation(*args), lambda: nbytes_of(touched(*args)))
+
+
 def backend(family: str, cpu: str = "cpu", touched: Touched = MappingProxyType({})) -> Callable[[Tensor], ModuleType]:
     """Make a function from a tensor to the module of ``family`` for its device.
 
@@ -87,6 +104,10 @@ def backend(family: str, cpu: str = "cpu", touched: Touched = MappingProxyType({
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
             return (host_code.get() or {}).get(family, nothing)
+        module = for_device(tensor)
+        return module if timer.get() is None else _Timed(family, module, touched)
+
+    def for_device(tensor: Tensor) -> ModuleType:
         if tensor.device.type == "cpu":
             return _load(family, cpu, "numba")
         if tensor.device.type == "cuda":

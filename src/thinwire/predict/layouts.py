@@ -76,16 +76,10 @@ def timeline_of(
     Raises:
         ThinwireError: the method does not run on the engine, or refuses the model.
     """
-    method, ledger = resolve(method), Ledger()
-    if engine not in method.engines:
-        raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine}")
-    whole = CountingComm(0, [rank // per_node for rank in range(nodes * per_node)], ledger)
-    whole.reduce_scatter_is_all_reduce = gloo
-    build = _Replicated if engine == "ddp" else _Sharded
-    options = {"two_level": two_level, "cap": bucket_cap_mb, "gathers": gather_dtype, "wrap": wrap}
-    virtual = build(model, method, whole, per_node if engine == "hsdp" else whole.size, **options)
-    make = method.OPTIMIZER if optimizer is None else OPTIMIZERS[optimizer]
-    road, run = _road(virtual, method, intra, make, steps)
+    virtual, road, run = lay_out(
+        model, method, engine=engine, nodes=nodes, per_node=per_node, two_level=two_level, intra=intra,
+        bucket_cap_mb=bucket_cap_mb, gather_dtype=gather_dtype, wrap=wrap, steps=steps, optimizer=optimizer, gloo=gloo,
+    )  # fmt: skip
     broadcast = (
         sum(b.numel() * b.element_size() for b in model.buffers()) if engine == "ddp" and broadcast_buffers else 0
     )
@@ -95,15 +89,46 @@ def timeline_of(
     own = sum(parameter.local for parameter in run.parameters.values()) if engine != "ddp" else virtual.numel
     states = STATES.get(type(run.optimizers[0]).__name__, 2)
     return Timeline(
-        str(method), engine, whole.size, per_node, {p.name: p.numel for p in run.parameters.values()},
+        str(road.last.method), engine, nodes * per_node, per_node, {p.name: p.numel for p in run.parameters.values()},
         recording.steps, virtual.memory(recording.method_peak, own * 4 * states, reshard),
         own * 4 * (3 + 2 * states), virtual.notes(),
     )  # fmt: skip
 
 
-def _road(
-    virtual: _Virtual, method: Method, intra: Method | str | None, optimizer: Any, steps: int
-) -> tuple[Road, Run]:
+def lay_out(
+    model: nn.Module,
+    method: Method | str,
+    *,
+    engine: str,
+    nodes: int,
+    per_node: int,
+    two_level: bool | None = None,
+    intra: Method | str | None = None,
+    bucket_cap_mb: float | None = None,
+    gather_dtype: torch.dtype | None = None,
+    wrap: Wrap | None = None,
+    steps: int = 10_000,
+    optimizer: str | None = None,
+    gloo: bool = False,
+) -> tuple[Virtual, Road, Run]:
+    """Make the engine, the road and the run of ``timeline_of`` with these arguments, for a dry run of them.
+
+    Raises:
+        ThinwireError: the method does not run on the engine, or refuses the model.
+    """
+    method, ledger = resolve(method), Ledger()
+    if engine not in method.engines:
+        raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine}")
+    whole = CountingComm(0, [rank // per_node for rank in range(nodes * per_node)], ledger)
+    whole.reduce_scatter_is_all_reduce = gloo
+    build = _Replicated if engine == "ddp" else _Sharded
+    options = {"two_level": two_level, "cap": bucket_cap_mb, "gathers": gather_dtype, "wrap": wrap}
+    virtual = build(model, method, whole, per_node if engine == "hsdp" else whole.size, **options)
+    make = method.OPTIMIZER if optimizer is None else OPTIMIZERS[optimizer]
+    return virtual, *_road(virtual, method, intra, make, steps)
+
+
+def _road(virtual: Virtual, method: Method, intra: Method | str | None, optimizer: Any, steps: int) -> tuple[Road, Run]:
     """Make the road and begin its methods, as ``compress()`` does."""
     parameters, way = {p.name: p for p in virtual.way.parameters.values()}, virtual.way
     weights = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in virtual.shapes().items()}
@@ -124,7 +149,7 @@ def _road(
     return Road(stages, way.levels), run
 
 
-class _Virtual:
+class Virtual:
     """An engine without processes.
 
     Attributes:
@@ -152,7 +177,7 @@ class _Virtual:
         return ()
 
 
-class _Replicated(_Virtual):
+class _Replicated(Virtual):
     """DDP."""
 
     def __init__(
@@ -174,7 +199,7 @@ class _Replicated(_Virtual):
         return Memory(nbytes, nbytes, optimizer, method_peak)
 
 
-class _Sharded(_Virtual):
+class _Sharded(Virtual):
     """FSDP2, or HSDP where ``shard`` < the number of ranks."""
 
     def __init__(

@@ -88,7 +88,7 @@ class _RecordingComm(CountingComm):
         self.report(Message(kind, (self.size - 1) * nbytes, self.group))
 
 
-class _GuardedStage(Stage):
+class GuardedStage(Stage):
     """A stage that looks at the values as ``Stage.reduce`` does, which a dry run leaves out."""
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
     recorder, steps, peak = Recorder(around.per_node), list[tuple[float, RecordedStep]](), 0
-    stage = _GuardedStage if around.guards else Stage
+    stage = GuardedStage if around.guards else Stage
     play = Playback(layout, road, run, watch=recorder, guards=around.guards, double=recorder.double, stage=stage)
     play.mark = recorder.begin  # type: ignore[method-assign]
     card, observer, engine = play.method.card, Guard([], bool(around.guards)), _Engine(layout, road, recorder, around)

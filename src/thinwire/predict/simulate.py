@@ -25,8 +25,8 @@ from thinwire.predict.timeline import Timeline
 
 DENSE = "dense"
 ENGINES = ("ddp", "fsdp2", "hsdp")
-FASTEST_LINK = 400e9 / 8
-"""Bytes/s. Beyond it no link is asked for."""
+WORTH = 1.05
+"""How many times as fast as dense a method must be to be worth a change of the mathematics."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcomes of a job, dense first, and why other methods were refused. ``str()``: verdict, tables, assumptions."""
+    """The outcomes of a job, dense first, and why other methods were refused. ``str()`` is the verdict, and tables."""
 
     job: Job
     outcomes: tuple[Outcome, ...]
@@ -151,18 +151,19 @@ class Simulation:
 
     @cached_property
     def best(self) -> Outcome:
-        """The fastest that fits and is surely faster than dense; dense if there is none."""
+        """The fastest that fits, is worth it, and is faster than dense in its whole range; dense if there is none."""
         candidates = [
             outcome for outcome in self.outcomes[1:]
             if self.fits(outcome) != "does not fit" and self.gain(outcome).low > 1
+            and self.gain(outcome).middle >= WORTH
         ]  # fmt: skip
         return min(candidates, key=lambda outcome: outcome.prediction.seconds, default=self.dense)
 
     def verdict(self) -> Iterator[str]:
         """Yield three lines: the fastest, its gain, and what bounds the step."""
         best, dense = self.best, self.dense
-        first = best.prediction
-        yield f"fastest:  {best.method}, {seconds(first.seconds)} a step ({seconds(first.low)} to {seconds(first.high)})"
+        step = best.prediction
+        yield f"fastest:  {best.method}, {seconds(step.seconds)} a step ({seconds(step.low)} to {seconds(step.high)})"
         others = [outcome for outcome in self.outcomes[1:] if self.fits(outcome) != "does not fit"]
         if best is not dense:
             yield f"gain:     {self.gain(best)} as fast as dense, {seconds(dense.prediction.seconds)}"
@@ -176,14 +177,18 @@ class Simulation:
         yield f"bound by: {dense.prediction.bound_by}; {exposed:.0%} of dense's step waits for the network{then}"
 
     def __str__(self) -> str:
+        return "\n".join([*self.verdict(), "", self.details()])
+
+    def details(self) -> str:
+        """Return the tables and what is assumed."""
         tables = (in_text(table, 150) for table in (self._times(), self._memory()))
-        return "\n".join([*self.verdict(), "", str(self.job), *tables, *self._remarks()])
+        return "\n".join([str(self.job), *tables, *self._remarks()])
 
     def _times(self) -> Any:
         table = extras.load("rich.table").Table(box=extras.load("rich.box").SIMPLE_HEAD, padding=(0, 1))
         table.add_column("method", overflow="fold")
         for column in (
-            "a step", "10 to 90%", "computing", "codec", "exposed", "optimizer", "x dense", "per rank", "per node's NICs",
+            "a step", "10 to 90%", "computing", "codec", "exposed", "optimizer", "x dense", "per rank", "per NICs",
         ):  # fmt: skip
             table.add_column(column, justify="right")
         table.add_column("bound by")
@@ -285,56 +290,49 @@ def simulate(job: Job, methods: Iterable[str]) -> Simulation:
 
 def at_rates(simulation: Simulation, rates: Sequence[float]) -> dict[str, list[float]]:
     """Predict the seconds of a step of each method for each of ``rates`` out of a node, in bytes/s."""
-    return {
-        outcome.method: [_seconds_at(simulation.job, outcome, rate) for rate in rates]
-        for outcome in simulation.outcomes
-    }
+    jobs = [replace(simulation.job, cluster=simulation.job.cluster.with_link(rate)) for rate in rates]
+    return {o.method: [job.play(o.timeline).seconds for job in jobs] for o in simulation.outcomes}
 
 
-def pays_below(simulation: Simulation, outcome: Outcome, slowest: float) -> float:
-    """Return the fastest link (bytes/s) on which ``outcome`` is faster than dense; 0 if it is not on the slowest.
+def pays_below(rates: Sequence[float], dense: Sequence[float], method: Sequence[float]) -> float:
+    """Return the rate up to which ``method`` is worth it beside ``dense``; 0: on none of ``rates``, inf: on all.
 
-    Assumes that it is slower than dense on all faster links. FASTEST_LINK: it pays on all.
+    Args:
+        rates: ascending. dense, method: seconds of a step on each.
     """
-
-    def faster(rate: float) -> bool:
-        dense, seconds = (_seconds_at(simulation.job, each, rate) for each in (simulation.dense, outcome))
-        return seconds < dense
-
-    low, high = slowest, FASTEST_LINK
-    if not faster(low):
+    gains = np.log(np.array(dense) / np.array(method) / WORTH)
+    faster = np.flatnonzero(gains > 0)
+    if not len(faster):
         return 0.0
-    while high / low > 1.02:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if faster(middle) else (low, middle)
-    return low
-
-
-def _seconds_at(job: Job, outcome: Outcome, rate: float) -> float:
-    return replace(job, cluster=job.cluster.with_link(rate)).play(outcome.timeline).seconds
+    last = int(faster[-1])
+    if last == len(rates) - 1:
+        return math.inf
+    share = gains[last] / (gains[last] - gains[last + 1])
+    return rates[last] * (rates[last + 1] / rates[last]) ** float(share)
 
 
 def at_scale(
-    job: Job, methods: Iterable[str], ranks: Sequence[int], *, strong: bool
-) -> dict[str, list[tuple[int, float]]]:
-    """Predict the seconds of a step of each method for each of ``ranks``, as far as there is a sequence for each rank.
+    job: Job, methods: Sequence[str], ranks: Sequence[int], *, strong: bool
+) -> dict[str, list[tuple[int, Prediction]]]:
+    """Predict each method for each of ``ranks``, as far as there is a sequence for each rank.
 
     ``strong``: the sequences of a step are those of ``job``, on all ranks together; else each rank has as many.
     """
-    curves: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[tuple[int, Prediction]]] = {}
     for size in ranks:
         sequences = job.sequences * job.ranks / size if strong else job.sequences
         if sequences < 1:
             break
-        simulation = simulate(replace(job, ranks=size, sequences=sequences), methods)
-        for outcome in simulation.outcomes:
-            curves.setdefault(outcome.method, []).append((size, outcome.prediction.seconds))
+        for outcome in simulate(replace(job, ranks=size, sequences=sequences), methods).outcomes:
+            curves.setdefault(outcome.method, []).append((size, outcome.prediction))
+    if not curves:
+        raise ThinwireError(f"{job.sequences * job.ranks:g} sequences are too few for {ranks[0]} ranks: more --tokens")
     return curves
 
 
 def seconds(value: float) -> str:
     """Write 0.0123 as '12.3 ms'."""
-    if value >= 120:
+    if value >= 60:
         return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"
 
