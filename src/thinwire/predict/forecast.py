@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,14 +20,18 @@ from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
+from thinwire.predict.doctor import cluster_of
+from thinwire.predict.kernels import Times, kernels_of, time_kernels
 from thinwire.predict.layouts import timeline_of
+from thinwire.predict.links import fit, host_cost, sweep
+from thinwire.predict.measure import measure_device
 from thinwire.predict.play import Prediction, play
 from thinwire.predict.profile import ModelProfile, ModuleProfile, profile_of
 from thinwire.predict.timeline import Timeline
 
 SILENT = "none"
-LINKS_S = 4.0
-"""Seconds in which the links are measured."""
+LINKS_S, KERNELS_S = 4.0, 15.0
+"""Seconds in which the links and the candidates' kernels are measured, about."""
 HALVINGS = 24
 
 
@@ -107,11 +112,6 @@ class Forecast:
 
 def measure(auto: Auto, forecast: Forecast) -> Cluster:
     """Measure these ranks: links with the collectives themselves, the device, the candidates' kernels. Collective."""
-    from thinwire.predict.doctor import cluster_of
-    from thinwire.predict.kernels import Times, kernels_of, time_kernels
-    from thinwire.predict.links import fit, host_cost, sweep
-    from thinwire.predict.measure import measure_device
-
     training, per_node = forecast.training, forecast.per_node
     assert dist.group.WORLD is not None
     comm = GroupComm(dist.group.WORLD, Ledger(), device=training.device)
@@ -120,10 +120,10 @@ def measure(auto: Auto, forecast: Forecast) -> Cluster:
     if device.on_core and samples:
         best = max(sample.message.nbytes / sample.seconds for sample in samples)
         device = replace(device, host_seconds_per_byte=host_cost(comm, best))
-    times: list[Times] = []
+    times, end = list[Times](), time.monotonic() + KERNELS_S
     for option in candidates(auto, training, comm.size) if comm.rank == 0 else ():
         with suppress(ThinwireError, NotImplementedError):
-            if not option.why:
+            if not option.why and time.monotonic() < end:
                 times.append(time_kernels(forecast.double, option.method, training.engine, training.device))
     device = replace(device, kernels=kernels_of(times, device.memory_rate.value))
     lines = {kind: fit([s for s in samples if s.kind == kind]) for kind in dict.fromkeys(s.kind for s in samples)}
