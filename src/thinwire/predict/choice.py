@@ -17,6 +17,7 @@ import inspect
 import json
 import math
 import os
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import stand_in_run
 from thinwire.plan.measured import MeasuredLoss, read_measured
 from thinwire.predict.cluster import read_cluster
+from thinwire.predict.play import Prediction
 
 DENSE = "dense"
 TRIAL_STEPS = 20
@@ -194,60 +196,34 @@ class Training:
         return min(card.steady / self.steps, 1.0) if self.steps else 0.0
 
 
-class Predicted(Protocol):
-    """A prediction of one step (:class:`thinwire.predict.play.Prediction`)."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
-    @property
-    def memory(self) -> Mapping[str, float]: ...
+Start = Callable[[str], Any]
+"""Begins to train with the method of a name; returns its wire. Only one is open at a time."""
+Predictor = Callable[[Auto, Training, "Trials", float], Callable[[str], Prediction]]
+"""Called on all ranks with the seconds of a dense step; rank 0 alone calls what it returns."""
 
 
-class Running(Protocol):
-    """A wire that is on trial."""
-
-    method: Method
-    engine: Any
-
-    def skip_warm_up(self) -> None: ...
-    def close(self) -> None: ...
-
-
-Start = Callable[[str], Running]
-Predict = Callable[[str], Predicted]
-
-
-def choose(
-    auto: Auto, training: Training, start: Start, predictor: Callable[[Auto, Training, Trials, float], Predict]
-) -> Choice:
+def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -> Choice:
     """Choose the method of ``training``. Collective, before the first step.
-
-    Args:
-        start: begins to train with the method of this name. Only one runs at a time.
-        predictor: called on all ranks with the seconds of a dense step; rank 0 alone calls what it returns.
 
     Raises:
         ThinwireError: the ranks differ, or a prediction or trial of dense failed on one of them.
     """
     trials = Trials(auto, training, start)
+    ranks = trials.comm.size
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     predict = predictor(auto, training, trials, dense)
-    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, training, predict, dense, memory_left, trials)])
+    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, training, predict, dense, memory_left, ranks)])
     options = [Option(**option) for option in ranked]
     tried = 0
     for number, option in enumerate(options):
         if option.why or tried == TRIALS:
             continue
         try:
-            warm_up = training.warm_up(training.begun(option.method, trials.comm.size).card)
+            warm_up = training.warm_up(training.begun(option.method, ranks).card)
             seconds = warm_up * dense + (1 - warm_up) * trials.run(option.method)
             options[number], tried = replace(option, measured=1e3 * seconds), tried + 1
         except LostRank:
@@ -322,11 +298,11 @@ def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: T
 
 
 def _rank(
-    auto: Auto, training: Training, predict: Predict, dense: float, memory_left: float, trials: Trials
-) -> list[Option]:  # fmt: skip
+    auto: Auto, training: Training, predict: Callable[[str], Prediction], dense: float, memory_left: float, ranks: int
+) -> list[Option]:
     """Predict the candidates; return the fastest first, and behind them what cannot be taken."""
     predicted, out = list[Option](), list[Option]()
-    for option in candidates(auto, training, trials.comm.size):
+    for option in candidates(auto, training, ranks):
         if option.why:
             out.append(option)
             continue
@@ -335,7 +311,7 @@ def _rank(
         except (ThinwireError, NotImplementedError) as error:
             out.append(option.dropped(f"not predicted: {' '.join(str(error).split())}"))
             continue
-        warm_up = training.warm_up(training.begun(option.method, trials.comm.size).card)
+        warm_up = training.warm_up(training.begun(option.method, ranks).card)
         predicted_ms, low, high = (
             1e3 * (warm_up * dense + (1 - warm_up) * seconds)
             for seconds in (prediction.seconds, prediction.low, prediction.high)
@@ -390,7 +366,7 @@ class Trials:
         own = torch.tensor([_mean_over_cycle(card, times[opening:])], dtype=torch.float64, device=self.comm.device)
         return float(self.comm.all_reduce(own, "max"))
 
-    def _time(self, wire: Running) -> float:
+    def _time(self, wire: Any) -> float:
         began = time.perf_counter()
         self._auto.step(wire)
         if self._training.device.type == "cuda":
@@ -412,8 +388,8 @@ class Trials:
             unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
             left = float(torch.cuda.mem_get_info(device)[0] + unused)
         else:
-            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            left = _free_bytes() / ranks_here
+            free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+            left = 1024.0 * int(free[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else math.inf
         lowest = torch.tensor([-left], dtype=torch.float64, device=self.comm.device)
         return -float(self.comm.all_reduce(lowest, "max"))
 
@@ -438,14 +414,6 @@ class Trials:
         if "error" in result:
             raise ThinwireError(f"rank 0 could not choose a method: {result['error']}")
         return result["value"]
-
-
-def _free_bytes() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), math.inf)
 
 
 def _mean_over_cycle(card: Card, seconds: Sequence[float]) -> float:

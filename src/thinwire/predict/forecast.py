@@ -44,7 +44,9 @@ def predictor(auto: Auto, training: Training, trials: Trials, dense: float) -> C
     Args:
         dense: seconds of a measured step.
     """
-    silent = trials.run(SILENT) if training.engine == "ddp" else None
+    silent = None
+    with suppress(ThinwireError):  # it takes neither sharded weights nor two levels
+        silent = trials.run(SILENT) if training.engine == "ddp" else None
     forecast = Forecast(training, trials)
     cluster = None if auto.cluster else measure(auto, forecast)
     if trials.comm.rank == 0:
