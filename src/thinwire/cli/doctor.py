@@ -13,12 +13,12 @@ from thinwire.base.options import read_options
 from thinwire.cli.lab import split
 from thinwire.train.cli import run_ranks
 
-LONGEST_S = 60.0
+LONGEST_S = 600.0
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Measure the links, the computing and the methods' kernels of a job, in a minute, on the job's own ranks: start it
+    """Measure the links, the computing and the methods' kernels of a job, in a minute, on its own ranks: start it
     as you start `thinwire train`.
 
     Flags for `thinwire train` follow after --, so that what is measured is your run. Prints what bounds you, what would
@@ -35,7 +35,7 @@ class Doctor:
     out: Path = Path("cluster.toml")
     """File for the cluster's constants."""
     seconds: float = 55.0
-    """Time for all measurements, 10 to 60. Fewer: fewer sizes of messages, fewer steps, fewer kernels."""
+    """Time for all measurements, 10 to 600. Fewer: fewer sizes of messages, fewer steps, kernels of fewer methods."""
 
     def names(self) -> list[str]:
         """Check the settings (``ThinwireError``) and return the methods, dense first."""

@@ -65,7 +65,7 @@ def way(model: nn.Module, comm: Divisible, method: Method, two_level: bool | Non
     return Way(hops, parameters, levels, (intra.rank, intra.size), [intra, inter])
 
 
-def buckets(trained: Sequence[Tensor], parameters: Mapping[int, Parameter], cap: int | None) -> Layout:
+def buckets(trained: list[Tensor], parameters: Mapping[int, Parameter], cap: int | None) -> Layout:
     """Return DDP's buckets of all steps but the first, if gradients come in reverse order of the ``trained`` ones.
 
     ``cap``: bytes of a bucket; None: torch's default, which makes the first one smaller.

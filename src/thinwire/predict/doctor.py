@@ -6,6 +6,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def cluster_of(name: str, device: Device, per_node: int, inside: Line | None, ac
 
 def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
     """Fit the two constants that only training shows: the share of the peak, and the share of the link's rate."""
-    silent = replace(job, engine="ddp", ranks=job.ranks)
+    silent = replace(job, engine="ddp")
     timeline = silent.record("none")
     if none.optimizer and timeline.optimizer_bytes:
         rate = timeline.optimizer_bytes / none.optimizer
@@ -97,7 +98,7 @@ def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
     return _with(fitted, inter_share=replace(fitted.cluster.inter_share, source="fitted:the dense step"))
 
 
-def _with(job: Job, **changes: object) -> Job:
+def _with(job: Job, **changes: Any) -> Job:
     return replace(job, cluster=replace(job.cluster, **changes))
 
 
@@ -144,9 +145,10 @@ def verdict(parts: Mapping[str, float], hidden: float | None, simulation: Simula
             bound, f"helps:    do not compress{why}; rather {REMEDIES[first]}: up to {seconds(parts[first])}",
             f"type:     {command} {DENSE}",
         ]  # fmt: skip
+    between = f"{seconds(made.low)} to {seconds(made.high)}"
     return [
         bound,
-        f"helps:    {best.method}: {seconds(made.seconds)} a step ({seconds(made.low)} to {seconds(made.high)}) in place "
-        f"of {seconds(dense.seconds)}, {simulation.gain(best)} as fast",
+        f"helps:    {best.method}: {seconds(made.seconds)} a step ({between}) in place of {seconds(dense.seconds)}, "
+        f"{simulation.gain(best)} as fast",
         f"type:     {command} {shlex.quote(best.method)}",
     ]

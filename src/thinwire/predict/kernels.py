@@ -15,17 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Run
+from thinwire.methods import resolve
+from thinwire.network.guard import Guard
 from thinwire.ops.backends import timer
 from thinwire.plan.doubles import is_free, name_of, touched_by
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.cluster import Kernel
-from thinwire.predict.layouts import lay_out
+from thinwire.predict.layouts import virtual_of
 from thinwire.predict.links import fit_line
 from thinwire.predict.record import GuardedStage
 
@@ -94,32 +97,52 @@ def time_kernels(model: nn.Module, method: str, engine: str, device: torch.devic
     Raises:
         ThinwireError: the method refuses the engine or the model. NotImplementedError: it reads values.
     """
-    virtual, road, run = lay_out(model, method, engine=engine, nodes=2, per_node=1)
+    try:
+        return _play(model, method, engine, device, ranks=2)
+    except ThinwireError:  # the other rank has other values in its masks than it sends
+        return _play(model, method, engine, device, ranks=1)
+
+
+def _play(model: nn.Module, method: str, engine: str, device: torch.device, ranks: int) -> Times:
+    made = resolve(method)
+    virtual = virtual_of(model, made, engine=engine, nodes=ranks, per_node=1, gloo=device.type == "cpu")
+    road, run = virtual.road(made, intra=None, optimizer=None, steps=10_000)
     layout, run = _some(virtual.layout, run)
     play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
     with torch.no_grad():
-        noise = torch.randn(max(len(flat) for flat, _, _ in play.buffers), device=device)
-        for weight in (*play.weights.values(), *play.gradients.values()):
-            weight.copy_(noise[: weight.numel()].view_as(weight))
-        for moments in (moments for optimizer in play.optimizers for moments in optimizer.state.values()):
-            for moment in moments.values():
-                moment.fill_(1.0)
+        _fill(play, noise := torch.randn(max(len(flat) for flat, _, _ in play.buffers), device=device))
         play.open()
         for number in steps_of(play.method.card):
+            on = kernels if number > play.method.card.steady else nullcontext()
             for flat, _, _ in play.buffers:
                 flat.copy_(noise[: len(flat)])
-            with kernels if number > play.method.card.steady else nullcontext():
+            with on:
                 play.gather(number)
                 play.exchange(number)
             _hand_out(play)
-            with kernels if number > play.method.card.steady else nullcontext():
+            with on:
+                Guard([]).observe_all(weight.grad for weight in play.weights.values())
                 play.step(number)
         with kernels:
             for flat, _, _ in (*play.buffers, *play.buffers):
-                target = torch.empty_like(flat)
-                for name in ("engine.copy_in", "engine.copy_out"):
-                    kernels.run(name, lambda: target.copy_(flat), lambda: 2 * flat.nbytes)  # noqa: B023
+                _copy(flat, kernels)
     return kernels.times
+
+
+def _fill(play: Playback, noise: Tensor) -> None:
+    for weight in (*play.weights.values(), *play.gradients.values()):
+        weight.copy_(noise[: weight.numel()].view_as(weight))
+    for optimizer in play.optimizers:
+        for moments in optimizer.state.values():
+            for moment in moments.values():
+                moment.fill_(1.0)
+
+
+def _copy(flat: Tensor, kernels: KernelTimer) -> None:
+    """Time the engine's own copies of a buffer."""
+    target = torch.empty_like(flat)
+    for name in ("engine.copy_in", "engine.copy_out"):
+        kernels.run(name, lambda: target.copy_(flat), lambda: 2 * flat.nbytes)
 
 
 def _hand_out(play: Playback) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from thinwire.base import device as devices
@@ -27,7 +28,7 @@ TIMINGS = 3
 TIMED_S = 0.02  # a message that is faster is sent several times
 FALL = 0.9
 """Rate among all nodes by that between two, below which a fall is told."""
-BESIDE_S = 0.8  # an exchange beside computing
+BESIDE_S = 0.6  # an exchange beside computing
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,10 @@ def fit(samples: Sequence[Sample]) -> Line:
     nbytes = seconds * [sample.rate for sample in samples]
     latency, slope = fit_line(rounds, nbytes, seconds)
     ratios, is_long = (rounds * latency + nbytes * slope) / seconds, nbytes * slope >= rounds * latency
-    return Line(spread(latency, 1 / ratios[~is_long], 1.25), spread(1 / slope, ratios[is_long], 1.03))
+    return Line(spread(latency, 1 / ratios[~is_long], 1.25), spread(1 / max(slope, 1e-15), ratios[is_long], 1.03))
 
 
-def fit_line(counts: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_line(counts: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """Fit ``seconds = a * counts + b * nbytes``, a and b 0 or more, by the squares of relative errors."""
     taken = np.asarray(seconds)
     columns = np.stack([np.asarray(counts, float), np.asarray(nbytes, float)]) / taken

@@ -14,6 +14,7 @@ from thinwire.predict.cluster import Constant, Kernel
 from thinwire.predict.links import spread, timed
 
 TIMES = 5
+NOTHING = Constant(0.0, "datasheet")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Device:
     flops: Constant
     memory_rate: Constant
     launch_seconds: Constant
-    host_seconds_per_byte: Constant = Constant(0.0, "datasheet")
+    host_seconds_per_byte: Constant = NOTHING
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
 
 

@@ -217,22 +217,24 @@ class Costs:
         A ring goes at the rate of its slowest hop. NCCL may all-reduce on a tree, which has fewer rounds; it chooses by
         size. Messages to all peers use the links inside a node and its NICs side by side.
         """
-        group = message.group
+        group, local = message.group, message.group.per_node
         if group.size == 1:
             return self.zero
-        latency = self["inter_latency" if group.crosses else "intra_latency"]
-        inside = self["intra_rate"] if group.per_node > 1 else np.inf
-        nic = self["inter_rate"] * self["inter_share"] if group.crosses else np.inf
+        hop, rate = self["intra_latency"], self["intra_rate"] if local > 1 else np.inf
+        rounds = group.size - 1 if message.verb == "all_gather" and self.on_ring(message) else message.rounds
+        if not group.crosses:
+            return rounds * hop + message.nbytes / rate
+        far, nic = self["inter_latency"], self["inter_rate"] * self["inter_share"]
         if not self.on_ring(message):
-            return message.rounds * latency + np.maximum(
-                self.rank_bytes(message, "intra") / inside, self.nic_bytes(message) / nic
-            )
-        rate = np.minimum(inside, nic / group.beside)
-        ring = message.rounds * latency + message.nbytes / rate
+            inside = self.rank_bytes(message, "intra") / rate
+            return rounds * far + np.maximum(inside, self.nic_bytes(message) / nic)
+        rate = np.minimum(rate, nic / group.beside)
+        ring = rounds * (far + (local - 1) * hop) / local + message.nbytes / rate
         if message.verb != "all_reduce" or self.cluster.codec_on_core:
             return ring
-        whole = message.nbytes * group.size / (group.size - 1)  # there and back
-        return np.minimum(ring, 2 * math.ceil(math.log2(group.size)) * latency + whole / rate)
+        depth = math.ceil(math.log2(group.size / local)) * far + math.ceil(math.log2(local)) * hop
+        whole = message.nbytes * group.size / (group.size - 1)  # up and down again
+        return np.minimum(ring, 2 * depth + whole / rate)
 
     def on_ring(self, message: Message) -> bool:
         """Does ``message`` cross each NIC once? NCCL gathers on a ring, too; on CPUs we gather from peer to peer."""

@@ -1,4 +1,4 @@
-"""The examination of a job, on its own ranks: links, device, steps without and with exchange, kernels; then a verdict."""
+"""The examination of a job on its own ranks: links, device, steps without and with exchange, kernels; a verdict."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Examination:
         with tempfile.TemporaryDirectory() as folder, open_run_folder(Path(folder), collective) as run_folder:
             inputs = read_inputs(config, run_folder)
         if job.size > 1:
-            self.samples = sweep(job, self.per_node, self._left(0.25))
+            self.samples = sweep(job, self.per_node, self._left(0.2))
         trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
         self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
         device = measure_device(job, self.dtype, self.per_node)
@@ -100,9 +100,9 @@ class Examination:
         """Time steps with ``method`` for about so many seconds, one at least. Collective."""
         trial.begin(method)
         first = slowest(self._ranks, [trial.step()])  # it also compiles and fills caches
-        count = min(STEPS, int(seconds / first[0].step))
+        count = min(STEPS, int(seconds / first[0].step) - 1)
         times = slowest(self._ranks, [trial.step() for _ in range(count)]) or first
-        apart = slowest(self._ranks, [trial.step(apart=True) for _ in range(min(count, 3))]) or first
+        apart = slowest(self._ranks, [trial.step(apart=True) for _ in range(count // 4)]) or times
         stats = trial.wire.stats()
         trial.end()
         return Steps(
@@ -114,8 +114,9 @@ class Examination:
 
     def _dense(self, trial: Trial, model: nn.Module) -> Steps | None:
         """Time dense steps; None if a single one would take too long. Collective."""
-        seconds = self._left(0.5)
-        expected = 2 * 4 * sum(weight.numel() for weight in model.parameters()) / self._rank_rate
+        seconds = self._left(0.6)
+        weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+        expected = self._job.ring_bytes("all_reduce", weights) / self._rank_rate
         if expected > seconds:
             self.notes.append(f"a dense step takes about {expected:.3g} s, too long to be measured in time: predicted")
             return None
@@ -123,7 +124,7 @@ class Examination:
 
     def _kernels(self, model: nn.Module) -> list[Times]:
         """Time the kernels of the candidates, as many as there is time for. Collective."""
-        times, left, seconds = list[Times](), list(self.methods), self._left(0.6)
+        times, left, seconds = list[Times](), list(self.methods), self._left(0.5)
         began = time.monotonic()
         while left and agree(self._job, time.monotonic() - began) < seconds:
             method = left.pop(0)
@@ -163,7 +164,7 @@ class Examination:
             sent = sum(simulation.dense.prediction.rank_bytes.values())
             host = sent * job.cluster.host_seconds_per_byte.value
         parts = doctor.parts_of(none, total, host, on_gpu=on_gpu)
-        yield from doctor.verdict(parts, dense and dense.hidden, simulation, self.command)
+        yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
         yield ""
         if simulation is not None:
             yield simulation.details()

@@ -86,5 +86,7 @@ class Trial:
 
 def slowest(ranks: Ranks, steps: Sequence[StepTimes]) -> list[StepTimes]:
     """Return the times of the slowest rank of each step. Collective."""
+    if not steps:
+        return []
     times = torch.tensor(steps, dtype=torch.float64, device=ranks.device)
     return [StepTimes(*row) for row in ranks.comm.all_reduce(times, "max").tolist()]
