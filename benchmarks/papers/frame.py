@@ -49,6 +49,17 @@ class Settings:
     """Two steps of every training run and nothing on the network: to see that an experiment runs. Its figures say
     nothing."""
 
+    @property
+    def flags(self) -> str:
+        """The options that change results, as typed."""
+        chosen = {
+            "corpora": self.corpora and "DIR",
+            "steps": self.steps,
+            "seeds": self.seeds if self.seeds > 1 else None,
+        }
+        words = [f" --{name} {value}" for name, value in chosen.items() if value] + [" --dry"] * self.dry
+        return "".join(words)
+
     def length(self, steps: int) -> int:
         """Return the optimizer steps of a run that has ``steps`` of them if nobody asks for others."""
         return 2 if self.dry else self.steps or steps
@@ -176,8 +187,9 @@ def perform(paper: Paper, experiment: Experiment, settings: Settings) -> int:
     out.mkdir(parents=True, exist_ok=True)
     claims = [f"* {Claim(claim.text, None) if settings.dry else claim}" for claim in result.claims]
     differs = [f"* {sentence}" for sentence in result.differs]
+    command = f"thinwire paper {paper.name} {experiment.name}{settings.flags}"
     text = "\n".join([
-        f"# {paper.title}, {experiment.name}: {experiment.about}", "", *markdown(result.rows), "",
+        f"# {paper.title}, {experiment.name}: {experiment.about}", "", f"`{command}`", "", *markdown(result.rows), "",
         *(["The paper's claims:", "", *claims, ""] if claims else []), "What differs from the paper:", "", *differs,
     ])  # fmt: skip
     if settings.dry:
