@@ -347,7 +347,7 @@ def efficiency(settings: Settings) -> Result:
 
     counts: Sequence[int] = (FEW, MANY) if settings.dry else (4, 8, 16, 32, 64)
     rows, lines = [], {}
-    for model, preset in MODELS.items():
+    for model, preset in list(MODELS.items())[: 1 if settings.dry else None]:
         computing, exchange = constants(model)
         dense_ring = 2 * 4 * values_of(preset)
         for label, method in {"AdamS": "dense", **METHODS}.items():
@@ -389,7 +389,7 @@ def memory(settings: Settings) -> Result:
     from measures import held_mib, values_of
 
     rows = []
-    for suffix, engine in (("", "ddp"), (", sharded", "fsdp2")):
+    for suffix, engine in (("", "ddp"), (", sharded", "fsdp2"))[: 1 if settings.dry else None]:
         kept, offloaded = (
             held_mib("llama-1.8b", f"scape:paper-d0.1({knob})", engine, FEW) for knob in ("", "offload=True")
         )
