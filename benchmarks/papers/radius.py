@@ -47,14 +47,14 @@ def perplexity(settings: Settings) -> Result:
         methods[f"d={density}, T={interval}"] = radius(density, interval // SCALE)
     runs = trained(settings, methods, STEPS)
     rows = []
-    for label, of in runs.items():
+    for label, seeds in runs.items():
         rows.append({
             "run": label,
-            "valid ppl": math.exp(loss(of)),
+            "valid ppl": math.exp(loss(seeds)),
             "valid ppl (paper)": FIGURES(source, label, "valid ppl"),
-            "over dense": math.exp(loss(of) - loss(runs["dense"])),
+            "over dense": math.exp(loss(seeds) - loss(runs["dense"])),
             "over dense (paper)": FIGURES(source, label, "valid ppl") / FIGURES(source, "dense", "valid ppl"),
-            "bytes over dense": share(of),
+            "bytes over dense": share(seeds),
             "days over dense (paper)": FIGURES(source, label, "days") / FIGURES(source, "dense", "days"),
         })  # fmt: skip
     gaps = {row["run"]: row["over dense"] for row in rows}
@@ -77,7 +77,7 @@ def perplexity(settings: Settings) -> Result:
             Claim(f"d = 0.1 is worse than any of these; here {gaps[sparsest]:.4f}", gaps[sparsest] > worst),
         ],
         [
-            curves({label: curve(of) for label, of in runs.items()}, "step", "validation loss, nats per byte"),
+            curves({label: curve(seeds) for label, seeds in runs.items()}, "step", "validation loss, nats per byte"),
             bars(rows[1:], "run", ["over dense", "over dense (paper)"], "perplexity over dense's", "at the end"),
         ],
     )  # fmt: skip
@@ -193,12 +193,12 @@ def naive(settings: Settings) -> Result:
     rows = [
         {
             "run": label,
-            "valid loss": loss(of),
-            "over dense": loss(of) / loss(runs["dense"]) - 1,
-            "bytes over dense": share(of),
+            "valid loss": loss(seeds),
+            "over dense": loss(seeds) / loss(runs["dense"]) - 1,
+            "bytes over dense": share(seeds),
             "ends (paper)": "diverges" if "0.01" in label else "flattens" if "naive" in label else "follows dense",
         }
-        for label, of in runs.items()
+        for label, seeds in runs.items()
     ]
     gap = {row["run"]: row["over dense"] for row in rows}
     return Result(
@@ -220,7 +220,7 @@ def naive(settings: Settings) -> Result:
                 gap["Radius d=0.5"] < gap["naive d=0.5"],
             ),
         ],
-        [curves({label: curve(of) for label, of in runs.items()}, "step", "validation loss, nats per byte")],
+        [curves({label: curve(seeds) for label, seeds in runs.items()}, "step", "validation loss, nats per byte")],
     )  # fmt: skip
 
 
@@ -235,14 +235,14 @@ def intervals(settings: Settings) -> Result:
     rows: list[dict[str, Any]] = [
         {
             "run": label,
-            "valid loss": loss(of),
-            "over dense": loss(of) / loss(runs["dense"]) - 1,
+            "valid loss": loss(seeds),
+            "over dense": loss(seeds) / loss(runs["dense"]) - 1,
             "error (paper)": "largest" if label == "T=10" else "smaller" if label != "dense" else "0",
         }
-        for label, of in runs.items()
+        for label, seeds in runs.items()
     ]
     dense = dict(curve(runs["dense"]))
-    errors = {label: [(step, value - dense[step]) for step, value in curve(of)] for label, of in runs.items()}
+    errors = {label: [(step, value - dense[step]) for step, value in curve(seeds)] for label, seeds in runs.items()}
     gap = {row["run"]: row["over dense"] for row in rows}
     rest = max(gap[f"T={interval}"] for interval in intervals[1:])
     return Result(
