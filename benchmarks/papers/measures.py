@@ -9,16 +9,20 @@ import random
 import shutil
 import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).parents[1] / "loss"))
 
 import regimes
+import virtual
 from frame import Settings
 from thinwire.base.errors import ThinwireError
 from thinwire.core.exchange import AllReduce, ReduceScatter
@@ -29,9 +33,14 @@ from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import Plan, plan_of
 from thinwire.train.data.corpus import SPAN, read_corpus
+from thinwire.train.data.windows import Windows, batches
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 
+Run = dict[str, Any]
+Look = Callable[[virtual.Rank, int], None]
+SPACE = ord(" ")
+WIDTHS = {name: shape.width for name, shape in PRESETS.items()}
 RANKS = 4
 """Virtual ranks of a training run, in one process."""
 HELD_OUT_SPANS = 8
@@ -65,51 +74,127 @@ def trained(
     text: str = "wikitext",
     lr: float = 4e-3,
     ranks: int = RANKS,
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[Run]]:
     """Train with each of ``methods`` (label -> method, with flags of ``thinwire train``) and return its runs by seed.
 
-    A run is a row of ``regimes.py``: "valid" (nats per byte; None: diverged), "curve", "bytes", "dense_bytes", "facts".
-    Those that are in ``settings.out`` already are not repeated.
+    A run: "valid" (nats per byte; None: it diverged), "curve" (step, validation loss), "train", "tasks", "bytes",
+    "dense_bytes", "facts". Runs that are in ``settings.out`` already are not repeated.
     """  # fmt: skip
-    torch.set_num_threads(1)
-    place = regimes.Place(corpora(settings), settings.out.resolve() / "runs.jsonl", settings.out.resolve())
-    runs: dict[str, list[dict[str, Any]]] = {}
+    file, folder = settings.out / "runs.jsonl", corpora(settings)
+    runs: dict[str, list[Run]] = {}
     for label, method in methods.items():
         for seed in range(settings.seeds):
             job = regimes.Job("scratch", text, model, ranks, method, lr, seed, settings.length(steps))
-            if job.key not in regimes.read(place.data):
+            known = [run for run in read(file) if run["job"] == job.key and run["corpora"] == folder.name]
+            if not known:
                 print(f"training {label}, seed {seed} ...", file=sys.stderr, flush=True)
-                regimes.run(job, place)
-            row = regimes.read(place.data)[job.key]
-            if row["error"]:
-                raise ThinwireError(f"{label}: {row['error']}")
-            runs.setdefault(label, []).append(row)
+                known = [{"job": job.key, "corpora": folder.name, **trained_once(job, folder)}]
+                regimes.append(file, known[0])
+            runs.setdefault(label, []).append(known[0])
     return runs
 
 
-def loss(runs: Sequence[Mapping[str, Any]]) -> float:
+def read(file: Path) -> list[Run]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def trained_once(job: regimes.Job, folder: Path, look: Look | None = None) -> Run:
+    """Train on virtual ranks; ``look`` is called behind every step of rank 0."""
+    torch.set_num_threads(1)
+    config, evaluated = job.config(), min(regimes.EVALUATED, 8 * job.steps)
+    texts = (job.text, *(name for name in regimes.TEXTS if name != job.text))
+    train, *valid = (
+        regimes.windows_of(folder, name, config.sequence_length, config.seed)
+        for name in (regimes.TEXTS[job.text][0], *(regimes.TEXTS[text][1] for text in texts))
+    )
+    with watched(look):
+        end = virtual.train(config, train, valid[0], batched=True, sequences=evaluated // 4)
+    first = end.ranks[0]
+    held_out = batches(valid[0].spread(evaluated), 16)
+    last = end.losses[-max(len(end.losses) // 10, 1) :]
+    return {
+        "valid": regimes._number(virtual.evaluate(first.replica.model, held_out)),
+        "curve": [[step, regimes._number(value)] for step, value in end.curve],
+        "train": regimes._number(fmean(last)),
+        "tasks": tasks(first.replica.model, valid, evaluated // 4),
+        "bytes": first.sent,
+        "dense_bytes": first.dense,
+        "parameters": sum(parameter.numel for parameter in first.parameters.values()),
+        "facts": {name: regimes._number(value) for name, value in first.method.facts().items()},
+    }
+
+
+@contextmanager
+def watched(look: Look | None) -> Iterator[None]:
+    """Call ``look(rank, step)`` behind every step of rank 0, while it is open."""
+    step = virtual.Rank.step
+
+    def watching(rank: virtual.Rank, turn: int) -> bool:
+        done = step(rank, turn)
+        if look is not None and rank.rank == 0:
+            look(rank, turn)
+        return done
+
+    virtual.Rank.step = watching  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        virtual.Rank.step = step  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def tasks(model: nn.Module, texts: Sequence[Windows], items: int) -> dict[str, float]:
+    """Return what share a model gets right of tasks that it was not trained for, on its own text and on others.
+
+    "next byte"; "end of word": the last letter of every word (after LAMBADA); "ending of 4": which second half of a
+    window, out of 4, has the lowest loss behind the first half (after HellaSwag).
+    """
+    scores: dict[str, float] = {}
+    for number, text in enumerate(texts):
+        windows = torch.stack(text.spread(items)).long()
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        right = model(inputs).argmax(-1) == targets
+        ends = (targets[:, :-1] != SPACE) & (targets[:, 1:] == SPACE)
+        half = inputs.shape[1] // 2
+        offered = torch.stack([targets[:, half:].roll(shift, 0) for shift in range(4)])
+        costs = []
+        for ending in offered:
+            whole = torch.cat([windows[:, : half + 1], ending], 1)
+            each = F.cross_entropy(model(whole[:, :-1]).transpose(1, 2), whole[:, 1:], reduction="none")
+            costs.append(each[:, half:].sum(1))
+        where = "" if number == 0 else ", other text"
+        scores[f"next byte{where}"] = float(right.float().mean())
+        scores[f"end of word{where}"] = float(right[:, :-1][ends].float().mean())
+        scores[f"ending of 4{where}"] = float((torch.stack(costs).argmin(0) == 0).float().mean())
+    return scores
+
+
+def loss(runs: Sequence[Run]) -> float:
     """Return the mean validation loss over seeds; inf where one diverged."""
     return fmean(float("inf") if run["valid"] is None else run["valid"] for run in runs)
 
 
-def curve(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+def curve(runs: Sequence[Run]) -> list[tuple[float, float]]:
     """Return the (step, validation loss) pairs, mean over seeds."""
     points = zip(*(run["curve"] for run in runs), strict=True)
     return [(point[0][0], fmean(float("nan") if loss is None else loss for _, loss in point)) for point in points]
 
 
-def share(runs: Sequence[Mapping[str, Any]]) -> float:
+def share(runs: Sequence[Run]) -> float:
     """Return the bytes sent over those that dense sends, over the whole run."""
     return runs[0]["bytes"] / runs[0]["dense_bytes"]
 
 
-def planned(preset: str, method: str, ranks: int, *, per_node: int = 1, sharded: bool = False) -> Plan:
+def planned(
+    preset: str, method: str, ranks: int, *, per_node: int = 1, sharded: bool = False, layers: int | None = None
+) -> Plan:
     """Return the plan of ``method`` in its steady state for a whole model on ``ranks`` ranks. Nothing is computed.
 
-    ``sharded``: reduce-scatter in place of all-reduce.
-    """  # fmt: skip
+    ``sharded``: reduce-scatter in place of all-reduce. ``layers``: instead of the model's.
+    """
+    shape = PRESETS[preset]
     with torch.device("meta"):
-        model = Decoder(dataclasses.replace(PRESETS[preset]).check())
+        model = Decoder(dataclasses.replace(shape, layers=layers or shape.layers))
     parameters = list(describe(model).values())
     comm = CountingComm(0, [rank // per_node for rank in range(ranks)], Ledger())
     if sharded:
@@ -117,6 +202,18 @@ def planned(preset: str, method: str, ranks: int, *, per_node: int = 1, sharded:
             dataclasses.replace(p, local=-(-p.shape[0] // ranks) * (p.numel // p.shape[0])) for p in parameters
         ]
     return plan_of(resolve(method), parameters, (ReduceScatter if sharded else AllReduce)(comm))
+
+
+def sent(preset: str, method: str, ranks: int, *, per_node: int = 1) -> tuple[float, float]:
+    """Return the bytes of a step that ``method`` sends, and those that dense sends, for a whole model.
+
+    For methods that treat every tensor alone: blocks are equal, so the plan of one is enough.
+    """
+    plan = planned(preset, method, ranks, per_node=per_node, layers=1)
+    blocks = PRESETS[preset].layers
+    weights = [blocks if row.parameter.name.startswith("blocks.") else 1 for row in plan.rows]
+    pairs = list(zip(weights, plan.rows, strict=True))
+    return sum(weight * row.wire_bytes for weight, row in pairs), sum(weight * row.dense_bytes for weight, row in pairs)
 
 
 def compared(
