@@ -1,7 +1,7 @@
-"""Training of N virtual ranks whose weights are sharded, in one process: both hops of the gradients and the weights' messages.
+"""Training of N virtual ranks with sharded weights in one process: both hops of gradients, and the weights' messages.
 
-``virtual.py`` plays DDP. This is FSDP2 with the whole model as one module: every rank owns a chunk of each parameter, and the
-model computes with the weights that the ranks have gathered, by the method's own messages, of which all have the same bits.
+``virtual.py`` plays DDP. This is FSDP2 with the whole model as one module: every rank owns a chunk of each parameter,
+and the model computes with the weights that the ranks have gathered by the method's messages: the same bits on all.
 ``python benchmarks/papers/sharded.py`` holds it against ``thinwire train --engine fsdp2`` on processes.
 """
 
@@ -23,12 +23,12 @@ from torch import Tensor
 import regimes
 import virtual
 from frame import Settings
-from measures import Run, corpora, read, tasks
+from measures import Run, corpora, remembered, tasks
 from thinwire.core.bucket import Piece, Shard
 from thinwire.core.weights import Replica
 from thinwire.methods import resolve
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank
+from thinwire.proof.ranks import ThreadComm, ThreadEngine, Threads, VirtualRank
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows, batches
 from thinwire.train.model.decoder import Decoder
@@ -42,7 +42,7 @@ class Chunks:
     """Where each rank's chunk of every parameter lies: parameters (P,) as the model has them <-> shards (N, width)."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> None:
-        self._shapes, self._ranks = shapes, ranks
+        self.shapes, self._ranks = shapes, ranks
         self.pieces: list[Piece] = []
         self.width = 0
         for name, shape in shapes.items():
@@ -70,9 +70,9 @@ class Chunks:
 class Owner:
     """One rank: its chunk of the weights with its optimizer, and the weights of all as it holds them."""
 
-    def __init__(self, world: Threads, number: int, config: Config, chunks: Chunks, start: Tensor) -> None:
+    def __init__(self, world: Threads, number: int, config: Config, chunks: Chunks, shards: Tensor) -> None:
         method, ledger = resolve(config.method), Ledger()
-        shapes = chunks._shapes
+        shapes = chunks.shapes
         engine = ThreadEngine("two_level_owner", world, number, ledger, dict(shapes), PER_NODE)
 
         def optimizer(weights: list[Tensor]) -> torch.optim.Optimizer:
@@ -84,20 +84,12 @@ class Owner:
         self.rank = VirtualRank(method, engine, config.steps, seed=config.seed, optimizer=optimizer)
         self._world, self._clip, self._ledger, self.sent = world, config.clip or math.inf, ledger, 0.0
         for weight, piece in zip(self.rank.weights.values(), chunks.pieces, strict=True):
-            weight.data.copy_(start[number, piece.columns])
-        self._comm, self._replica = engine.hops[0].comm, None
-        self._whole = self._comm_of_all(engine)
+            weight.data.copy_(shards[number, piece.columns])
+        self._whole, self._replica = ThreadComm(world, number, ledger, per_node=PER_NODE), None
         if method.card.encodes_weights:
             shard = Shard(tuple(chunks.pieces), (), chunks.width, torch.float32)
             message = method.weight_message(shard, number)
             self._replica = Replica(message, method.state, shard, self._whole, torch.device("cpu"))
-
-    @staticmethod
-    def _comm_of_all(engine: ThreadEngine) -> Any:
-        from thinwire.proof.ranks import ThreadComm
-
-        comm = engine.hops[0].comm
-        return ThreadComm(comm._world, engine.rank, engine.ledger, per_node=PER_NODE)
 
     def gather(self, step: int) -> Tensor:
         """Return all ranks' weights (N, width) as this rank holds them, after ``step`` steps. Collective."""
@@ -125,21 +117,27 @@ class Owner:
 
 
 def train(
-    config: Config, windows: Windows, held_out: Windows | None = None, look: Callable[[Owner, int], None] | None = None
+    config: Config,
+    windows: Windows,
+    held_out: Windows | None = None,
+    look: Callable[[Owner, int], None] | None = None,
+    start: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Train ``RANKS`` virtual ranks. ``look`` is called behind every step of rank 0.
+    """Train ``RANKS`` virtual ranks. ``look``, ``start``: as for :func:`trained_once`.
 
     Returns: "losses" by step, "curve" of (step, validation loss), "model", "sent" (bytes of rank 0), "facts".
     """
     torch.manual_seed(config.seed)
     model = Decoder(config.shape(256))
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    for name, weight in weights.items() if start else ():
+        weight.copy_(start[f"model/{name}"])
     chunks = Chunks({name: tuple(weight.shape) for name, weight in weights.items()}, RANKS)
-    start = chunks.shards(weights)
+    shards = chunks.shards(weights)
     gradients = virtual.Gradients(RANKS, model, [list(weights)])
     together = virtual.Together(model, gradients)
     world = Threads(RANKS)
-    owners = [Owner(world, number, config, chunks, start) for number in range(RANKS)]
+    owners = [Owner(world, number, config, chunks, shards) for number in range(RANKS)]
     chosen = [] if held_out is None else batches(held_out.spread(64), 16)
     found: dict[str, Any] = {"losses": [], "curve": [], "model": model}
     batch, every = RANKS * config.batch_size, max(config.steps // LOOKS, 1)
@@ -172,34 +170,42 @@ def trained(
 ) -> dict[str, list[Run]]:
     """Train with each of ``methods`` as ``measures.trained`` does, with sharded weights.
 
-    A run: "valid", "curve", "train", "tasks", "sent" (bytes of a rank in all), "facts". What is in ``settings.out`` is not
-    repeated.
+    A run: "valid", "curve", "train", "tasks", "sent" (bytes of a rank in all), "facts". Runs that are in
+    ``settings.out`` already are not repeated.
     """
+    return {
+        label: [
+            remembered(
+                settings,
+                regimes.Job("scratch", text, model, RANKS, method, lr, seed, settings.length(steps)),
+                trained_once,
+                "sharded.jsonl",
+            )
+            for seed in range(settings.seeds)
+        ]
+        for label, method in methods.items()
+    }
+
+
+def trained_once(
+    job: regimes.Job, folder: Path, look: Callable[[Owner, int], None] | None = None,
+    start: dict[str, Tensor] | None = None,
+) -> Run:  # fmt: skip
+    """Train on virtual ranks, from the weights ``start``; ``look`` is called behind every step of rank 0."""
     torch.set_num_threads(1)
-    file, folder, runs = settings.out / "sharded.jsonl", corpora(settings), dict[str, list[Run]]()
-    for label, method in methods.items():
-        for seed in range(settings.seeds):
-            job = regimes.Job("scratch", text, model, RANKS, method, lr, seed, settings.length(steps))
-            known = [run for run in read(file) if run["job"] == job.key and run["corpora"] == folder.name]
-            if not known:
-                print(f"training {label} ({model}), seed {seed} ...", file=sys.stderr, flush=True)
-                known = [{"job": job.key, "corpora": folder.name, **_trained_once(job, folder)}]
-                regimes.append(file, known[0])
-            runs.setdefault(label, []).append(known[0])
-    return runs
-
-
-def _trained_once(job: regimes.Job, folder: Path) -> Run:
-    config = job.config()
-    texts, length = regimes.TEXTS[job.text], config.sequence_length
-    windows, held_out = (regimes.windows_of(folder, name, length, config.seed) for name in texts)
-    end = train(config, windows, held_out)
+    config, evaluated = job.config(), min(regimes.EVALUATED, 8 * job.steps)
+    texts = (job.text, *(name for name in regimes.TEXTS if name != job.text))
+    windows, *held_out = (
+        regimes.windows_of(folder, name, config.sequence_length, config.seed)
+        for name in (regimes.TEXTS[job.text][0], *(regimes.TEXTS[text][1] for text in texts))
+    )
+    end = train(config, windows, held_out[0], look, start)
     losses = end["losses"][-max(len(end["losses"]) // 10, 1) :]
     return {
-        "valid": regimes._number(virtual.evaluate(end["model"], batches(held_out.spread(regimes.EVALUATED), 16))),
+        "valid": regimes._number(virtual.evaluate(end["model"], batches(held_out[0].spread(evaluated), 16))),
         "curve": [[step, regimes._number(value)] for step, value in end["curve"]],
         "train": regimes._number(fmean(losses)),
-        "tasks": tasks(end["model"], [held_out]),
+        "tasks": tasks(end["model"], held_out, evaluated // 4),
         "sent": end["sent"],
         "parameters": sum(weight.numel() for weight in end["model"].parameters()),
         "facts": {name: regimes._number(value) for name, value in end["facts"].items()},
