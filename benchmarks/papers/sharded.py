@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import regimes
-import virtual
 from frame import Settings
-from measures import Run, corpora, remembered, tasks
+from measures import Run, corpora, regimes, remembered, tasks, virtual
 from thinwire.core.bucket import Piece, Shard
 from thinwire.core.weights import Replica
 from thinwire.methods import resolve
