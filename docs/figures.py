@@ -30,7 +30,7 @@ from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from thinwire.methods import TABLE
@@ -393,6 +393,66 @@ def to_denses_loss() -> str:
     return "\n".join(lines)
 
 
+def errors_by_source(kind: str) -> dict[str, list[float]]:
+    """The errors of benchmarks/predict/published.py in class ``kind``, by source, without the rows of the fit."""
+    found: dict[str, list[float]] = {}
+    for row in read("predicted"):
+        if row["class"] == kind and not row["fitted"]:
+            found.setdefault(row["source"], []).append(float(row["predicted"]) / float(row["published"]) - 1)
+    return found
+
+
+def published() -> str:
+    """The score of each source, and of all."""
+    lines = ["| source | a: rows | median | worst | b: rows | median | worst |", "|---|---:|---:|---:|---:|---:|---:|"]
+    both = {kind: errors_by_source(kind) for kind in "ab"}
+    medians = {kind: [median(map(abs, errors)) for errors in both[kind].values()] for kind in "ab"}
+    for source in dict.fromkeys(row["source"] for row in read("predicted")):
+        cells = []
+        for kind in "ab":
+            errors = both[kind].get(source)
+            cells += (
+                [f"{len(errors)}", f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}"]
+                if errors
+                else ["-"] * 3
+            )
+        lines.append(f"| {source} | " + " | ".join(cells) + " |")
+    cells = []
+    for kind in "ab":
+        errors = [error for errors in both[kind].values() for error in errors]
+        cells += [f"{len(errors)}", f"{median(medians[kind]):.1%}", f"{max(errors, key=abs):+.1%}"]
+    lines.append("| **median of the sources** | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def published_rows(kind: str) -> str:
+    """Every published row of class ``kind`` beside its prediction, without the runs of diloco-measured."""
+    lines = ["| row | published | predicted | error | inputs |", "|---|---:|---:|---:|---|"]
+    rows = {row["row"]: row for row in read("published")}
+    for row in read("predicted"):
+        if row["class"] == kind and row["row"] in rows:
+            error = f"{float(row['predicted']) / float(row['published']) - 1:+.1%}" if not row["fitted"] else "fitted"
+            inputs = rows[row["row"]]["why"].removeprefix("inputs: ")
+            lines.append(
+                f"| {rows[row['row']]['paper']}, {rows[row['row']]['source']}: {row['what']} | {row['published']} "
+                f"{row['unit']} | {row['predicted']} | {error} | {inputs} |"
+            )
+    return "\n".join(lines)
+
+
+def unexplained() -> str:
+    """The published rows of class c, by their reason."""
+    reasons: dict[str, list[Row]] = {}
+    for row in read("published"):
+        if row["class"] == "c":
+            reasons.setdefault(row["why"], []).append(row)
+    lines = ["| rows | why |", "|---|---|"]
+    for why, rows in reasons.items():
+        names = "; ".join(f"{row['scheme']}, {row['quantity']}: {row['value']} {row['unit']}".rstrip() for row in rows)
+        lines.append(f"| {rows[0]['paper']}, {rows[0]['source']}: {names} | {why} |")
+    return "\n".join(lines)
+
+
 BLOCKS: dict[str, Callable[..., str]] = {
     "tree": tree,
     "picture": picture,
@@ -403,6 +463,9 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "runs": runs,
     "differences": differing,
     "to-denses-loss": to_denses_loss,
+    "published": published,
+    "published-rows": published_rows,
+    "unexplained": unexplained,
 }
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
