@@ -107,7 +107,8 @@ def test_a_dry_run_counts_what_the_host_code_launches():
     rows, words = torch.zeros(2, 128, device="meta"), torch.zeros(2, 2, dtype=torch.int64, device="meta")
 
     def counted() -> dict[str, int]:
-        token = launches.set(counter := Counter())
+        counter: Counter[str] = Counter()
+        token = launches.set(lambda name, nbytes: counter.update([name]))
         mask.gather_keep(rows, None, words, rows[:, :5], None)
         launches.reset(token)
         return dict(counter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter
-from thinwire.network.comm import Comm, GroupComm, local
+from thinwire.network.comm import Comm, CountingComm, GroupComm, local
 
 if TYPE_CHECKING:
     from thinwire.core.road import Levels, Road
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 
 Meet = Callable[[], None]
 """An engine calls it after it has read its model, before it makes groups of its own: collective."""
+
+
+class Way(NamedTuple):
+    """The way of an engine's gradients. Its groups alone decide it, so a prediction makes it without processes.
+
+    Attributes:
+        hops, levels, parameters, chunk: of :class:`Engine`. own_comms: the groups made for it.
+    """
+
+    hops: tuple[Exchange, ...]
+    parameters: dict[int, Parameter]
+    levels: Levels | None = None
+    chunk: tuple[int, int] | None = None
+    own_comms: Sequence[Any] = ()
 
 
 class Engine:
@@ -132,7 +146,10 @@ def wants_two_levels(comm: Comm, method: Method, two_level: bool | None) -> bool
     return (method.two_level if two_level is None else two_level) and 1 < nodes < comm.size
 
 
-def split_by_node(comm: GroupComm) -> tuple[GroupComm, GroupComm]:
+Divisible = TypeVar("Divisible", GroupComm, CountingComm)
+
+
+def split_by_node(comm: Divisible) -> tuple[Divisible, Divisible]:
     """Group the ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
     sizes = [size for _, size in sorted(Counter(comm.nodes).items())]
     if len(set(sizes)) != 1:

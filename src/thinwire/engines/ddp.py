@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,14 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Piece
-from thinwire.core.engine import Engine, Meet, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Divisible, Engine, Meet, Way, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
-from thinwire.core.method import Method
+from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
 from thinwire.core.road import Road, ScatterAndShare, Worker
 from thinwire.core.step import StepLoop
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
+
+DEFAULT_CAP = 25 * 2**20
+"""Bytes of a bucket if the user does not say."""
 
 
 class CommHook:
@@ -46,6 +49,33 @@ def thinwire_hook(state, bucket):  # DDP compares annotations with the types the
     return state.reduce(bucket)
 
 
+def way(model: nn.Module, comm: Divisible, method: Method, two_level: bool | None) -> Way:
+    """Make the way of the gradients of ``model``, which DDP wraps, over ``comm``."""
+    stock = AllReduce(comm)
+    if not wants_two_levels(comm, method, two_level):
+        return Way((stock,), describe(model))
+    intra, inter = split_by_node(comm)
+    parameters = describe(model, chunks=intra.size)
+    levels = ScatterAndShare(stock, intra, {parameter.name: parameter.local for parameter in parameters.values()})
+    hops = ReduceScatter(intra), AllReduce(inter, divide="after")
+    return Way(hops, parameters, levels, (intra.rank, intra.size), [intra, inter])
+
+
+def buckets(trained: list[Tensor], parameters: Mapping[int, Parameter], cap: int | None) -> Layout:
+    """Return DDP's buckets of all steps but the first, if gradients come in reverse order of the ``trained`` ones.
+
+    ``cap``: bytes of a bucket; None: torch's default, which makes the first one smaller.
+    """
+    order, sizes = trained[::-1], [dist._DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP] if cap is None else [cap]
+    buffers, dtypes = [], []
+    for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
+        members = [parameters[id(order[index])] for index in indices]
+        *offsets, _ = itertools.accumulate((member.numel for member in members), initial=0)
+        buffers.append(tuple(Piece(m.name, offset, m.numel) for m, offset in zip(members, offsets, strict=True)))
+        dtypes.append(members[0].dtype)
+    return Layout(buffers, dtypes)
+
+
 class DDP(Engine):
     """Every bucket of the reducer takes the road on a worker, in bucket order, beside the backward pass.
 
@@ -63,18 +93,9 @@ class DDP(Engine):
         # Our own group: the worker's collectives must not mix with DDP's (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
         self.comms = [comm]
-        self._own_comms = [comm]  # released when the engine closes
         self.rank = comm.rank
-        self.hops = (AllReduce(comm),)
-        self.parameters = describe(model.module)
-        if wants_two_levels(comm, method, two_level):
-            intra, inter = split_by_node(comm)
-            self._own_comms += [intra, inter]
-            self.chunk = intra.rank, intra.size
-            self.parameters = describe(model.module, chunks=intra.size)
-            widths = {parameter.name: parameter.local for parameter in self.parameters.values()}
-            self.levels = ScatterAndShare(self.hops[0], intra, widths)
-            self.hops = ReduceScatter(intra), AllReduce(inter, divide="after")
+        self.hops, self.parameters, self.levels, self.chunk, groups = way(model.module, comm, method, two_level)
+        self._own_comms = [comm, *groups]  # released when the engine closes
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watches: list[RemovableHandle] = []
@@ -201,17 +222,8 @@ class DDP(Engine):
 
     def layout(self) -> Layout:
         """Return the buckets of all steps but the first, if gradients come in reverse order of the parameters."""
-        order = self._trained()[::-1]
-        sizes = [self.model.bucket_bytes_cap]
-        if getattr(self.model, "bucket_bytes_cap_default", False):
-            sizes.insert(0, dist._DEFAULT_FIRST_BUCKET_BYTES)
-        buffers, dtypes = [], []
-        for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
-            members = [self.parameters[id(order[index])] for index in indices]
-            *offsets, _ = itertools.accumulate((member.numel for member in members), initial=0)
-            buffers.append(tuple(Piece(m.name, offset, m.numel) for m, offset in zip(members, offsets, strict=True)))
-            dtypes.append(members[0].dtype)
-        return Layout(buffers, dtypes)
+        default = getattr(self.model, "bucket_bytes_cap_default", False)
+        return buckets(self._trained(), self.parameters, None if default else self.model.bucket_bytes_cap)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.model.no_sync()

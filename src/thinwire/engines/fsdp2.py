@@ -21,15 +21,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
-from thinwire.core.engine import Meet, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Divisible, Meet, Way, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
-from thinwire.core.method import Method
+from thinwire.core.method import Method, Parameter
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Regroup, Road, Worker
 from thinwire.core.step import StepLoop
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
 from thinwire.engines.fsdp2_weights import ModuleAllGather
-from thinwire.network.comm import GroupComm
+from thinwire.network.comm import Comm, GroupComm
 from thinwire.network.ledger import Ledger
 
 
@@ -67,6 +67,28 @@ def _other_groups(model: nn.Module, listed: Sequence[dist.ProcessGroup]) -> list
     return groups
 
 
+def way(
+    parameters: dict[int, Parameter], shard: Divisible, reduces: Comm, inter: Comm | None, method: Method,
+    two_level: bool | None,
+) -> Way:  # fmt: skip
+    """Make the way of the gradients of ``parameters``.
+
+    Args:
+        shard: the group over which they are sharded. reduces: that of their reduction, of the same ranks. inter: that
+            over which shards are replicated (HSDP), or None.
+    """
+    stock = ReduceScatter(reduces)
+    if inter is not None:
+        if two_level:
+            raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
+        return Way((stock, AllReduce(inter, divide="after")), parameters)
+    if not wants_two_levels(shard, method, two_level):
+        return Way((stock,), parameters)
+    intra, across = split_by_node(shard)
+    levels = Regroup(stock, intra.size, across.size)
+    return Way((ReduceScatter(intra), ReduceScatter(across)), parameters, levels, None, [intra, across])
+
+
 class FSDP2(ShardedEngine):
     """Every FSDP module has a communication object. torch calls it with the flat gradient and takes our row."""
 
@@ -98,20 +120,13 @@ class FSDP2(ShardedEngine):
         if self.worker and reduces is shard:
             reduces = shard.twin()
             self._own_comms.append(reduces)
-        self.hops = (ReduceScatter(reduces),)
-        if hasattr(info, "replicate_process_group"):
+        inter = self.comm(info.replicate_process_group) if hasattr(info, "replicate_process_group") else None
+        if inter is not None:
             self.kind = "hsdp"
-            inter = self.comm(info.replicate_process_group)
-            self.hops = *self.hops, AllReduce(inter, divide="after")
             self.comms.append(inter)
             self.rank += shard.size * inter.rank
-            if two_level:
-                raise ThinwireError("two_level=True is what HSDP does anyway: leave it out")
-        elif wants_two_levels(shard, method, two_level):
-            intra, inter = split_by_node(shard)
-            self.levels = Regroup(self.hops[0], intra.size, inter.size)
-            self.hops = ReduceScatter(intra), ReduceScatter(inter)
-            self._own_comms += [intra, inter]
+        self.hops, _, self.levels, _, groups = way(self.parameters, shard, reduces, inter, method, two_level)
+        self._own_comms += groups
         self.ranks = math.prod(comm.size for comm in self.comms)
         listed = [comm.group for comm in self._comms.values()]
         self.beside = [self.comm(group) for group in _other_groups(self.model, listed)]

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -32,6 +32,15 @@ def has_own_gradient(fsdp_param: Any) -> bool:
     """Tell whether this rank has a gradient of the whole parameter that is not reduced yet."""
     return hasattr(fsdp_param, "_unsharded_param") and (
         fsdp_param.unsharded_accumulated_grad is not None or fsdp_param._unsharded_param.grad is not None
+    )
+
+
+def columns(widths: Mapping[str, int], ranks: int) -> tuple[Piece, ...]:
+    """Lay parameters with shards of these ``widths`` side by side in a flat buffer (ranks, n)."""
+    *offsets, total = itertools.accumulate(widths.values(), initial=0)
+    return tuple(
+        Piece(name, offset, width * ranks, ranks, total)
+        for (name, width), offset in zip(widths.items(), offsets, strict=True)
     )
 
 
@@ -258,11 +267,8 @@ class GroupLink:
 
     def pieces_of(self, fsdp_params: list[Any]) -> tuple[Piece, ...]:
         """Locate each of ``fsdp_params`` in a flat input (ranks, n) of these."""
-        ranks, widths = self._ranks, [math.prod(fsdp_param.padded_sharded_param_size) for fsdp_param in fsdp_params]
-        *columns, total = itertools.accumulate(widths, initial=0)
-        return tuple(
-            Piece(self.name(fsdp_param), column, width * ranks, ranks, total)
-            for fsdp_param, column, width in zip(fsdp_params, columns, widths, strict=True)
+        return columns(
+            {self.name(param): math.prod(param.padded_sharded_param_size) for param in fsdp_params}, self._ranks
         )
 
     def version(self) -> int:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -148,9 +148,9 @@ class Comm(ABC):
     def _all_to_all(self, out: Tensor, rows: Tensor) -> None: ...
 
 
-_IDLE: WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]
-] = WeakKeyDictionary()
+_IDLE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], list[dist.ProcessGroup]]] = (
+    WeakKeyDictionary()
+)
 """The unused groups made for some ranks of a group."""
 
 
@@ -161,10 +161,16 @@ class CountingComm(Comm):
     """
 
     @classmethod
-    def like(cls, comm: Comm, ledger: Ledger) -> CountingComm:
+    def like(cls, comm: Comm, ledger: Ledger) -> Self:
         """Make a double of ``comm`` that writes to ``ledger``."""
         double = cls(comm.rank, comm.nodes, ledger)
         double.reduce_scatter_is_all_reduce, double.one_node = comm.reduce_scatter_is_all_reduce, comm.one_node
+        return double
+
+    def subset(self, chosen: Sequence[int]) -> Self:
+        """Make a double of the ``chosen`` ranks, this rank among them."""
+        double = type(self)(chosen.index(self.rank), [self.nodes[rank] for rank in chosen], self.ledger)
+        double.reduce_scatter_is_all_reduce = self.reduce_scatter_is_all_reduce
         return double
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None: ...

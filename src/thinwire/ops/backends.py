@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from types import ModuleType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -34,8 +34,13 @@ def cpu_kernels() -> str:
     return "numba" if _load("thinwire.ops.adams", "cpu", "numba").__name__.endswith(".cpu") else "plain torch"
 
 
-launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
-"""Counts of operations on tensors without storage, by family and name, where set."""
+Report = Callable[[str, float], object]
+"""(an operation's family and name, bytes that it reads and writes)"""
+Touched = Mapping[str, Callable[..., Any]]
+"""For operations of a family: (its arguments) -> tensors, each as often as it is read or written, or bytes."""
+
+launches: ContextVar[Report | None] = ContextVar("launches", default=None)
+"""Told of every operation on tensors without storage, where set."""
 
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile all variants of a launched kernel, for any memory: on a GPU, before the first step."""
@@ -44,24 +49,40 @@ host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code",
 """The module that runs on tensors without storage, by family; without one nothing runs. Set by tests alone."""
 
 
-def count_launch(name: str) -> None:
-    if (counter := launches.get()) is not None:
-        counter[name] += 1
+def nbytes_of(touched: Any) -> float:
+    """Add up the bytes of the tensors in ``touched``, nested as they may be, and plain numbers of bytes."""
+    if isinstance(touched, Tensor):
+        return touched.numel() * touched.element_size()
+    if isinstance(touched, list | tuple):
+        return sum(map(nbytes_of, touched))
+    return 0.0
 
 
 class _Nothing(ModuleType):
-    """Counts operations on tensors without storage and runs nothing: results go to tensors that are handed in."""
+    """Reports operations on tensors without storage and runs nothing: results go to tensors that are handed in."""
+
+    def __init__(self, family: str, touched: Touched) -> None:
+        super().__init__(family)
+        self._touched = touched
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        def count(*args: object, **knobs: object) -> None:
-            count_launch(f"{self.__name__}.{name}")
+        touched = self._touched.get(name, lambda *args: args)
 
-        return count
+        def tell(*args: object) -> None:
+            if (report := launches.get()) is not None:
+                report(f"{self.__name__}.{name}", nbytes_of(touched(*args)))
+
+        return tell
 
 
-def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
-    """Make a function from a tensor to the module of ``family`` for its device; ``cpu`` names the one for CPUs."""
-    nothing = _Nothing(family)
+def backend(family: str, cpu: str = "cpu", touched: Touched = MappingProxyType({})) -> Callable[[Tensor], ModuleType]:
+    """Make a function from a tensor to the module of ``family`` for its device.
+
+    Args:
+        cpu: the module for CPUs. touched: says what those operations touch that do not read or write each of their
+            arguments once and whole.
+    """
+    nothing = _Nothing(family, touched)
 
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:

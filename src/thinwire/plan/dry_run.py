@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -76,13 +76,13 @@ def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), w
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
-    play = _Playback(layout, road, run, watch=watch, guards=guards)
+    play = Playback(layout, road, run, watch=watch, guards=guards)
     ledger, card, peak = play.ledger, play.method.card, 0
     sent, parameters, collectives = (Counter[str]() for _ in range(3))
     with torch.no_grad(), watch or nullcontext():
         play.open()
         ledger.current = weights = Account()
-        for number in _steps(card, watched=watch is not None):
+        for number in steps_of(card, watched=watch is not None):
             play.gather(number)
             ledger.current = gradients = Account()
             sent_by_parameter = play.exchange(number)
@@ -120,7 +120,7 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     card, state = road.last.method.card, dict[str, Tensor]()
     if not card.keeps_state and not card.encodes_weights:
         return state
-    play = _Playback(layout, road, run)
+    play = Playback(layout, road, run)
     try:
         with torch.no_grad():
             if card.alone(card.steady):  # its state then includes that of the user's optimizers, which differs by rank
@@ -172,13 +172,13 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         shards=[Shard(pieces, (), numel, dtype) for dtype in run.gathers],
         comm=CountingComm(0, [0], Ledger()),
     )
-    play = _Playback(layout, lone_road, small_run, device)
+    play = Playback(layout, lone_road, small_run, device)
     token = every_variant.set(True)
     try:
         with torch.no_grad():
             _move(device)
             play.open()
-            for number in _steps(play.method.card):
+            for number in steps_of(play.method.card):
                 play.gather(number)
                 play.read_own(number)
                 play.exchange(number)
@@ -214,7 +214,7 @@ def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exch
     return Run(by_name, exchange, steps, optimizers=optimizers, weights=weights)
 
 
-def _steps(card: Card, *, watched: bool = True) -> list[int]:
+def steps_of(card: Card, *, watched: bool = True) -> list[int]:
     """List the last step before the steady state, its first, those of ``cycle``, and the step before each of them.
 
     The steps before are there because a method may do more after a gap: SCAPE's message brings the weights from one
@@ -225,7 +225,7 @@ def _steps(card: Card, *, watched: bool = True) -> list[int]:
     return sorted({max(first - 1, 0), *opening, *cycle, *(max(number - 1, 0) for number in cycle)})
 
 
-class _Playback:
+class Playback:
     """Doubles of a road, buffers, weights and optimizers, and steps on them."""
 
     def __init__(
@@ -236,16 +236,23 @@ class _Playback:
         device: torch.device = META,
         watch: Watch | None = None,
         guards: Sequence[Comm] = (),
+        double: Callable[..., Comm] = CountingComm.like,
+        stage: type[Stage] = Stage,
     ) -> None:
-        """Make the doubles. ``guards``: the groups on which the method agrees on a flag."""
+        """Make the doubles.
+
+        Args:
+            guards: the groups on which the method agrees on a flag. double: (a group, the ledger) -> its double.
+            stage: the class of the road's stages.
+        """
         self.ledger = Ledger()
         self._layout, self._device, self._guards, self._watch = layout, device, guards, watch or Watch()
-        self._comm = functools.partial(CountingComm.like, ledger=self.ledger)
-        self._weights = {name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()}
-        doubles = {id(weight): self._weights[name] for name, weight in run.weights.items()}
+        self._comm, self._stage = functools.partial(double, ledger=self.ledger), stage
+        self.weights = {name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()}
+        doubles = {id(weight): self.weights[name] for name, weight in run.weights.items()}
         self.optimizers = tuple(optimizer_like(optimizer, doubles) for optimizer in run.optimizers)
-        self._gradients = {name: zeros_like(weight) for name, weight in self._weights.items()}
-        self._watch.lend(*self._weights.values(), *self._gradients.values())
+        self._gradients = {name: zeros_like(weight) for name, weight in self.weights.items()}
+        self._watch.lend(*self.weights.values(), *self._gradients.values())
         for optimizer in self.optimizers:
             for moments in optimizer.state.values():
                 self._watch.lend(*moments.values())
@@ -269,10 +276,15 @@ class _Playback:
             self._gathers.append((replica, out))
 
     def gather(self, number: int) -> None:
+        """Gather the weights of all modules."""
         for replica, out in self._gathers:
+            self.mark("weights", replica.shard.names)
             self.sender.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
             self.sender.go_on()
+
+    def mark(self, what: str, names: Sequence[str]) -> None:
+        """Called before what follows is done: "weights" of a module, a buffer of "gradients"."""
 
     def read_own(self, number: int) -> None:
         """Write and read a message of each module, because a rank without peers may have none to read."""
@@ -282,9 +294,9 @@ class _Playback:
             message = replica.message.write(rows[0], resident, number)
             replica.message.read(slice(0, 1), message.view(1, -1), rows[:1], resident)
 
-    @staticmethod
-    def _send(replica: Replica, out: Tensor, number: int) -> None:
+    def _send(self, replica: Replica, out: Tensor, number: int) -> None:
         if replica.sends(number):
+            self.mark("weights", replica.shard.names)
             replica.send(out.view(replica.comm.size, -1)[replica.comm.rank].clone(), number)
 
     def exchange(self, number: int) -> dict[str, float]:
@@ -292,6 +304,7 @@ class _Playback:
         sent: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self._buffers:
+            self.mark("gradients", [piece.name for piece in pieces])
             sent_before = sum(self.ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
             sent[pieces[0].name] += sum(self.ledger.current.bytes.values()) - sent_before
@@ -305,8 +318,8 @@ class _Playback:
             self.agree(self._guards)
             return True
 
-        step = Step(number, self.optimizers, self._weights, torch.ones((), device=self._device), agree)
-        for name, weight in self._weights.items():
+        step = Step(number, self.optimizers, self.weights, torch.ones((), device=self._device), agree)
+        for name, weight in self.weights.items():
             weight.grad = self._gradients[name]
         method.state.commit()
         method.before_step(step)
@@ -324,8 +337,8 @@ class _Playback:
         for hop, stage in enumerate(road.stages, 1):
             method, exchange = replace(stage.method), on_comm(stage.exchange, self._comm(stage.exchange.comm))
             method.state = CountedState(method.card.offloaded_kinds, None if on_cpu else self._watch)
-            method.begin(replace(run, exchange=exchange, weights=self._weights, optimizers=self.optimizers, hop=hop))
-            stages.append(Stage(method, stage.dense, exchange, Guard([], False), self.ledger))
+            method.begin(replace(run, exchange=exchange, weights=self.weights, optimizers=self.optimizers, hop=hop))
+            stages.append(self._stage(method, stage.dense, exchange, Guard([], False), self.ledger))
         return Road(stages, None if road.levels is None else road.levels.on(self._comm))
 
     def _buffer(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Piece, ...]]:

@@ -1,0 +1,219 @@
+"""A recording of the steady state: a dry run whose kernels and messages are written down in order.
+
+The method's own code says what happens; nothing here knows any method. What the engine itself does beside the method
+(copies, gathers of plain weights, broadcast buffers) is added, with kernels named "engine.*".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.method import Run
+from thinwire.core.road import Road, Send, Stage
+from thinwire.network.comm import Comm, CountingComm
+from thinwire.network.guard import Guard
+from thinwire.network.ledger import Ledger
+from thinwire.plan.doubles import LaunchWatch
+from thinwire.plan.dry_run import Playback, steps_of
+from thinwire.predict.timeline import Group, Message, Pass, RecordedStep, Stretch
+
+Names = tuple[str, ...]
+Event = Pass | Message
+
+
+class Recorder(LaunchWatch):
+    """Writes every kernel and message to the stretch that was begun last."""
+
+    def __init__(self, per_node: int) -> None:
+        super().__init__()
+        self._per_node = per_node
+        self._doubles: dict[Comm, _RecordingComm] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        self._stretches: dict[tuple[str, Names], list[Event]] = {}
+        self.begin("update")
+
+    def begin(self, what: str, names: Sequence[str] = ()) -> None:
+        """Begin the stretch of ``what`` and ``names``, or go on with it."""
+        self._events = self._stretches.setdefault((what, tuple(names)), [])
+
+    def take(self, what: str) -> dict[Names, tuple[Event, ...]]:
+        """Remove the stretches of ``what``; return their events by names, in the order in which they were begun."""
+        keys = [key for key in self._stretches if key[0] == what]
+        return {key[1]: tuple(self._stretches.pop(key)) for key in keys}
+
+    def launched(self, name: str, nbytes: float) -> None:
+        self._events.append(Pass(name, nbytes))
+
+    def sent(self, message: Message) -> None:
+        self._events.append(message)
+
+    def double(self, comm: Comm, ledger: Ledger) -> Comm:
+        """Make a double of ``comm`` whose messages are recorded, once."""
+        if comm not in self._doubles:
+            double = self._doubles[comm] = _RecordingComm.like(comm, ledger)
+            double.report, double.group = self.sent, group_of(comm, self._per_node)
+        return self._doubles[comm]
+
+
+def group_of(comm: Comm, per_node: int) -> Group:
+    """Describe the ranks of ``comm``, with as many groups beside it as its nodes of ``per_node`` ranks hold."""
+    local = max(Counter(comm.nodes).values())
+    return Group(comm.size, local, per_node // local if local < comm.size else 1)
+
+
+class _RecordingComm(CountingComm):
+    """A group that reports its messages."""
+
+    report: Callable[[Message], None]
+    group: Group
+
+    def _count_ring(self, verb: str, nbytes: int) -> None:
+        super()._count_ring(verb, nbytes)
+        rounds = round(self.ring_bytes(verb, self.size))  # one for each share of a rank that a ring passes on
+        self.report(Message(verb, self.ring_bytes(verb, nbytes), self.group, rounds))
+
+    def _count_peers(self, kind: str, nbytes: float) -> None:
+        super()._count_peers(kind, nbytes)
+        self.report(Message(kind, (self.size - 1) * nbytes, self.group))
+
+
+class _GuardedStage(Stage):
+    """A stage that looks at the values as ``Stage.reduce`` does, which a dry run leaves out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.guard = Guard([])
+
+    def carry(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor, send: Send | None = None) -> None:
+        self.guard.observe(flat)
+        self.guard.forget()
+        super().carry(flat, pieces, out, send)
+
+
+class Recording(NamedTuple):
+    """What was recorded.
+
+    Attributes:
+        method_peak: bytes that the method needs at its peak, beside the engine's.
+        stepped: values of this rank that the optimizer steps, not the method in its place.
+    """
+
+    steps: tuple[RecordedStep, ...]
+    method_peak: int
+    stepped: int
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an engine does around the method's exchange.
+
+    Attributes:
+        per_node: ranks on a node of the job. guards: the groups on which ranks agree whether a step counts.
+        broadcast: bytes of module buffers that rank 0 sends before each forward pass (DDP).
+        reshards: weights are gathered again in the backward pass.
+        stored, computed: dtypes of this rank's weights, and of gradients before they go to the engine's buffers.
+    """
+
+    per_node: int
+    guards: Sequence[Comm] = ()
+    broadcast: int = 0
+    reshards: bool = True
+    stored: torch.dtype = torch.float32
+    computed: torch.dtype = torch.float32
+
+
+def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Recording:
+    """Play the method of ``road`` in its steady state, and record the steps of its cycle.
+
+    Raises:
+        ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
+    """
+    recorder, steps, peak = Recorder(around.per_node), list[tuple[float, RecordedStep]](), 0
+    stage = _GuardedStage if around.guards else Stage
+    play = Playback(layout, road, run, watch=recorder, guards=around.guards, double=recorder.double, stage=stage)
+    play.mark = recorder.begin  # type: ignore[method-assign]
+    card, observer, engine = play.method.card, Guard([], bool(around.guards)), _Engine(layout, road, recorder, around)
+    numbers = steps_of(card)
+    with torch.no_grad(), recorder:
+        play.open()
+        for number in numbers:
+            play.gather(number)
+            forward = engine.weights(recorder.take("weights"))
+            if around.reshards:
+                play.gather(number)
+            again = engine.weights(recorder.take("weights")) if around.reshards else []
+            play.exchange(number)
+            gradients = engine.gradients(recorder.take("gradients"))
+            observer.observe_all(weight.grad for weight in play.weights.values())
+            alone = road.last.exchange.comm if card.alone(number) else None
+            play.agree(comm for comm in around.guards if comm is not alone)
+            play.step(number)
+            observer.forget()
+            update = Stretch((), recorder.take("update")[()])
+            share = card.steady_steps.get(number, 0.0)
+            opening = [*engine.broadcast(), *reversed(forward)]
+            steps.append((share, RecordedStep(share, tuple(opening), (*again[-1:], *again[:-1]), gradients, update)))
+            peak = max(peak, recorder.peak) if number >= card.steady else 0
+            recorder.end_step(share)
+            recorder.clear()
+            if number + 1 in numbers:
+                play.sender.begin(number + 1)
+    stepped = sum(weight.numel() for weight in play.weights.values() if weight.grad is not None)
+    return Recording(_steady(steps), max(peak, recorder.peak), stepped)
+
+
+def _steady(steps: Sequence[tuple[float, RecordedStep]]) -> tuple[RecordedStep, ...]:
+    """Return the steps with a share; where all are alike, the second, which finds memory ready."""
+    shares = [share for share, _ in steps]
+    if 1.0 in shares:
+        return (replace(steps[min(shares.index(1.0) + 1, len(steps) - 1)][1], share=1.0),)
+    return tuple(step for share, step in steps if share)
+
+
+class _Engine:
+    """Adds the engine's own kernels and messages to what was recorded."""
+
+    def __init__(self, layout: Layout, road: Road, recorder: Recorder, around: Surroundings) -> None:
+        self._layout, self._road, self._around = layout, road, around
+        self._encodes = road.last.method.card.encodes_weights
+        self._group = None if layout.comm is None else group_of(layout.comm, around.per_node)
+
+    def weights(self, recorded: Mapping[Names, tuple[Event, ...]]) -> list[Stretch]:
+        """Return a gather of each module, in the layout's order, the last module first."""
+        return [self._gather(shard, recorded.get(shard.names, ())) for shard in self._layout.shards]
+
+    def _gather(self, shard: Shard, recorded: tuple[Event, ...]) -> Stretch:
+        assert self._group is not None
+        group, itemsize = self._group, shard.dtype.itemsize
+        copy_in = Pass("engine.copy_in", shard.numel * (self._around.stored.itemsize + itemsize))
+        copy_out = Pass("engine.copy_out", 2 * group.size * shard.numel * itemsize)
+        plain = Message("all_gather", (group.size - 1) * shard.numel * itemsize, group)
+        events = recorded if self._encodes else (plain,) if group.size > 1 else ()
+        return Stretch(shard.names, (copy_in, *events, copy_out))
+
+    def gradients(self, recorded: Mapping[Names, tuple[Event, ...]]) -> tuple[Stretch, ...]:
+        """Return the buffers, each with the copies of the gradients into it."""
+        stretches = []
+        for pieces, dtype in zip(self._layout.buffers, self._layout.dtypes, strict=True):
+            names, numel = tuple(piece.name for piece in pieces), sum(piece.numel for piece in pieces)
+            copy_in = Pass("engine.copy_in", numel * (self._around.computed.itemsize + dtype.itemsize))
+            stretches.append(Stretch(names, (copy_in, *recorded[names])))
+        return tuple(stretches)
+
+    def broadcast(self) -> list[Stretch]:
+        """Return the module buffers that rank 0 sends to all."""
+        comm, nbytes = self._road.last.exchange.comm, self._around.broadcast
+        comm = comm if self._road.levels is None else self._road.levels.stock.comm
+        if not nbytes or comm.size == 1:
+            return []
+        group = group_of(comm, self._around.per_node)
+        return [Stretch((), (Message("broadcast", nbytes, group, comm.size - 1),))]
