@@ -23,6 +23,7 @@ from ranks import run
 from thinwire.base.knobs import knobs_of as fields_of
 from thinwire.cli.lab import LabRun
 from thinwire.cli.program import COMMANDS
+from thinwire.cli.simulate import SimulateOptions
 from thinwire.lab.compare import Comparison, Entry, method_names
 from thinwire.methods import TABLE, resolve
 from thinwire.train.checkpoint.evaluation import Options as EvalOptions
@@ -278,7 +279,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
 ENGLISH = {"sure"}
 OPTIONS: dict[str, type] = {
     "compare": Comparison, "sample": SampleOptions, "export": ExportOptions, "tokenize": TokenizeOptions,
-    "eval": EvalOptions,
+    "eval": EvalOptions, "simulate": SimulateOptions,
 }  # fmt: skip
 
 

@@ -17,6 +17,10 @@ COMMANDS = {
         "show what a checkpoint holds and whether it is whole, or compare two",
     ),
     "compare": ("thinwire.cli.compare:compare_main", "train with several methods on an emulated network: a verdict"),
+    "simulate": (
+        "thinwire.cli.simulate:simulate_main",
+        "predict step time, bytes and memory of methods on a cluster: will it help?",
+    ),
     "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
     "tokenize": ("thinwire.train.data.token_files:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
     "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "print text that a trained model goes on with"),

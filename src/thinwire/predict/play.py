@@ -80,6 +80,7 @@ class Prediction:
         memory: bytes on one device by use. bound_by: what is busy longest.
         assumed: the constants, and kernels, that nobody measured on this cluster.
         spans: all steps of the cycle, one behind the other.
+        draws: seconds for each draw of the constants, which are the same for every timeline: compare draw by draw.
     """
 
     seconds: float
@@ -93,6 +94,7 @@ class Prediction:
     bound_by: str
     assumed: tuple[str, ...]
     spans: tuple[Span, ...]
+    draws: tuple[float, ...]
 
 
 def play(
@@ -154,6 +156,7 @@ def play(
         bound_by=max(uses, key=lambda name: uses[name]),
         assumed=costs.assumed,
         spans=tuple(spans),
+        draws=tuple(total[1:].tolist()),
     )
 
 

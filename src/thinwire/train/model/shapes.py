@@ -1,8 +1,8 @@
 """Shapes of models, and the presets. This module needs no torch: a command line is read before torch is imported.
 
 GPT 125M, 345M (Megatron's name), 355M (GPT-2 medium, the same shape) and 1.3B after GPT-2 and GPT-3 (Brown et al. 2020,
-Table 2.1); GPT 2.0B after Radius (MLSys 2025, Table 1); Llama 500M and 1.8B in the shape of H2O-Danube3-500M and
-H2O-Danube-1.8B, as SCAPE trains them.
+Table 2.1), as are 2.7B, 6.7B and 13B; GPT 2.0B after Radius (MLSys 2025, Table 1); Llama 500M and 1.8B in the shape of
+H2O-Danube3-500M and H2O-Danube-1.8B, as SCAPE trains them; Llama 7B and 13B after Touvron et al. 2023.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt-355m": replace(_GPT, layers=24, width=1024, heads=16),
     "gpt-1.3b": replace(_GPT, layers=24, width=2048, heads=16, context=2048),
     "gpt-2.0b": replace(_GPT, layers=24, width=2560, heads=32),
+    "gpt-2.7b": replace(_GPT, layers=32, width=2560, heads=32, context=2048),
+    "gpt-6.7b": replace(_GPT, layers=32, width=4096, heads=32, context=2048),
+    "gpt-13b": replace(_GPT, layers=40, width=5120, heads=40, context=2048),
     "llama-500m": replace(_LLAMA, layers=16, width=1536, heads=16, kv_heads=8, hidden=4096),
     "llama-1.8b": replace(_LLAMA, layers=24, width=2560, heads=32, kv_heads=8, hidden=6912),
+    "llama-7b": replace(_LLAMA, layers=32, width=4096, heads=32, hidden=11008),
+    "llama-13b": replace(_LLAMA, layers=40, width=5120, heads=40, hidden=13824),
 }

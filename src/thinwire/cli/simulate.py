@@ -1,0 +1,247 @@
+"""``thinwire simulate``: will it help me? A prediction for a model, methods and a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from thinwire.base import extras
+from thinwire.base.errors import ThinwireError
+from thinwire.base.files import write
+from thinwire.base.options import read_options
+from thinwire.lab.compare import method_names
+from thinwire.lab.link import UNITS
+from thinwire.predict.cluster import read_cluster
+from thinwire.predict.profile import profile_of
+from thinwire.predict.simulate import Job, at_scale, simulate
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.pretrained import Pretrained
+from thinwire.train.model.shapes import PRESETS
+
+SEQUENCES = 8
+"""Sequences per rank and micro-batch, as ``thinwire train`` has them."""
+
+
+@dataclass
+class SimulateOptions:
+    """Predict the step time, bytes and memory of methods on a cluster, without one.
+
+    Prints which is the fastest, by how much, and what bounds it; then tables, and what is assumed. `thinwire doctor`
+    measures a cluster, and writes its file.
+
+    $ thinwire simulate --model gpt-1.3b --cluster l40s-10g --nodes 8
+    $ thinwire simulate --model config.json --method sdp4bit,int8 --engine fsdp2 --cluster mine.toml --nodes 4 --links
+    """
+
+    cluster: str
+    """A TOML file as `thinwire doctor` writes it, or the name of one that Thinwire brings; a wrong name lists them."""
+    model: str = "gpt-125m"
+    """A preset, a Hugging Face config.json, or file.py:function: your own, called under torch.device("meta"), returns a
+    module and a tuple of example inputs; what is not token ids counts as one token each."""
+    method: str = "int8,sdp4bit,powersgd,trickle"
+    """Comma-separated methods, with or without knobs. Dense is always beside them."""
+    engine: str = "ddp"
+    """ddp, fsdp2 or hsdp."""
+    nodes: int = 2
+    """Each with the ranks that the cluster's file says."""
+    ranks: int | None = None
+    """Ranks of all nodes, in place of --nodes."""
+    sequence: int | None = None
+    """Tokens per sequence. Default: the preset's context; 2048 for a config.json; a function's own inputs."""
+    tokens: int | None = None
+    """Tokens per rank and step. Default: 8 sequences in each micro-batch."""
+    micro_batches: int = 1
+    """Forward and backward passes per step."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of the computing; weights and moments are fp32. auto: bf16 on GPUs, fp32 on CPUs."""
+    two_level: bool | None = None
+    """Reduce inside each node first. Default: if the method was made for it."""
+    intra: str | None = None
+    """Method of the hop inside a node, on HSDP or with two levels. Default: dense."""
+    link: str | None = None
+    """Rate out of each node, in place of the cluster's: 200mbit, 1gbit."""
+    links: bool = False
+    """Draw a step's time over the link's rate, 10 Mbit/s to 400 Gbit/s, and where each method begins to pay."""
+    scale: str | None = None
+    """Draw a step's time and the efficiency over ranks: 8..16384, doubling."""
+    strong: bool = False
+    """With --scale: all ranks share the tokens of --nodes. Default: --weak."""
+    weak: bool = False
+    """With --scale: each rank keeps its tokens."""
+    out: Path = Path("runs/simulate")
+    """Folder for the pictures."""
+    explain: Path | None = None
+    """Write a Chrome trace of a step to this file, for chrome://tracing or Perfetto."""
+    json: bool = False
+    """Print JSON."""
+
+
+def simulate_main(argv: list[str]) -> int:
+    """Run ``thinwire simulate``. Return the exit status."""
+    options = read_options(SimulateOptions, argv, "thinwire simulate")
+    ranks_to_draw = _check(options)
+    job, methods = make_job(options), method_names(options.method)
+    simulation = simulate(job, methods)
+    written = []
+    if options.explain is not None:
+        write(options.explain, json.dumps(simulation.to_trace()))
+        written.append(options.explain)
+    if options.links or ranks_to_draw:
+        extras.load("matplotlib")
+        from thinwire.cli import simulate_pictures as pictures  # it takes a second to import
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        if options.links:
+            written.append(pictures.links(simulation, options.out / "links.png"))
+        if ranks_to_draw:
+            curves = at_scale(job, methods, ranks_to_draw, strong=options.strong)
+            written.append(pictures.scale(job, curves, options.out / "scale.png", strong=options.strong))
+    if options.json:
+        print(json.dumps(simulation.to_json() | {"written": [str(path) for path in written]}, indent=2))
+    else:
+        print(simulation)
+        for path in written:
+            print(f"written: {path}")
+    return 0
+
+
+def _check(options: SimulateOptions) -> list[int]:
+    """Refuse what cannot be meant. Return the ranks of ``--scale``."""
+    for name in ("nodes", "ranks", "sequence", "tokens", "micro_batches"):
+        if (count := getattr(options, name)) is not None and count < 1:
+            raise ThinwireError(f"--{name.replace('_', '-')} must be 1 or more, got {count}")
+    if options.strong and options.weak:
+        raise ThinwireError("--strong and --weak exclude each other: choose one")
+    if options.scale is None:
+        if options.strong or options.weak:
+            raise ThinwireError("--strong and --weak are for --scale 8..16384")
+        return []
+    first, separator, last = options.scale.partition("..")
+    if not (separator and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise ThinwireError(f"cannot read --scale '{options.scale}': write the fewest and the most ranks, as 8..16384")
+    ranks = [int(first)]
+    while ranks[-1] * 2 <= int(last):
+        ranks.append(ranks[-1] * 2)
+    return ranks
+
+
+def make_job(options: SimulateOptions) -> Job:
+    """Read the cluster, make and profile the model."""
+    cluster = read_cluster(options.cluster)
+    if options.link is not None:
+        cluster = cluster.with_link(read_rate(options.link))
+    ranks = options.ranks or options.nodes * cluster.per_node
+    bf16 = options.dtype == "bf16" or (options.dtype == "auto" and not cluster.codec_on_core)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model, inputs, length = load_model(options.model, options.sequence)
+    tokens = options.tokens or SEQUENCES * options.micro_batches * length
+    if tokens < options.micro_batches * length:
+        raise ThinwireError(
+            f"{tokens} tokens are less than {options.micro_batches} micro-batches of one sequence of {length}: "
+            "take more --tokens, or a shorter --sequence"
+        )
+    return Job(
+        options.model, model, profile_of(model, inputs, None if dtype == torch.float32 else dtype), cluster,
+        options.engine, ranks, tokens / (options.micro_batches * length), options.micro_batches, dtype,
+        options.two_level, options.intra,
+    )  # fmt: skip
+
+
+def read_rate(text: str) -> float:
+    """Read ``"10gbit"`` as bytes/s."""
+    word = text.strip().lower().removesuffix("/s")
+    for unit, size in UNITS.items():
+        try:
+            if word.endswith(unit) and (rate := float(word.removesuffix(unit)) * size / 8) > 0:
+                return rate
+        except ValueError:
+            break
+    raise ThinwireError(f"cannot read the link rate '{text}': write 200mbit or 10gbit")
+
+
+def load_model(text: str, sequence: int | None) -> tuple[nn.Module, Sequence[Tensor], int]:
+    """Make a model on the meta device; return it with inputs of one sequence or more, and the sequence's length.
+
+    Raises:
+        ThinwireError: there is no such model, or it is not what its file should bring.
+    """
+    path, _, function = text.partition(":")
+    if path.endswith(".py"):
+        return _own_model(Path(path), function, sequence)
+    if text in PRESETS:
+        length = sequence or PRESETS[text].context
+        with torch.device("meta"), _Uninitialized():
+            model: nn.Module = Decoder(replace(PRESETS[text], context=max(length, PRESETS[text].context)))
+    elif text.endswith(".json") or Path(text).is_dir():
+        length, model = sequence or 2048, _hub_model(Path(text))
+    else:
+        raise ThinwireError(
+            f"there is no model '{text}': write a Hugging Face config.json, your file.py:function, or one of "
+            f"{', '.join(PRESETS)}"
+        )
+    tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+    return model, (tokens, tokens), length
+
+
+def _hub_model(path: Path) -> nn.Module:
+    transformers = extras.load("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"), _Uninitialized():
+            return _Masked(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ThinwireError(f"cannot make a causal language model of {path}: {reason}") from None
+
+
+def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Module, Sequence[Tensor], int]:
+    if not function:
+        raise ThinwireError(f"write {path}:FUNCTION, which returns a module and a tuple of example inputs")
+    if sequence is not None:
+        raise ThinwireError(
+            f"--sequence is for presets and a config.json; the inputs of {path}:{function} have their own"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ThinwireError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        with torch.device("meta"):
+            made = getattr(module, function)()
+    except Exception as error:  # anything may go wrong in it
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise ThinwireError(f"{path}:{function} failed with {type(error).__name__}: {reason}") from None
+    match made:
+        case (nn.Module() as model, (Tensor(), *_) as inputs):
+            tokens = inputs[0].ndim > 1 and not inputs[0].is_floating_point()
+            return model, tuple(inputs), inputs[0].shape[1] if tokens else 1
+    raise ThinwireError(f"{path}:{function} must return a module and a tuple of example inputs, the first a tensor")
+
+
+class _Masked(Pretrained):
+    """Hugging Face's model with a ready mask: to make its own, it would read positions."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
+        logits = self.hub(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), (tokens if targets is None else targets).flatten())
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Leaves parameters as they are: on the meta device their first values do not matter, but take seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", *args[:1])
+        return function(*args, **(kwargs or {}))
