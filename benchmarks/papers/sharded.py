@@ -101,6 +101,12 @@ class Owner:
             self._replica.gather(out, step)
         return out.view(self._whole.size, -1)
 
+    @property
+    def resident(self) -> Tensor:
+        """This rank's weights (width,) as all ranks held them at the last gather."""
+        assert self._replica is not None and self._replica.resident is not None
+        return self._replica.resident.view(self._whole.size, -1)[self._whole.rank]
+
     def step(self, number: int, gradients: Tensor, rate: float) -> None:
         """Exchange this rank's ``gradients`` (N, width) and take an optimizer step. Collective."""
         for group in self.rank.optimizer.param_groups:
