@@ -26,7 +26,7 @@ PACKAGE = "thinwire"
 
 LIMITS: dict[str, float] = {
     "lines of source": 26_500,
-    "lines of prediction": 2_500,
+    "lines of prediction": 3_500,
     "files in the top folder": 3,
     "import circles": 0,
     "imports against the order": 0,
@@ -92,6 +92,9 @@ RIDDLES = (
     "Those", "That", "These", "It", "They", "Them", "One", "Ones",
 )  # fmt: skip
 """First words of a docstring that has neither a subject that the reader knows nor an imperative. An approximation."""
+
+PREDICTION = ("predict", "cli.simulate", "cli.doctor", "cli.paper")
+"""Modules of prediction, without the package's name, or what their names begin with."""
 
 LONGEST = 60
 """Lines of a function, with its signature and its docstring, without its decorators."""
@@ -492,10 +495,10 @@ def measure_imports(modules: Mapping[str, Module]) -> list[Measure]:
 
 
 def measure_lines(modules: Mapping[str, Module]) -> list[Measure]:
-    """Count lines: of prediction apart, which came after the limit of the rest was set."""
+    """Count lines: of prediction and its commands apart, which came after the limit of the rest was set."""
     counts: Counter[bool] = Counter()
     for name, module in modules.items():
-        counts[name.startswith(f"{PACKAGE}.predict")] += module.text.count("\n")
+        counts[name.removeprefix(f"{PACKAGE}.").startswith(PREDICTION)] += module.text.count("\n")
     return [Measure("lines of source", counts[False]), Measure("lines of prediction", counts[True])]
 
 

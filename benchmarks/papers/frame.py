@@ -16,7 +16,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -318,6 +318,7 @@ class Headline:
         from measures import compared
 
         rate, tried = guess_mbit, list[tuple[float, float]]()
+        settings = replace(settings, steps=min(settings.steps or TRIAL_STEPS, TRIAL_STEPS))
         for trial in range(TRIALS):
             report = compared(settings, f"{name}-link-{trial}", [self.dense], f"{rate:.0f}mbit", TRIAL_STEPS, **lab)
             if report is None:

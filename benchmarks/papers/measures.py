@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import lzma
 import random
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).parents[1] / "loss"))
+sys.path += [str(Path(__file__).parents[1] / room) for room in ("loss", "speed")]
 
+import budgets
 import regimes
 import virtual
 from frame import Settings
@@ -200,6 +202,17 @@ def share(runs: Sequence[Run]) -> float:
     return runs[0]["bytes"] / runs[0]["dense_bytes"]
 
 
+def task_scores(runs: Sequence[Run]) -> dict[str, float]:
+    """Return what share of each task is right, mean over seeds."""
+    return {task: fmean(run["tasks"][task] for run in runs) for task in runs[0]["tasks"]}
+
+
+def values_of(preset: str) -> int:
+    """Return the number of a model's parameters."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(PRESETS[preset]).parameters())
+
+
 def planned(
     preset: str, method: str, ranks: int, *, per_node: int = 1, sharded: bool = False, layers: int | None = None
 ) -> Plan:
@@ -229,6 +242,23 @@ def sent(preset: str, method: str, ranks: int, *, per_node: int = 1) -> tuple[fl
     weights = [blocks if row.parameter.name.startswith("blocks.") else 1 for row in plan.rows]
     pairs = list(zip(weights, plan.rows, strict=True))
     return sum(weight * row.wire_bytes for weight, row in pairs), sum(weight * row.dense_bytes for weight, row in pairs)
+
+
+def held_mib(preset: str, method: str, engine: str, ranks: int) -> float:
+    """Return the MiB that ``method`` holds on a GPU beside ``engine``, model and optimizer, one rank on a node."""
+    budgets.MODELS[preset] = functools.partial(modules_of, preset)
+    return budgets.budget(method, preset, engine, ranks, 1).held / 2**20
+
+
+def modules_of(preset: str) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of a preset's tensors with its own vocabulary, module by module, the root last."""
+    with torch.device("meta"):
+        model = Decoder(PRESETS[preset])
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in model.named_parameters():
+        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "root"
+        modules.setdefault(block, {})[name] = tuple(tensor.shape)
+    return [*(shapes for block, shapes in modules.items() if block != "root"), modules["root"]]
 
 
 def compared(

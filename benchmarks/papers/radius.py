@@ -175,7 +175,7 @@ def stability(settings: Settings) -> Result:
             "The figure prints no numbers. The claim is taken as: the most frequent places are among the largest 1% "
             "in most steps.",
         ],
-        [Claim(f"the largest gradients keep their places in more than half of the steps; here {least:.2f}", least > 0.5)],
+        [Claim(f"the largest gradients keep their places in most steps; here {least:.2f}", least > 0.5)],
         [curves(lines, "places, % of the tensor, most frequent first", "share of steps among the largest 1%")],
     )  # fmt: skip
 

@@ -86,7 +86,7 @@ def profile(name: str, recomputed: float = 0.0) -> ModelProfile:
 
 @functools.cache
 def record(name: str, method: str, nodes: int, per_node: int, *, units: str = "", **settings) -> Timeline:
-    """Record ``method`` on DDP, or on FSDP2 with the sharded ``units``: the whole "model", its "blocks", its "layers"."""
+    """Record ``method`` on DDP, or on FSDP2 with sharded ``units``: the whole "model", its "blocks", its "layers"."""
     model = model_of(name)
     wraps: dict[str, Callable[[nn.Module], bool]] = {
         "model": lambda module: False,

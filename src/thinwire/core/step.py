@@ -422,6 +422,7 @@ class StepLoop:
             )
         self._knows_scaler = True
 
+
 def unwrapped(optimizer: Any) -> Iterator[Any]:
     """Yield the optimizers inside wrappers.
 

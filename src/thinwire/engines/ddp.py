@@ -61,12 +61,12 @@ def way(model: nn.Module, comm: Divisible, method: Method, two_level: bool | Non
     return Way(hops, parameters, levels, (intra.rank, intra.size), [intra, inter])
 
 
-def buckets(trained: list[Tensor], parameters: Mapping[int, Parameter], cap: int | None) -> Layout:
+def buckets(trained: Sequence[Tensor], parameters: Mapping[int, Parameter], cap: int | None) -> Layout:
     """Return DDP's buckets of all steps but the first, if gradients come in reverse order of the ``trained`` ones.
 
     ``cap``: bytes of a bucket; None: torch's default, which makes the first one smaller.
     """
-    order, sizes = trained[::-1], [dist._DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP] if cap is None else [cap]
+    order, sizes = list(trained[::-1]), [dist._DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP] if cap is None else [cap]
     buffers, dtypes = [], []
     for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
         members = [parameters[id(order[index])] for index in indices]
