@@ -37,8 +37,7 @@ LIMITS: dict[str, float] = {
 }
 """The goals. A measure without one is printed for information.
 
-Lines of source: 26,500 without what predicts (packages predict, the commands simulate and doctor, the trainer's trials),
-and 4,000 for that.
+Lines of source: 26,500 without prediction, 4,000 for it (package predict, commands simulate and doctor, trials).
 """
 
 TODAY: dict[str, float] = {}
