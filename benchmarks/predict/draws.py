@@ -229,8 +229,8 @@ def summary(rows: Sequence[Row], orders: Sequence[bool], agreements: Sequence[bo
     close, inside = sum(error <= 0.25 for error in errors), sum(row.is_in_range for row in rows)
     return (
         f"{len(rows)} rows: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, {close} within 25%, "
-        f"{inside} within the range; {len(orders)} settings: the fastest three in order in {sum(orders)}, to compress or "
-        f"not right in {sum(agreements)}"
+        f"{inside} within the range; {len(orders)} settings: the fastest three in order in {sum(orders)}, to compress "
+        f"or not right in {sum(agreements)}"
     )
 
 

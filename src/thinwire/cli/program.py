@@ -28,6 +28,7 @@ COMMANDS = {
     "export": ("thinwire.train.checkpoint.trained_model:export_main", "write a trained model as a Hugging Face folder"),
     "eval": ("thinwire.train.checkpoint.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
+    "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers, beside its figures"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands and flags, for bash or zsh"),
 }
 

@@ -229,15 +229,6 @@ def drop_waiting(method: Method) -> None:
             method.state.keep(pattern, name, None)
 
 
-def refuse_chunks(method: str, run: Run) -> None:
-    """Refuse two levels on DDP for a ``method`` on the optimizer's moments: DDP has them whole, levels send chunks."""
-    if run.chunk is not None:
-        raise ThinwireError(
-            f"{method} on DDP takes one level: leave two_level=True out, or use fully_shard on a ('replicate', "
-            "'shard') mesh (HSDP), whose ranks hold the chunk that they send"
-        )
-
-
 def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
     """Convert ``value`` to an optimizer step: below 1 a share of the run's ``steps``, from 1 on a number of steps.
 

@@ -22,7 +22,7 @@ from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
 from thinwire.core.road import Road, ScatterAndShare, Worker
-from thinwire.core.step import StepLoop
+from thinwire.core.step import ENDED, StepLoop
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
@@ -45,6 +45,10 @@ class CommHook:
         return next((state for _, state in model._comm_hooks if isinstance(state, CommHook)), None)
 
 
+def refuse_bucket(bucket: dist.GradBucket) -> Any:
+    raise ThinwireError(ENDED.format(what="gradients were exchanged"))
+
+
 def thinwire_hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
     return state.reduce(bucket)
 
@@ -61,12 +65,12 @@ def way(model: nn.Module, comm: Divisible, method: Method, two_level: bool | Non
     return Way(hops, parameters, levels, (intra.rank, intra.size), [intra, inter])
 
 
-def buckets(trained: list[Tensor], parameters: Mapping[int, Parameter], cap: int | None) -> Layout:
+def buckets(trained: Sequence[Tensor], parameters: Mapping[int, Parameter], cap: int | None) -> Layout:
     """Return DDP's buckets of all steps but the first, if gradients come in reverse order of the ``trained`` ones.
 
     ``cap``: bytes of a bucket; None: torch's default, which makes the first one smaller.
     """
-    order, sizes = trained[::-1], [dist._DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP] if cap is None else [cap]
+    order, sizes = list(trained[::-1]), [dist._DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP] if cap is None else [cap]
     buffers, dtypes = [], []
     for indices in dist._compute_bucket_assignment_by_size(order, sizes)[0]:
         members = [parameters[id(order[index])] for index in indices]
@@ -233,7 +237,7 @@ class DDP(Engine):
             watch.remove()
         self.worker.close()
         if (hook := CommHook.find(self.model)) is not None:
-            hook.free = True
+            hook.reduce, hook.free = refuse_bucket, True  # DDP holds it beyond Python's sight: a circle would stay
         for comm in self._own_comms:
             comm.release()
 

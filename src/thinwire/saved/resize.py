@@ -7,7 +7,7 @@ keeps the *contribution*
 
 rather than the sum of e_n, which stands for the same only if N does not change. Every new rank gets e' = C, so that
 C' = sum_n' C / N' = C: no rank's part grows, and no rank has to inherit another's. The same holds for an average that
-each rank keeps of its own gradients (Adam's v in ``methods/update.py``): new ranks get the mean of the old ones'.
+each rank keeps of its own gradients (Adam's v in ``methods/parts/updates.py``): new ranks get the mean of theirs.
 
 The whole parameter, with its values in the order of their indices, connects the engines. FSDP2's rows are chunks of
 dim 0, the last ones padded with zeros, so that all rows in order are the parameter and then padding. DDP's rows are

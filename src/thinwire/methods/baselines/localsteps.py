@@ -35,13 +35,14 @@ from thinwire.base.knobs import Momentum, Steps, Within, refuse_idle
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.card import EQUAL, MEAN, SHARD, Card, StateKind
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Fp32, Method, Start, bucket_of, first_step, refuse_chunks, send_all
+from thinwire.core.method import Fp32, Method, Start, bucket_of, first_step, send_all
 from thinwire.core.promise import CONSERVES, Promise
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import dense_among, keep_dense
 from thinwire.core.state import State, find_entries
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
+from thinwire.methods.parts.own_steps import refuse_chunks
 from thinwire.network.comm import local
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "

@@ -42,11 +42,11 @@ from thinwire.codecs.sign import Sign
 from thinwire.core.bucket import Bucket
 from thinwire.core.card import ANEW, EQUAL, Card
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import SMALL, Method, Smallest, Start, exempt_small, first_step, refuse_chunks
+from thinwire.core.method import SMALL, Method, Smallest, Start, exempt_small, first_step
 from thinwire.core.promise import Promise
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of, refuse_chunks
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
 

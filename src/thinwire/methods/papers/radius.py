@@ -97,7 +97,7 @@ class Radius(Lossy):
         )  # fmt: skip
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Do l. 7-17 of Alg. 1. Before ``start`` ``Lossy.reduce`` sends all (l. 3-5)."""
+        """Do l. 7-17 of Alg. 1. Before ``start``, ``Lossy._exchange`` has sent all and not called this (l. 3-6)."""
         old = self.state.read("residual", bucket)
         new = self.state.write("residual", bucket)
         if self._resamples(bucket.step):  # l. 7
@@ -105,8 +105,10 @@ class Radius(Lossy):
             torch.mul(old, 1 - self.residual_scale, out=new)  # l. 10: 0, unless residual_scale is below 1
             exchange.mean(bucket)  # l. 9 and 11
         else:
-            # Masked encodes (l. 13) and keeps (l. 16), the network sums (l. 14), Masked decodes (l. 15, 17). What
-            # residual_scale left at the mask is sent, too.
+            # l. 13       values = G_n[idx] (+ residual)     Masked.encode: in one pass the values,
+            # l. 16       residual += G_n outside idx        and what waits. What residual_scale left at idx is sent
+            # l. 14       All-reduce(values)                 the network sums
+            # l. 15, 17   G[idx] = values, 0 outside idx     Masked.decode
             exchange.mean(bucket, self._codec(bucket, exchange), residual=Residual(old, new))
 
     def after_step(self, step: Step) -> None:

@@ -45,7 +45,7 @@ from thinwire.base.knobs import Steps
 from thinwire.core.bucket import Bucket, Segment, Shard
 from thinwire.core.card import ANEW, Card, StateKind
 from thinwire.core.exchange import Exchange, Payload, prescale
-from thinwire.core.method import SMALL, Density, Method, Smallest, Start, exempt_small, first_step, refuse_chunks
+from thinwire.core.method import SMALL, Density, Method, Smallest, Start, exempt_small, first_step
 from thinwire.core.promise import EXACT, Promise
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
@@ -53,6 +53,7 @@ from thinwire.core.state import put_back
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import WeightsAtMask
 from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
+from thinwire.methods.parts.own_steps import refuse_chunks
 from thinwire.network.comm import local
 from thinwire.ops import moments
 from thinwire.optim import AdamS
@@ -168,7 +169,8 @@ class SCAPE(Method):
             )  # fmt: skip
         put_back(self.state, "residual", bucket)
         exchange.mean(Payload(payload, b, bucket), shared=True)  # l. 13-14: b = mean over n of m~_n on M
-        # l. 15: the next M = top-k of the scores, which ``after_step`` takes of all buckets at once.
+        # l. 15: the next M = top-k of the scores: ``after_step``, of all buckets at once. l. 18: clip_grad_norm_.
+        # l. 19-21: AdamS.step.
         with exchange.span("decode", bucket.mean):
             words, bit_offsets = mask.of_rows(exchange.own_row)
             moments.advance(

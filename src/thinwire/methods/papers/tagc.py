@@ -124,11 +124,13 @@ class TAGC(Lossy):
         positions = bucket.scratch("found", (rows, segments.k), torch.int32)
         sent, remainder = (bucket.scratch(use, (rows, segments.k), torch.float32) for use in ("sent", "rest"))
         with exchange.span("encode", bucket.rows):
-            self._choose(bucket.rows, old, segments, acc, positions, sent, words)  # l. 1: acc = h; l. 2: g
-        index = exchange.union(bucket, words)  # l. 3-4
+            self._choose(bucket.rows, old, segments, acc, positions, sent, words)  # l. 1: acc = h; l. 2: g; l. 3: words
+        index = exchange.union(bucket, words)  # l. 4
         self._round(segments, sent, remainder, exchange)  # ours, so that sums are exact
         estimate = self.leftovers == "median"
-        # l. 5-6 and 8-10: CountSketch._encode, the network's sum, CountSketch._decode. (l. 7 is a comment.)
+        # l. 5       CountSketch.encode
+        # l. 6, 9    the network sums: to the row's owner, which is d (l. 8), or on DDP to all
+        # l. 10      CountSketch.decode; l. 11-12: bucket.mean is g, at its owner only
         codec = CountSketch(segments, acc, sent, positions, index, lost_words, exchange.own_row, estimate)
         exchange.mean(bucket, codec)
         with exchange.span("decode", bucket.rows):

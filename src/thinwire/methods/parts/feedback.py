@@ -14,10 +14,11 @@ from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
 from thinwire.core.card import EQUAL, Card
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import MATRIX, SMALL, Method, Smallest, Start, exempt_small, first_step, refuse_chunks
+from thinwire.core.method import MATRIX, SMALL, Method, Smallest, Start, exempt_small, first_step
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
+from thinwire.methods.parts.own_steps import refuse_chunks
 from thinwire.methods.parts.updates import UpdateSpace
 
 
@@ -233,7 +234,7 @@ class Lossy(Method):
         self._exchange(bucket, exchange, super().deliver)
 
     def _exchange(self, bucket: Bucket, exchange: Exchange, send: Callable[[Bucket, Exchange], None]) -> None:
-        if bucket.step < self.first:
+        if bucket.step < self.first:  # Radius' Alg. 1, l. 3-5: dense before the threshold
             if self.update_space is not None:
                 self.update_space.watch(bucket)
             exchange.mean(bucket)

@@ -87,3 +87,12 @@ def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     # torch wraps the ``step`` of every class that is used as an optimizer.
     step = inspect.unwrap(type(optimizer).step)
     return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step))
+
+
+def refuse_chunks(method: str, run: Run) -> None:
+    """Refuse two levels on DDP for a ``method`` on the optimizer's moments: DDP has them whole, levels send chunks."""
+    if run.chunk is not None:
+        raise ThinwireError(
+            f"{method} on DDP takes one level: leave two_level=True out, or use fully_shard on a ('replicate', "
+            "'shard') mesh (HSDP), whose ranks hold the chunk that they send"
+        )

@@ -90,4 +90,4 @@ def slowest(ranks: Ranks, steps: Sequence[StepTimes]) -> list[StepTimes]:
         return []
     times = torch.tensor([step._replace(optimizer=-step.optimizer) for step in steps], dtype=torch.float64)
     rows = ranks.comm.all_reduce(times.to(ranks.device), "max").tolist()
-    return [StepTimes(*longest, -shortest) for *longest, shortest in rows]
+    return [StepTimes(step, loading, issuing, -optimizer) for step, loading, issuing, optimizer in rows]
