@@ -27,7 +27,7 @@ from thinwire.predict.timeline import Timeline
 DENSE, SILENT = "dense", "none"
 ENGINES = ("ddp", "fsdp2", "hsdp")
 WORTH = 1.05
-"""How many times as fast as dense a method must be to be worth a change of the mathematics."""
+"""Least gain over dense that is worth a change of the mathematics: so many times as fast."""
 
 
 @dataclass(frozen=True)
