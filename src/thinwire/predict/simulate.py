@@ -27,7 +27,7 @@ from thinwire.predict.timeline import Timeline
 DENSE, SILENT = "dense", "none"
 ENGINES = ("ddp", "fsdp2", "hsdp")
 WORTH = 1.05
-"""Least gain over dense that is worth a change of the mathematics: so many times as fast."""
+"""Speed, beside dense, that a method must have to be worth a change of the mathematics."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,12 @@ class Simulation:
         yield f"bound by: {dense.prediction.bound_by}; {exposed:.0%} of dense's step waits for the network{then}"
 
     def __str__(self) -> str:
+        return "\n".join([*self.verdict(), "", self.details()])
+
+    def details(self) -> str:
+        """Return the tables and what is assumed."""
         tables = (in_text(table, 150) for table in (self._times(), self._memory()))
-        return "\n".join([*self.verdict(), "", str(self.job), *tables, *self._remarks()])
+        return "\n".join([str(self.job), *tables, *self._remarks()])
 
     def _times(self) -> Any:
         table = extras.load("rich.table").Table(box=extras.load("rich.box").SIMPLE_HEAD, padding=(0, 1))
