@@ -25,7 +25,7 @@ from thinwire.cli.lab import LabRun
 from thinwire.cli.program import COMMANDS
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.lab.compare import Comparison, Entry, method_names
-from thinwire.methods import TABLE, resolve
+from thinwire.methods import AUTO, TABLE, resolve
 from thinwire.train.checkpoint.evaluation import Options as EvalOptions
 from thinwire.train.checkpoint.trained_model import ExportOptions, SampleOptions
 from thinwire.train.config import Config
@@ -305,7 +305,8 @@ def check_flags(words: list[str], train: set[str]) -> None:
     if "--methods" in own:
         for method in method_names(own[own.index("--methods") + 1]):
             entry = Entry.parse(method)
-            was_known(entry.method)
+            if entry.method != AUTO:
+                was_known(entry.method)
             assert set(flags_in(list(entry.flags))) <= train, entry
 
 

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from thinwire.base.errors import ThinwireError
+from thinwire.core.names import clean_name
+from thinwire.engines.fsdp2 import param_groups
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
@@ -23,7 +26,7 @@ from thinwire.predict.cluster import Cluster, Constant, read_cluster
 from thinwire.predict.doctor import cluster_of
 from thinwire.predict.kernels import Times, kernels_of, time_kernels
 from thinwire.predict.layouts import timeline_of
-from thinwire.predict.links import fit, host_cost, sweep
+from thinwire.predict.links import agree, fit, host_cost, sweep
 from thinwire.predict.measure import measure_device
 from thinwire.predict.play import Prediction, play
 from thinwire.predict.profile import ModelProfile, ModuleProfile, profile_of
@@ -68,10 +71,14 @@ class Forecast:
         self._sharded: set[int] = set()
         self.double = on_meta(training.model, self._sharded, {})
         self.per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trials.comm.size)
-        self._sequences, self._profile = 1.0, _by_size(self.double)
-        with suppress(ThinwireError, TypeError, IndexError):  # a model that reads values is taken by its parameters
-            self._profile = profile_of(self.double, trials.inputs)
-            self._sequences = next(float(value.shape[0]) for value in trials.inputs if isinstance(value, torch.Tensor))
+        sharded = training.engine != "ddp"
+        self._gathers = param_groups(training.model)[0][1].mp_policy.param_dtype if sharded else None
+        self._sequences, profile = 1.0, _by_size(self.double)
+        with suppress(ThinwireError):  # a model that reads values is taken by its parameters
+            profile = profile_of(self.double, trials.inputs, self._gathers)
+            self._sequences = next((float(leaf.shape[0]) for leaf in tree_leaves(trials.inputs) if is_batch(leaf)), 1.0)
+        modules = (replace(module, parameters=tuple(map(clean_name, module.parameters))) for module in profile.modules)
+        self._profile = replace(profile, modules=tuple(modules))
 
     def __call__(self, method: str) -> Prediction:
         return self._play(self.record(method), self.cluster)
@@ -82,7 +89,8 @@ class Forecast:
             self.double, method, engine=training.engine, nodes=self._trials.comm.size // self.per_node,
             per_node=self.per_node, two_level=training.two_level, intra=training.intra,
             bucket_cap_mb=training.bucket_cap_mb, steps=training.steps or 10_000,
-            wrap=lambda name, module: id(module) in self._sharded,
+            wrap=lambda name, module: id(module) in self._sharded, gather_dtype=self._gathers,
+            gloo=self._trials.comm.reduce_scatter_is_all_reduce,
         )  # fmt: skip
 
     def fit(self, cluster: Cluster, silent: float | None, dense: float) -> None:
@@ -122,11 +130,12 @@ def measure(auto: Auto, forecast: Forecast) -> Cluster:
     if device.on_core and samples:
         best = max(sample.message.nbytes / sample.seconds for sample in samples)
         device = replace(device, host_seconds_per_byte=host_cost(comm, best))
-    times, end = list[Times](), time.monotonic() + KERNELS_S
-    for option in candidates(auto, training, comm.size) if comm.rank == 0 else ():
-        with suppress(ThinwireError, NotImplementedError):
-            if not option.why and time.monotonic() < end:
-                times.append(time_kernels(forecast.double, option.method, training.engine, training.device))
+    times, began = list[Times](), time.monotonic()
+    for option in candidates(auto, training, comm.size):
+        if option.why or agree(comm, time.monotonic() - began) > KERNELS_S:
+            continue
+        with suppress(ThinwireError, NotImplementedError):  # the prediction will say why
+            times.append(time_kernels(forecast.double, option.method, training.engine, training.device))
     device = replace(device, kernels=kernels_of(times, device.memory_rate.value))
     lines = {kind: fit([s for s in samples if s.kind == kind]) for kind in dict.fromkeys(s.kind for s in samples)}
     return cluster_of("here", device, per_node, lines.get("inside"), lines.get("across"))
@@ -161,6 +170,10 @@ def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> An
         name: None if child is None else on_meta(child, sharded, doubles) for name, child in children.items()
     }
     return double
+
+
+def is_batch(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
 
 
 def _by_size(model: nn.Module) -> ModelProfile:

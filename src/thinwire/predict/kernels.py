@@ -35,6 +35,8 @@ from thinwire.predict.record import GuardedStage
 VALUES = 1 << 24
 """Most values of a buffer that is played."""
 
+SHORT = 1 << 16
+"""Bytes of a launch, below which a kernel shows no rate."""
 SPREAD = 3.0
 """Largest by smallest launch, below which seconds per launch cannot be told from seconds per byte."""
 
@@ -180,8 +182,11 @@ def kernels_of(times: Iterable[Times], memory_rate: float) -> dict[str, Kernel]:
             joined[name][nbytes].append(seconds)
     kernels = {}
     for name, by_size in joined.items():
-        medians = [statistics.median(seconds) for seconds in by_size.values()]
-        several = max(by_size) > SPREAD * min(by_size)
-        seconds, slope = fit_line([float(several)] * len(medians), list(by_size), medians)
+        medians = {nbytes: statistics.median(seconds) for nbytes, seconds in by_size.items()}
+        if max(medians) < SHORT:
+            kernels[name] = Kernel(statistics.median(medians.values()), memory_rate)
+            continue
+        several = max(medians) > SPREAD * min(medians)
+        seconds, slope = fit_line([float(several)] * len(medians), list(medians), list(medians.values()))
         kernels[name] = Kernel(seconds, 1 / slope if slope > 0 else memory_rate)
     return kernels
