@@ -343,8 +343,8 @@ class Headline:
 
 
 CLOSE, NEAR = 0.05, 0.1
-"""How near the ratio of communication to computing is to the paper's, relatively: when the search for a rate ends, and
-in the comparison, which runs later."""
+"""How near the ratio of communication to computing is to the paper's, relatively: when the search ends, and at most in
+the comparison, which runs later."""
 TRIALS, TRIAL_STEPS = 4, 8
 """Most short comparisons that look for the link's rate, and the steps of each."""
 
@@ -410,8 +410,7 @@ def judged(claim: Headline, report: dict[str, Any] | None, rate: float) -> Resul
         rows,
         [
             f"Dense's exchange adds {claim.ratio:.2f} of the silent run's step in the paper ({claim.derived}); {here}. "
-            "A "
-            f"method that sent nothing at no cost would be {1 + (ours or claim.ratio):.2f}x as fast as dense.",
+            f"A method that sent nothing at no cost would be {1 + (ours or claim.ratio):.2f}x as fast as dense.",
             "A model of 19 million parameters on CPU cores and gloo, in place of the paper's GPUs and NCCL: a codec "
             "takes more of a step here, and all ranks compute on the same few cores.",
             f"The loss is that of this short run: {gap or 'not measured'} against dense. The loss tables train longer.",

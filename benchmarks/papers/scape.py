@@ -78,8 +78,7 @@ def loss_table(settings: Settings, source: str, replaced: str, model: str, betas
     return Result(
         rows,
         [
-            f"{SMALL.format(replaced)}. Losses are by byte; betas are the paper's ({betas}); one learning rate for "
-            "all.",
+            f"{SMALL.format(replaced)}. Losses are by byte; betas are the paper's ({betas}); one learning rate.",
             "The density falls from 1 in the first tenth, whose bytes are counted. Figures that the paper's text does "
             "not print are left out. Days are not measured here (figure-10 measures steps).",
         ],

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Shard
 from thinwire.core.engine import Way
+from thinwire.core.exchange import AllReduce
 from thinwire.core.method import Method, Run, intra_of
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Road, Stage, shard_of
@@ -28,7 +28,7 @@ from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.optim import AdamS
 from thinwire.plan.plan import MB, plan_of
-from thinwire.predict.record import Surroundings, record
+from thinwire.predict.record import Recording, Surroundings, record
 from thinwire.predict.timeline import Memory, Timeline
 
 Wrap = Callable[[str, nn.Module], bool]
@@ -37,195 +37,173 @@ Wrap = Callable[[str, nn.Module], bool]
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adams": AdamS, "sgd": torch.optim.SGD,
 }  # fmt: skip
-STATES = {"AdamW": 2, "Adam": 2, "AdamS": 1, "SGD": 1}
-"""float32 values that an optimizer keeps of each weight; of others that nobody named: as many as Adam."""
+STATES = {"AdamS": 1, "SGD": 0}
+"""float32 values that an optimizer keeps of each weight; others keep as many as Adam, 2."""
 PADDED = 0.05
-"""Share of a sharded engine's bytes that is padding from which on a note says so."""
+"""The share of padding in a sharded engine's buffers from which on a note tells of it."""
+
+
+@dataclass(frozen=True)
+class Virtual:
+    """An engine of rank 0 without processes.
+
+    Attributes:
+        kind, layout: as of an engine. way: of its gradients. comms: the groups on which ranks agree.
+        shapes: of each trained parameter on this rank, by name. held: bytes of this rank's part of all weights.
+    """
+
+    kind: str
+    way: Way
+    layout: Layout
+    comms: Sequence[CountingComm]
+    shapes: Mapping[str, tuple[int, ...]]
+    held: float
+
+    def road(self, method: Method, intra: Method | str | None, optimizer: str | None, steps: int) -> tuple[Road, Run]:
+        """Make the road of ``method`` and begin it, as ``compress()`` does."""
+        make = method.OPTIMIZER if optimizer is None else OPTIMIZERS[optimizer]
+        parameters, hops = {p.name: p for p in self.way.parameters.values()}, self.way.hops
+        weights = {
+            name: nn.Parameter(torch.empty(shape, dtype=parameters[name].dtype, device="meta"))
+            for name, shape in self.shapes.items()
+        }
+        run = Run(
+            parameters, hops[-1], steps, optimizers=(make(list(weights.values()), lr=1e-3),), weights=weights,
+            hop=len(hops), chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
+        )  # fmt: skip
+        method.begin(run)
+        methods = [method]
+        if len(hops) > 1:
+            methods.insert(0, intra_of(method) if intra is None else resolve(intra))
+            methods[0].begin(replace(run, exchange=hops[0], hop=1))
+        stages = [
+            Stage(hop, dense_among(hop, parameters.values()), exchange, Guard([], False), Ledger())
+            for hop, exchange in zip(methods, hops, strict=True)
+        ]
+        return Road(stages, self.way.levels), run
+
+    def memory(self, recording: Recording, states: int, reshards: bool) -> Memory:
+        """Return this rank's bytes. Two modules are gathered at once, that which computes and the next one."""
+        ranks, shards = 1 if self.layout.comm is None else self.layout.comm.size, self.layout.shards
+        gathered = sorted((ranks * shard.numel * shard.dtype.itemsize for shard in shards), reverse=True)
+        reduced = max((4 * ranks * shard.numel for shard in shards), default=0)
+        own = sum(map(math.prod, self.shapes.values()))
+        weights = self.held + sum(gathered[:2] if reshards else gathered)
+        return Memory(weights, 4.0 * own + reduced, 4.0 * states * own, recording.method_peak)
+
+    def notes(self) -> tuple[str, ...]:
+        """Tell of padding, if it is much."""
+        if self.layout.comm is None:
+            return ()
+        ranks, parameters = self.layout.comm.size, self.way.parameters.values()
+        padding = ranks * sum(p.local for p in parameters) / sum(p.numel for p in parameters) - 1
+        told = f"FSDP2 pads dim 0 of each parameter to a multiple of {ranks} ranks: {padding:.0%} more bytes"
+        return (told,) if padding > PADDED else ()
+
+
+def replicated(
+    model: nn.Module, method: Method, whole: CountingComm, *, two_level: bool | None, bucket_cap_mb: float | None
+) -> Virtual:
+    """Make DDP over ``whole``."""
+    if bucket_cap_mb is None and not method.card.native:
+        bucket_cap_mb = plan_of(method, describe(model).values(), AllReduce(whole)).bucket_cap_mb
+    way = ddp.way(model, whole, method, two_level)
+    trained: list[Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
+    layout = ddp.buckets(trained, way.parameters, None if bucket_cap_mb is None else int(bucket_cap_mb * MB))
+    held = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return Virtual("ddp", way, layout, [whole], {p.name: p.shape for p in way.parameters.values()}, held)
+
+
+def sharded(
+    model: nn.Module, method: Method, shard: CountingComm, inter: CountingComm | None = None, *,
+    two_level: bool | None, gather_dtype: torch.dtype | None, wrap: Wrap | None,
+) -> Virtual:  # fmt: skip
+    """Make FSDP2 over ``shard``; HSDP if it is replicated over ``inter``."""
+    names = {id(weight): clean_name(name) for name, weight in model.named_parameters()}
+    sizes = {id(w): (tuple(w.shape), (-(-w.shape[0] // shard.size), *w.shape[1:])) for w in model.parameters()}
+    way = fsdp2.way(describe(model, sizes), shard, shard, inter, method, two_level)
+    buffers, shards, held = [], [], 0
+    for members in reversed(list(_modules(model, wrap or _blocks(model)))):
+        pieces = columns({names[id(member)]: math.prod(sizes[id(member)][1]) for member in members}, shard.size)
+        trained = {piece.name: piece.numel // shard.size for piece, of in zip(pieces, members, strict=True)
+                   if of.requires_grad}  # fmt: skip
+        if trained:
+            buffers.append(columns(trained, shard.size))
+        own = shard_of(pieces)
+        numel = sum(piece.numel for piece in own)
+        shards.append(Shard(
+            tuple(piece for piece in own if piece.name in trained),
+            tuple(piece for piece in own if piece.name not in trained), numel, gather_dtype or members[0].dtype,
+        ))  # fmt: skip
+        held += numel * members[0].element_size()
+    layout = Layout(buffers, [torch.float32] * len(buffers), shards, shard)
+    shapes = {names[key]: padded for key, (_, padded) in sizes.items() if key in way.parameters}
+    comms = [shard] if inter is None else [shard, inter]
+    return Virtual("fsdp2" if inter is None else "hsdp", way, layout, comms, shapes, held)
+
+
+def virtual_of(
+    model: nn.Module, method: Method, *, engine: str, nodes: int, per_node: int, two_level: bool | None = None,
+    bucket_cap_mb: float | None = None, gather_dtype: torch.dtype | None = None, wrap: Wrap | None = None,
+    gloo: bool = False,
+) -> Virtual:  # fmt: skip
+    """Make the engine of ``timeline_of``."""
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ThinwireError("no parameter of the model requires a gradient")
+    if engine not in method.engines:
+        raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine}")
+    whole = CountingComm(0, [rank // per_node for rank in range(nodes * per_node)], Ledger())
+    whole.reduce_scatter_is_all_reduce = gloo
+    if engine == "ddp":
+        return replicated(model, method, whole, two_level=two_level, bucket_cap_mb=bucket_cap_mb)
+    groups = [whole]
+    if engine == "hsdp":
+        groups = [whole.subset(range(per_node)), whole.subset(range(0, whole.size, per_node))]
+    return sharded(model, method, *groups, two_level=two_level, gather_dtype=gather_dtype, wrap=wrap)
 
 
 def timeline_of(
-    model: nn.Module,
-    method: Method | str,
-    *,
-    engine: str,
-    nodes: int,
-    per_node: int,
-    two_level: bool | None = None,
-    intra: Method | str | None = None,
-    bucket_cap_mb: float | None = None,
-    broadcast_buffers: bool = True,
-    gather_dtype: torch.dtype | None = None,
-    reshard: bool = True,
-    wrap: Wrap | None = None,
-    steps: int = 10_000,
-    optimizer: str | None = None,
-    gloo: bool = False,
-) -> Timeline:
+    model: nn.Module, method: Method | str, *, engine: str, nodes: int, per_node: int, two_level: bool | None = None,
+    intra: Method | str | None = None, bucket_cap_mb: float | None = None, broadcast_buffers: bool = True,
+    gather_dtype: torch.dtype | None = None, reshard: bool = True, wrap: Wrap | None = None, steps: int = 10_000,
+    optimizer: str | None = None, gloo: bool = False,
+) -> Timeline:  # fmt: skip
     """Record the steady state of ``method`` on ``model``, on ``nodes`` of ``per_node`` ranks each.
 
     Args:
-        model: on the meta device. engine: "ddp", "fsdp2" or "hsdp", which shards inside a node.
+        model: on the meta device. engine: "ddp", "fsdp2", or "hsdp", which shards inside a node.
         two_level, intra, steps: as for ``compress()``.
         bucket_cap_mb: of DDP's buckets; None: as suits the method, as in ``thinwire train``.
         broadcast_buffers: does DDP broadcast the module buffers before each forward pass?
-        gather_dtype: of weights and gradients in computing, on sharded engines; None: the parameters'.
-        reshard: free gathered weights after the forward pass. wrap: None: each block of the longest list of modules.
+        gather_dtype: of weights and gradients in computing, on sharded engines; None: that of the parameters.
+        reshard: gathered weights are freed after the forward pass. wrap: None: the members of the longest list of
+            modules are FSDP modules, and the root.
         optimizer: "adamw", "adams" or "sgd"; None: the one that the method is made for.
         gloo: the network is gloo's, whose reduce-scatter moves as many bytes as an all-reduce.
 
     Raises:
         ThinwireError: the method does not run on the engine, or refuses the model.
     """
-    method, ledger = resolve(method), Ledger()
-    if engine not in method.engines:
-        raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine}")
-    whole = CountingComm(0, [rank // per_node for rank in range(nodes * per_node)], ledger)
-    whole.reduce_scatter_is_all_reduce = gloo
-    virtual: _Virtual
-    if engine == "ddp":
-        virtual = _Replicated(model, method, whole, two_level, bucket_cap_mb)
-    else:
-        shard, inter = whole, None
-        if engine == "hsdp":
-            shard, inter = whole.subset(range(per_node)), whole.subset(range(0, whole.size, per_node))
-        virtual = _Sharded(model, method, shard, inter, two_level, gather_dtype, wrap)
-    make = method.OPTIMIZER if optimizer is None else OPTIMIZERS[optimizer]
-    road, run = _road(virtual, method, intra, make, steps)
+    method = resolve(method)
+    virtual = virtual_of(
+        model, method, engine=engine, nodes=nodes, per_node=per_node, two_level=two_level, bucket_cap_mb=bucket_cap_mb,
+        gather_dtype=gather_dtype, wrap=wrap, gloo=gloo,
+    )  # fmt: skip
+    road, run = virtual.road(method, intra, optimizer, steps)
+    stored = next(model.parameters()).dtype
     buffers = model.buffers() if engine == "ddp" and broadcast_buffers else ()
-    broadcast = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-    computes = gather_dtype or next(model.parameters()).dtype
-    around = Surroundings(per_node, virtual.comms, broadcast, reshard and engine != "ddp", computes)
+    around = Surroundings(
+        per_node, virtual.comms, sum(buffer.numel() * buffer.element_size() for buffer in buffers),
+        reshards=reshard and engine != "ddp", stored=stored,
+        computed=stored if gather_dtype is None or engine == "ddp" else gather_dtype,
+    )  # fmt: skip
     recording = record(virtual.layout, road, run, around)
-    own = sum(parameter.local for parameter in run.parameters.values()) if engine != "ddp" else virtual.numel
     states = STATES.get(type(run.optimizers[0]).__name__, 2)
     return Timeline(
-        str(method), engine, whole.size, per_node, {p.name: p.numel for p in run.parameters.values()},
-        recording.steps, virtual.memory(recording.method_peak, own * 4 * states, reshard),
-        own * 4 * (3 + 2 * states), virtual.notes(),
+        str(method), engine, nodes * per_node, per_node, {p.name: p.numel for p in run.parameters.values()},
+        recording.steps, virtual.memory(recording, states, around.reshards),
+        4.0 * (3 + 2 * states) * recording.stepped, virtual.notes(),
     )  # fmt: skip
-
-
-def _road(
-    virtual: _Virtual, method: Method, intra: Method | str | None, optimizer: Any, steps: int
-) -> tuple[Road, Run]:
-    """Make the road and begin its methods, as ``compress()`` does."""
-    parameters, way = {p.name: p for p in virtual.way.parameters.values()}, virtual.way
-    weights = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in virtual.shapes().items()}
-    run = Run(
-        parameters, way.hops[-1], steps, optimizers=(optimizer(list(weights.values()), lr=1e-3),), weights=weights,
-        hop=len(way.hops), chunk=way.chunk, gathers=frozenset(shard.dtype for shard in virtual.layout.shards),
-    )  # fmt: skip
-    method.begin(run)
-    hops = [method]
-    if len(way.hops) > 1:
-        hops.insert(0, intra_of(method) if intra is None else resolve(intra))
-        hops[0].begin(replace(run, exchange=way.hops[0], hop=1))
-    ledger = way.hops[-1].comm.ledger
-    stages = [
-        Stage(hop, dense_among(hop, parameters.values()), exchange, Guard([], False), ledger, way.levels is None)
-        for hop, exchange in zip(hops, way.hops, strict=True)
-    ]
-    return Road(stages, way.levels), run
-
-
-class _Virtual:
-    """An engine without processes.
-
-    Attributes:
-        way: of its gradients. layout: of its buffers. comms: on which ranks agree.
-    """
-
-    way: Way
-    layout: Layout
-    comms: Sequence[CountingComm]
-
-    def __init__(self, model: nn.Module) -> None:
-        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not self.trained:
-            raise ThinwireError("no parameter of the model requires a gradient")
-        self.numel = sum(parameter.numel() for parameter in self.trained)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter on this rank."""
-        raise NotImplementedError
-
-    def memory(self, method_peak: int, optimizer: float, reshard: bool) -> Memory:
-        raise NotImplementedError
-
-    def notes(self) -> tuple[str, ...]:
-        return ()
-
-
-class _Replicated(_Virtual):
-    """DDP."""
-
-    def __init__(
-        self, model: nn.Module, method: Method, whole: CountingComm, two_level: bool | None, cap: float | None
-    ) -> None:
-        super().__init__(model)
-        self.way, self.comms = ddp.way(model, whole, method, two_level), [whole]
-        if cap is None and not method.card.native:
-            flat = ddp.way(model, whole, method, False)
-            cap = plan_of(method, flat.parameters.values(), *flat.hops).bucket_cap_mb
-        self.layout = ddp.buckets(self.trained, self.way.parameters, None if cap is None else int(cap * MB))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {parameter.name: parameter.shape for parameter in self.way.parameters.values()}
-
-    def memory(self, method_peak: int, optimizer: float, reshard: bool) -> Memory:
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
-        return Memory(nbytes, nbytes, optimizer, method_peak)
-
-
-class _Sharded(_Virtual):
-    """FSDP2 over ``shard``; HSDP if replicated over ``inter``."""
-
-    def __init__(
-        self, model: nn.Module, method: Method, shard: CountingComm, inter: CountingComm | None,
-        two_level: bool | None, gathers: torch.dtype | None, wrap: Wrap | None,
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        ranks, self.comms = shard.size, [shard] if inter is None else [shard, inter]
-        self._names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
-        sizes = {id(p): (tuple(p.shape), (-(-p.shape[0] // ranks), *p.shape[1:])) for p in model.parameters()}
-        self._widths = {key: math.prod(padded) for key, (_, padded) in sizes.items()}
-        self.way = fsdp2.way(describe(model, sizes), shard, shard, inter, method, two_level)
-        buffers, shards = [], []
-        for members in reversed(list(_modules(model, wrap or _blocks(model)))):
-            trained = [member for member in members if id(member) in self.way.parameters]
-            if trained:
-                buffers.append(columns(self._spans(trained), ranks))
-            shards.append(self._shard(members, ranks, gathers or members[0].dtype))
-        self.layout = Layout(buffers, [torch.float32] * len(buffers), shards, shard)
-
-    def _spans(self, members: Sequence[Tensor]) -> dict[str, int]:
-        return {self._names[id(member)]: self._widths[id(member)] for member in members}
-
-    def _shard(self, members: Sequence[Tensor], ranks: int, dtype: torch.dtype) -> Shard:
-        pieces = shard_of(columns(self._spans(members), ranks))
-        pairs = list(zip(pieces, members, strict=True))
-        trained = tuple(piece for piece, member in pairs if member.requires_grad)
-        frozen = tuple(piece for piece, member in pairs if not member.requires_grad)
-        return Shard(trained, frozen, sum(piece.numel for piece in pieces), dtype)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {p.name: (p.local // max(math.prod(p.shape[1:]), 1), *p.shape[1:]) for p in self.way.parameters.values()}
-
-    def memory(self, method_peak: int, optimizer: float, reshard: bool) -> Memory:
-        """Two modules' weights are gathered at once, that which computes and the next one."""
-        ranks, shards = self.layout.comm.size, self.layout.shards  # type: ignore[union-attr]
-        gathered = sorted((ranks * shard.numel * shard.dtype.itemsize for shard in shards), reverse=True)
-        own, largest = sum(4.0 * shard.numel for shard in shards), ranks * max(shard.numel * 4.0 for shard in shards)
-        trained = 4.0 * sum(parameter.local for parameter in self.way.parameters.values())
-        return Memory(own + sum(gathered[:2] if reshard else gathered), trained + largest, optimizer, method_peak)
-
-    def notes(self) -> tuple[str, ...]:
-        ranks = self.layout.comm.size  # type: ignore[union-attr]
-        padded = ranks * sum(parameter.local for parameter in self.way.parameters.values())
-        if padded <= (1 + PADDED) * self.numel:
-            return ()
-        share = padded / self.numel - 1
-        return (f"FSDP2 pads dim 0 of each parameter to a multiple of {ranks} ranks: {share:.0%} more bytes",)
 
 
 def _blocks(model: nn.Module) -> Wrap:

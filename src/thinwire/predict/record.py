@@ -26,8 +26,6 @@ from thinwire.predict.timeline import Group, Message, Pass, RecordedStep, Stretc
 
 Names = tuple[str, ...]
 Event = Pass | Message
-MASTER = 4
-"""Bytes of a value of this rank's shard of the weights."""
 
 
 class Recorder(LaunchWatch):
@@ -88,7 +86,7 @@ class _RecordingComm(CountingComm):
         self.report(Message(kind, (self.size - 1) * nbytes, self.group))
 
 
-class _GuardedStage(Stage):
+class GuardedStage(Stage):
     """A stage that looks at the values as ``Stage.reduce`` does, which a dry run leaves out."""
 
     def __post_init__(self) -> None:
@@ -102,28 +100,35 @@ class _GuardedStage(Stage):
 
 
 class Recording(NamedTuple):
-    """What was recorded. ``method_peak``: bytes that the method needs at its peak, beside the engine's."""
+    """A recorded steady state.
+
+    Attributes:
+        method_peak: bytes that the method needs at its peak, beside the engine's.
+        stepped: values of this rank that the optimizer steps, not the method in its place.
+    """
 
     steps: tuple[RecordedStep, ...]
     method_peak: int
+    stepped: int
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an engine does around the method's exchange.
+    """The work of an engine around the method's exchange.
 
     Attributes:
         per_node: ranks on a node of the job. guards: the groups on which ranks agree whether a step counts.
         broadcast: bytes of module buffers that rank 0 sends before each forward pass (DDP).
         reshards: weights are gathered again in the backward pass.
-        computes: the dtype of gradients before they are copied to the engine's buffers.
+        stored, computed: dtypes of this rank's weights, and of gradients before they go to the engine's buffers.
     """
 
     per_node: int
     guards: Sequence[Comm] = ()
     broadcast: int = 0
     reshards: bool = True
-    computes: torch.dtype = torch.float32
+    stored: torch.dtype = torch.float32
+    computed: torch.dtype = torch.float32
 
 
 def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Recording:
@@ -133,7 +138,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
     recorder, steps, peak = Recorder(around.per_node), list[tuple[float, RecordedStep]](), 0
-    stage = _GuardedStage if around.guards else Stage
+    stage = GuardedStage if around.guards else Stage
     play = Playback(layout, road, run, watch=recorder, guards=around.guards, double=recorder.double, stage=stage)
     play.mark = recorder.begin  # type: ignore[method-assign]
     card, observer, engine = play.method.card, Guard([], bool(around.guards)), _Engine(layout, road, recorder, around)
@@ -148,6 +153,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             again = engine.weights(recorder.take("weights")) if around.reshards else []
             play.exchange(number)
             gradients = engine.gradients(recorder.take("gradients"))
+            recorder.begin("update")
             observer.observe_all(weight.grad for weight in play.weights.values())
             alone = road.last.exchange.comm if card.alone(number) else None
             play.agree(comm for comm in around.guards if comm is not alone)
@@ -162,7 +168,8 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             recorder.clear()
             if number + 1 in numbers:
                 play.sender.begin(number + 1)
-    return Recording(_steady(steps), max(peak, recorder.peak))
+    stepped = sum(weight.numel() for weight in play.weights.values() if weight.grad is not None)
+    return Recording(_steady(steps), max(peak, recorder.peak), stepped)
 
 
 def _steady(steps: Sequence[tuple[float, RecordedStep]]) -> tuple[RecordedStep, ...]:
@@ -188,7 +195,7 @@ class _Engine:
     def _gather(self, shard: Shard, recorded: tuple[Event, ...]) -> Stretch:
         assert self._group is not None
         group, itemsize = self._group, shard.dtype.itemsize
-        copy_in = Pass("engine.copy_in", shard.numel * (MASTER + itemsize))
+        copy_in = Pass("engine.copy_in", shard.numel * (self._around.stored.itemsize + itemsize))
         copy_out = Pass("engine.copy_out", 2 * group.size * shard.numel * itemsize)
         plain = Message("all_gather", (group.size - 1) * shard.numel * itemsize, group)
         events = recorded if self._encodes else (plain,) if group.size > 1 else ()
@@ -199,7 +206,7 @@ class _Engine:
         stretches = []
         for pieces, dtype in zip(self._layout.buffers, self._layout.dtypes, strict=True):
             names, numel = tuple(piece.name for piece in pieces), sum(piece.numel for piece in pieces)
-            copy_in = Pass("engine.copy_in", numel * (self._around.computes.itemsize + dtype.itemsize))
+            copy_in = Pass("engine.copy_in", numel * (self._around.computed.itemsize + dtype.itemsize))
             stretches.append(Stretch(names, (copy_in, *recorded[names])))
         return tuple(stretches)
 
