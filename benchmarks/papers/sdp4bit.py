@@ -346,10 +346,11 @@ def histograms(settings: Settings) -> Result:
     job = regimes.Job("scratch", "wikitext", LARGEST, sharded.RANKS, methods()["qWD"], 4e-3, 0, steps)
     sharded.trained_once(job, corpora(settings), look)
     codec, rows, lines = Int4(2048), [], {}
-    whole = float(kept["weights"].norm())
+    whole = 0.0  # of the weights, which come first
     for label, levels in (("weights", "few of them hold most"), ("weight differences", "more uniform, smaller range")):
         matrices = [part for part in kept[label].split(kept["sizes"].tolist()) if part.numel() >= 2048]
         values = torch.cat([part[: part.numel() // 2048 * 2048] for part in matrices]).view(1, -1)
+        whole = whole or float(values.norm())
         wire = codec.encode(values, torch.empty(1, codec.wire_numel(values.shape[1]), dtype=codec.wire_dtype))
         error = codec.decode(wire, torch.empty_like(values)) - values
         scaled = (values.view(-1, 2048) / values.view(-1, 2048).abs().amax(1, keepdim=True)).nan_to_num().flatten()
