@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import thinwire
 from breadth import dealt
-from engines import adamw, build, train
 from models import Net
-from ranks import run
 from thinwire.base.knobs import knobs_of
 from thinwire.methods import TABLE, Method, resolve
 from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import dry_run
 from thinwire.predict.layouts import timeline_of, virtual_of
-from thinwire.predict.timeline import Message, RecordedStep, Timeline
+from thinwire.predict.timeline import Message, RecordedStep
 
 NAMES = [cls.name for cls in TABLE]
 ENGINES = [("ddp", None), ("ddp", True), ("fsdp2", None), ("fsdp2", True), ("hsdp", None)]

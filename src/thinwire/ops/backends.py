@@ -7,7 +7,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -34,10 +34,8 @@ def cpu_kernels() -> str:
     return "numba" if _load("thinwire.ops.adams", "cpu", "numba").__name__.endswith(".cpu") else "plain torch"
 
 
-Report = Callable[[str, float], object]
-"""(an operation's family and name, bytes that it reads and writes)"""
-Touched = Mapping[str, Callable[..., float]]
-"""By operation of a family: (its arguments) -> bytes that it reads and writes."""
+Report = Callable[[str, tuple[Any, ...]], object]
+"""(an operation's family and name, its arguments)"""
 
 launches: ContextVar[Report | None] = ContextVar("launches", default=None)
 """Told of every operation on tensors without storage, where set."""
@@ -49,42 +47,20 @@ host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code",
 """The module that runs on tensors without storage, by family; without one nothing runs. Set by tests alone."""
 
 
-def nbytes_of(*touched: Any) -> float:
-    """Add up the bytes of the tensors in ``touched``, nested as they may be, each as often as it is there."""
-    total = 0.0
-    for value in touched:
-        if isinstance(value, Tensor):
-            total += value.numel() * value.element_size()
-        elif isinstance(value, list | tuple):
-            total += nbytes_of(*value)
-    return total
-
-
 class _Nothing(ModuleType):
     """Reports operations on tensors without storage and runs nothing: results go to tensors that are handed in."""
 
-    def __init__(self, family: str, touched: Touched) -> None:
-        super().__init__(family)
-        self._touched = touched
-
     def __getattr__(self, name: str) -> Callable[..., None]:
-        touched = self._touched.get(name, nbytes_of)
-
         def tell(*args: object) -> None:
             if (report := launches.get()) is not None:
-                report(f"{self.__name__}.{name}", touched(*args))
+                report(f"{self.__name__}.{name}", args)
 
         return tell
 
 
-def backend(family: str, cpu: str = "cpu", touched: Touched = MappingProxyType({})) -> Callable[[Tensor], ModuleType]:
-    """Make a function from a tensor to the module of ``family`` for its device.
-
-    Args:
-        cpu: the module for CPUs. touched: says what those operations touch that do not read or write each of their
-            arguments once and whole.
-    """
-    nothing = _Nothing(family, touched)
+def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
+    """Make a function from a tensor to the module of ``family`` for its device; ``cpu`` names the one for CPUs."""
+    nothing = _Nothing(family)
 
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
