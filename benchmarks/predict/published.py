@@ -87,7 +87,7 @@ def profile(name: str, recomputed: float = 0.0) -> ModelProfile:
 
 @functools.cache
 def record(name: str, method: str, nodes: int, per_node: int, *, units: str = "", **settings) -> Timeline:
-    """Record ``method`` on DDP, or on FSDP2 with sharded ``units``: the whole "model", its "blocks", its "layers"."""
+    """Record ``method`` on DDP, or on FSDP2 with the sharded ``units``: "model", "blocks" or "layers"."""
     model = model_of(name)
     wraps: dict[str, Callable[[str, nn.Module], bool]] = {
         "model": lambda name, module: False,
@@ -95,7 +95,7 @@ def record(name: str, method: str, nodes: int, per_node: int, *, units: str = ""
         "layers": lambda name, module: isinstance(module, Block | nn.Embedding) or module is model.head,
     }
     if units:
-        settings |= {"engine": "fsdp2", "wrap": wraps[units]}
+        settings |= {"engine": "fsdp2", "wrap": wraps[units], "reshard": units != "model"}
     return timeline_of(model, method, nodes=nodes, per_node=per_node, **{"engine": "ddp", **settings})
 
 
@@ -117,9 +117,17 @@ def edit(timeline: Timeline, change: Callable[[Pass | Message], Pass | Message |
     return replace(timeline, steps=tuple(steps))
 
 
-def messages_only(timeline: Timeline) -> Timeline:
-    """Leave our kernels out: the authors' printed overhead takes their place."""
-    return edit(timeline, lambda event: None if isinstance(event, Pass) else event)
+def without_ours(timeline: Timeline, *, codec: bool = False) -> Timeline:
+    """Leave our kernels out, where the authors' overhead takes their place; with ``codec``, all but the codec's.
+
+    Megatron has neither FSDP2's copies nor our guard.
+    """
+    return edit(
+        timeline,
+        lambda event: (
+            event if isinstance(event, Message) or (codec and event.kernel.startswith("thinwire.ops.")) else None
+        ),
+    )
 
 
 def nominal(costs: Costs, stretches: Iterable[Stretch]) -> float:
@@ -152,7 +160,7 @@ PUBLISHED = Published.read()
 def radius(row: Row, cluster: Cluster) -> float:
     def step(method: str) -> tuple[float, float]:
         """Return the seconds of a step and of its messages."""
-        timeline = messages_only(record("GPT-2.0B", method, 16, 4, bucket_cap_mb=ONE_BUCKET))
+        timeline = without_ours(record("GPT-2.0B", method, 16, 4, bucket_cap_mb=ONE_BUCKET))
         prediction = play(timeline, profile("GPT-2.0B"), cluster, sequences=8)
         return prediction.seconds, prediction.busy["network"]
 
@@ -177,7 +185,7 @@ def scape(row: Row, cluster: Cluster) -> float:
 
     def step(gpus: int) -> float:
         settings = {"units": "model", "gather_dtype": torch.bfloat16} if sharded else {"bucket_cap_mb": ONE_BUCKET}
-        timeline = record(name, "dense", gpus, 1, **settings)
+        timeline = without_ours(record(name, "dense", gpus, 1, **settings))
         return play(timeline, profile(name), cluster, sequences=1024 / gpus).seconds
 
     if "efficiency" in row["quantity"]:
@@ -229,9 +237,14 @@ def sdp4bit(row: Row, cluster: Cluster) -> float:
 
     def shared(event: Pass | Message) -> Pass | Message:
         event = replace(event, nbytes=event.nbytes / split)
-        return replace(event, group=replace(event.group, beside=split)) if isinstance(event, Message) else event
+        return (
+            replace(event, group=replace(event.group, beside=event.group.beside * split))
+            if isinstance(event, Message)
+            else event
+        )
 
-    timeline = replace(edit(timeline, shared), optimizer_bytes=timeline.optimizer_bytes / split)
+    timeline = edit(without_ours(timeline, codec=True), shared)
+    timeline = replace(timeline, optimizer_bytes=timeline.optimizer_bytes / split)
     costs = Costs(cluster)
     if row["quantity"] == "gradient communication time":
         return 1e3 * nominal(costs, timeline.steps[0].gradients)

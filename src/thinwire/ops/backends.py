@@ -36,8 +36,8 @@ def cpu_kernels() -> str:
 
 Report = Callable[[str, float], object]
 """(an operation's family and name, bytes that it reads and writes)"""
-Touched = Mapping[str, Callable[..., Any]]
-"""For operations of a family: (its arguments) -> tensors, each as often as it is read or written, or bytes."""
+Touched = Mapping[str, Callable[..., float]]
+"""By operation of a family: (its arguments) -> bytes that it reads and writes."""
 
 launches: ContextVar[Report | None] = ContextVar("launches", default=None)
 """Told of every operation on tensors without storage, where set."""
@@ -53,13 +53,15 @@ host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code",
 """The module that runs on tensors without storage, by family; without one nothing runs. Set by tests alone."""
 
 
-def nbytes_of(touched: Any) -> float:
-    """Add up the bytes of the tensors in ``touched``, nested as they may be, and plain numbers of bytes."""
-    if isinstance(touched, Tensor):
-        return touched.numel() * touched.element_size()
-    if isinstance(touched, list | tuple):
-        return sum(map(nbytes_of, touched))
-    return 0.0
+def nbytes_of(*touched: Any) -> float:
+    """Add up the bytes of the tensors in ``touched``, nested as they may be, each as often as it is there."""
+    total = 0.0
+    for value in touched:
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            total += nbytes_of(*value)
+    return total
 
 
 class _Nothing(ModuleType):
@@ -70,11 +72,11 @@ class _Nothing(ModuleType):
         self._touched = touched
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        touched = self._touched.get(name, lambda *args: args)
+        touched = self._touched.get(name, nbytes_of)
 
         def tell(*args: object) -> None:
             if (report := launches.get()) is not None:
-                report(f"{self.__name__}.{name}", nbytes_of(touched(*args)))
+                report(f"{self.__name__}.{name}", touched(*args))
 
         return tell
 

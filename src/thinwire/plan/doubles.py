@@ -107,13 +107,13 @@ def touched_by(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Count the bytes that a torch operation reads and writes."""
     name = function.overloadpacket.__name__
     if name in _PICKS:
-        return nbytes_of([args[1:], result, result])
+        return nbytes_of(args[1:], result, result)
     if name in _PUTS:
-        return nbytes_of([args[1:], args[-1]])
+        return nbytes_of(args[1:], args[-1])
     written = [value for index, key in _written(function) for value in [kwargs.get(key)
                if index >= len(args) else args[index]]]  # fmt: skip
     read = [args[1:] if name in _FILLS else args, [v for k, v in kwargs.items() if k != "out"]]
-    return nbytes_of([read, written, [] if written else result])
+    return nbytes_of(read, written, () if written else result)
 
 
 @functools.cache

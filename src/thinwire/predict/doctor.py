@@ -1,4 +1,4 @@
-"""What the doctor makes of its measurements: a cluster's constants, and what bounds a job and would help it."""
+"""Turns the measurements of the doctor into a cluster's constants, and what bounds a job and would help it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ASSUMED = Line(Constant(5e-5, "assumed", 0.1, 10), Constant(1.25e9, "assumed", 0
 SHOWS = 1.05
 """A dense step by a step that sends nothing, above which it says what the network carries beside training."""
 LEAST, MOST = 0.5, 1.5
-"""Of the rate that the collectives have alone, what they may have beside training."""
+"""Share of the rate that collectives have alone which they may have beside training."""
 BUSY = 0.9
-"""Of a step without exchange, beyond which a host that gives work to the device is what the device waits for."""
+"""Share of a step without exchange beyond which a host that gives work to the device is what the device waits for."""
 NAMES = {"network": "the network", "computing": "computing", "host": "the host", "input": "loading data"}
 REMEDIES = {
     "network": "fewer exchanges (--accumulate) or a faster link",

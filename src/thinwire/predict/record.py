@@ -100,7 +100,7 @@ class GuardedStage(Stage):
 
 
 class Recording(NamedTuple):
-    """What was recorded.
+    """A recorded steady state.
 
     Attributes:
         method_peak: bytes that the method needs at its peak, beside the engine's.
@@ -114,7 +114,7 @@ class Recording(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an engine does around the method's exchange.
+    """The work of an engine around the method's exchange.
 
     Attributes:
         per_node: ranks on a node of the job. guards: the groups on which ranks agree whether a step counts.

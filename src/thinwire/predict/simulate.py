@@ -27,7 +27,7 @@ from thinwire.predict.timeline import Timeline
 DENSE, SILENT = "dense", "none"
 ENGINES = ("ddp", "fsdp2", "hsdp")
 WORTH = 1.05
-"""How many times as fast as dense a method must be to be worth a change of the mathematics."""
+"""Speed, beside dense, that a method must have to be worth a change of the mathematics."""
 
 
 @dataclass(frozen=True)

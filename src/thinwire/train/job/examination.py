@@ -40,7 +40,7 @@ NOT_ACROSS = "one node cannot know what its NICs carry: the rate and latency bet
 
 
 class Examination:
-    """One examination of a run of ``config``, of ``seconds`` in all from ``began`` on.
+    """Examines a run of ``config``, of ``seconds`` in all from ``began`` on.
 
     ``methods``: the candidates, dense first. ``out``: file for the cluster. ``command``: of a run, up to its method.
     """
