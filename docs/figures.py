@@ -7,7 +7,8 @@
 
 docs/data/settings.csv has one row per set of runs that can be compared with each other: what ran, when, at which
 commit, and the command. speed.csv and loss.csv have one row per method and setting, losses.csv one per evaluation.
-regimes.jsonl has one line per run of benchmarks/loss/regimes.py. A block in a page begins with
+regimes.jsonl has one line per run of benchmarks/loss/regimes.py. published.csv has numbers that others have published,
+predicted.csv what benchmarks/predict/published.py predicts of them. A block in a page begins with
 ``<!-- generated: NAME -->`` and ends with ``<!-- end -->``; ``BLOCKS`` says what stands between.
 """
 
@@ -393,6 +394,19 @@ def to_denses_loss() -> str:
     return "\n".join(lines)
 
 
+def papers(paper: str) -> str:
+    """What the experiments of ``benchmarks/papers`` gave for one paper: the reports in docs/data/papers."""
+    reports = sorted(
+        (DATA / "papers").glob(f"{paper}-*.md"), key=lambda path: (path.stem != f"{paper}-headline", path.stem)
+    )
+    sections = []
+    for report in reports:
+        title, _, body = report.read_text().partition("\n")
+        _, _, title = title.partition(", ")
+        sections.append(f"### {title[0].upper()}{title[1:]}\n{body.rstrip()}")
+    return "\n\n".join(sections)
+
+
 def errors_by_source(kind: str) -> dict[str, list[float]]:
     """The errors of benchmarks/predict/published.py in class ``kind``, by source, without the rows of the fit."""
     found: dict[str, list[float]] = {}
@@ -463,6 +477,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "runs": runs,
     "differences": differing,
     "to-denses-loss": to_denses_loss,
+    "papers": papers,
     "published": published,
     "published-rows": published_rows,
     "unexplained": unexplained,

@@ -87,7 +87,7 @@ def meta(**shape: int) -> Net:
 
 
 def test_only_what_an_engine_carries():
-    with pytest.raises(thinwire.ThinwireError, match="runs on ddp only"):
+    with pytest.raises(thinwire.ThinwireError, match="runs on ddp, hsdp only"):
         timeline_of(meta(), "local-steps", engine="fsdp2", nodes=2, per_node=2)
     with pytest.raises(thinwire.ThinwireError, match="what HSDP does anyway"):
         timeline_of(meta(), "int8", engine="hsdp", nodes=2, per_node=2, two_level=True)

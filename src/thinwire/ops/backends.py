@@ -36,11 +36,15 @@ def cpu_kernels() -> str:
 
 Report = Callable[[str, float], object]
 """(an operation's family and name, bytes that it reads and writes)"""
-Touched = Mapping[str, Callable[..., Any]]
-"""For operations of a family: (its arguments) -> tensors, each as often as it is read or written, or bytes."""
+Touched = Mapping[str, Callable[..., float]]
+"""By operation of a family: (its arguments) -> bytes that it reads and writes."""
 
 launches: ContextVar[Report | None] = ContextVar("launches", default=None)
 """Told of every operation on tensors without storage, where set."""
+
+timer: ContextVar[Callable[[str, Callable[[], Any], Callable[[], float]], Any] | None]
+timer = ContextVar("timer", default=None)
+"""Runs every operation on tensors with storage, where set: (its name, itself, the count of its bytes) -> its result."""
 
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile all variants of a launched kernel, for any memory: on a GPU, before the first step."""
@@ -49,13 +53,15 @@ host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code",
 """The module that runs on tensors without storage, by family; without one nothing runs. Set by tests alone."""
 
 
-def nbytes_of(touched: Any) -> float:
-    """Add up the bytes of the tensors in ``touched``, nested as they may be, and plain numbers of bytes."""
-    if isinstance(touched, Tensor):
-        return touched.numel() * touched.element_size()
-    if isinstance(touched, list | tuple):
-        return sum(map(nbytes_of, touched))
-    return 0.0
+def nbytes_of(*touched: Any) -> float:
+    """Add up the bytes of the tensors in ``touched``, nested as they may be, each as often as it is there."""
+    total = 0.0
+    for value in touched:
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            total += nbytes_of(*value)
+    return total
 
 
 class _Nothing(ModuleType):
@@ -66,13 +72,26 @@ class _Nothing(ModuleType):
         self._touched = touched
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        touched = self._touched.get(name, lambda *args: args)
+        touched = self._touched.get(name, nbytes_of)
 
         def tell(*args: object) -> None:
             if (report := launches.get()) is not None:
-                report(f"{self.__name__}.{name}", nbytes_of(touched(*args)))
+                report(f"{self.__name__}.{name}", touched(*args))
 
         return tell
+
+
+class _Timed(ModuleType):
+    """Hands the operations of a module to ``timer``."""
+
+    def __init__(self, family: str, module: ModuleType, touched: Touched) -> None:
+        super().__init__(family)
+        self._module, self._touched = module, touched
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation, touched, run = getattr(self._module, name), self._touched.get(name, lambda *args: args), timer.get()
+        assert run is not None
+        return lambda *args: run(f"{self.__name__}.{name}", lambda: operation(*args), lambda: nbytes_of(touched(*args)))
 
 
 def backend(family: str, cpu: str = "cpu", touched: Touched = MappingProxyType({})) -> Callable[[Tensor], ModuleType]:
@@ -87,6 +106,10 @@ def backend(family: str, cpu: str = "cpu", touched: Touched = MappingProxyType({
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
             return (host_code.get() or {}).get(family, nothing)
+        module = for_device(tensor)
+        return module if timer.get() is None else _Timed(family, module, touched)
+
+    def for_device(tensor: Tensor) -> ModuleType:
         if tensor.device.type == "cpu":
             return _load(family, cpu, "numba")
         if tensor.device.type == "cuda":

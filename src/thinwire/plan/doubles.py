@@ -75,16 +75,15 @@ class LaunchWatch(Watch):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        if not _is_free(function):
+        if not is_free(function):
             without_storage = (isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((result, args)))
             if any(without_storage):
-                name = function.overloadpacket.__name__
-                self.launched(f"aten.{name}", _touched(function, name, args, kwargs or {}, result))
+                self.launched(name_of(function), touched_by(function, args, kwargs or {}, result))
         return result
 
 
 @functools.cache
-def _is_free(function: Any) -> bool:
+def is_free(function: Any) -> bool:
     """Tell whether a torch operation launches no kernel: it makes memory, or another view of it."""
     schema = function._schema
     views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
@@ -99,16 +98,22 @@ _PUTS = frozenset({"index_put_", "scatter_", "index_copy_", "index_fill_", "mask
 """Operations that write as many values of their first argument as the last one has."""
 
 
-def _touched(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
+def name_of(function: Any) -> str:
+    """Name a torch operation as a kernel: "aten.add_"."""
+    return f"aten.{function.overloadpacket.__name__}"
+
+
+def touched_by(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Count the bytes that a torch operation reads and writes."""
+    name = function.overloadpacket.__name__
     if name in _PICKS:
-        return nbytes_of([args[1:], result, result])
+        return nbytes_of(args[1:], result, result)
     if name in _PUTS:
-        return nbytes_of([args[1:], args[-1]])
+        return nbytes_of(args[1:], args[-1])
     written = [value for index, key in _written(function) for value in [kwargs.get(key)
                if index >= len(args) else args[index]]]  # fmt: skip
     read = [args[1:] if name in _FILLS else args, [v for k, v in kwargs.items() if k != "out"]]
-    return nbytes_of([read, written, [] if written else result])
+    return nbytes_of(read, written, () if written else result)
 
 
 @functools.cache

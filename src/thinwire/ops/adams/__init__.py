@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.ops.backends import backend
+from thinwire.ops.backends import backend, nbytes_of
 
 __all__ = ["adams"]
 
-_backend = backend("thinwire.ops.adams")
+_backend = backend(
+    "thinwire.ops.adams",
+    touched={"adams": lambda weight, moment, *others: nbytes_of(weight, weight, moment, moment, *others)},
+)
 
 
 def adams(
