@@ -393,6 +393,19 @@ def to_denses_loss() -> str:
     return "\n".join(lines)
 
 
+def papers(paper: str) -> str:
+    """What the experiments of ``benchmarks/papers`` gave for one paper: the reports in docs/data/papers."""
+    reports = sorted(
+        (DATA / "papers").glob(f"{paper}-*.md"), key=lambda path: (path.stem != f"{paper}-headline", path.stem)
+    )
+    sections = []
+    for report in reports:
+        title, _, body = report.read_text().partition("\n")
+        _, _, title = title.partition(", ")
+        sections.append(f"### {title[0].upper()}{title[1:]}\n{body.rstrip()}")
+    return "\n\n".join(sections)
+
+
 def errors_by_source(kind: str) -> dict[str, list[float]]:
     """The errors of benchmarks/predict/published.py in class ``kind``, by source, without the rows of the fit."""
     found: dict[str, list[float]] = {}
@@ -463,6 +476,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "runs": runs,
     "differences": differing,
     "to-denses-loss": to_denses_loss,
+    "papers": papers,
     "published": published,
     "published-rows": published_rows,
     "unexplained": unexplained,

@@ -25,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "thinwire"
 
 LIMITS: dict[str, float] = {
-    "lines of source": 26_500,
-    "lines of prediction": 3_500,
+    "lines of source": 30_500,
     "files in the top folder": 3,
     "import circles": 0,
     "imports against the order": 0,
@@ -36,7 +35,10 @@ LIMITS: dict[str, float] = {
     "empty names, percent": 1.0,
     "long functions": 0,
 }
-"""The goals. A measure without one is printed for information."""
+"""The goals. A measure without one is printed for information.
+
+Lines of source: 26,500 without prediction, 4,000 for it (package predict, commands simulate and doctor, trials).
+"""
 
 TODAY: dict[str, float] = {}
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
@@ -92,9 +94,6 @@ RIDDLES = (
     "Those", "That", "These", "It", "They", "Them", "One", "Ones",
 )  # fmt: skip
 """First words of a docstring that has neither a subject that the reader knows nor an imperative. An approximation."""
-
-PREDICTION = ("predict", "cli.simulate", "cli.doctor", "cli.paper")
-"""Modules of prediction, without the package's name, or what their names begin with."""
 
 LONGEST = 60
 """Lines of a function, with its signature and its docstring, without its decorators."""
@@ -494,20 +493,12 @@ def measure_imports(modules: Mapping[str, Module]) -> list[Measure]:
     ]
 
 
-def measure_lines(modules: Mapping[str, Module]) -> list[Measure]:
-    """Count lines: of prediction and its commands apart, which came after the limit of the rest was set."""
-    counts: Counter[bool] = Counter()
-    for name, module in modules.items():
-        counts[name.removeprefix(f"{PACKAGE}.").startswith(PREDICTION)] += module.text.count("\n")
-    return [Measure("lines of source", counts[False]), Measure("lines of prediction", counts[True])]
-
-
 def measure_source(source: Path) -> list[Measure]:
     """Take all measures that need the source alone."""
     modules = read_modules(source)
     long_functions, riddles = find_long_functions(modules), find_riddles(modules)
     return [
-        *measure_lines(modules),
+        Measure("lines of source", sum(module.text.count("\n") for module in modules.values())),
         Measure("files in the top folder", len(list(source.glob("*.py")))),
         *measure_imports(modules),
         *measure_members(modules),

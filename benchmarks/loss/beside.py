@@ -41,8 +41,11 @@ def main() -> None:
             trained = virtual.train(config, text, batched=True)
             sequences = regimes.batches(held_out.spread(regimes.EVALUATED), 16)
             valid = virtual.evaluate(trained.ranks[0].replica.model, sequences)
-            print(f"{method}, {args.model}, {args.text}, lr {args.lr:g}, clip {clip:g}: {trained.losses[STEP]:.3f} in "
-                  f"step {STEP}, {trained.losses[-1]:.3f} in the last; held out {valid:.3f}", flush=True)
+            print(
+                f"{method}, {args.model}, {args.text}, lr {args.lr:g}, clip {clip:g}: {trained.losses[STEP]:.3f} in "
+                f"step {STEP}, {trained.losses[-1]:.3f} in the last; held out {valid:.3f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -42,13 +42,9 @@ METHODS = {
     "top-k d=0.05, error feedback": "topk(feedback='gradient',density=0.05,smallest={small})",
     "top-k d=0.01, error feedback": "topk(feedback='gradient',density=0.01,smallest={small})",
     "top-k d=0.4 from 15%, error feedback": "topk(feedback='gradient',density=0.4,start=0.15,smallest={small})",
-    "top-k d=0.4 from 15%, no feedback": (
-        "topk(density=0.4,start=0.15,feedback=None,smallest={small})"
-    ),
+    "top-k d=0.4 from 15%, no feedback": ("topk(density=0.4,start=0.15,feedback=None,smallest={small})"),
     "top-k d=0.01 from 15%, error feedback": "topk(feedback='gradient',density=0.01,start=0.15,smallest={small})",
-    "top-k d=0.01 from 15%, no feedback": (
-        "topk(density=0.01,start=0.15,feedback=None,smallest={small})"
-    ),
+    "top-k d=0.01 from 15%, no feedback": ("topk(density=0.01,start=0.15,feedback=None,smallest={small})"),
     "ZeRO++ (8-bit weights)": "zeropp(smallest={small})",
     "ZeRO++ as the paper compares it (4-bit weights)": (
         "sdp4bit(weights='plain',weight_bits=4,intra_bits=4,hadamard=False,send='*')"

@@ -373,9 +373,7 @@ class Rank:
         alone = self.method.card.alone(self.road.step)
         comms = [comm for comm in self.guard.comms if comm is not self.stage.exchange.comm] if alone else None
         finite, _ = self.guard.agree(norm.device, comms=comms)
-        step = Step(
-            self.road.step, (self.replica.optimizer,), self.replica.weights, self.replica.factor, self._agree
-        )
+        step = Step(self.road.step, (self.replica.optimizer,), self.replica.weights, self.replica.factor, self._agree)
         if finite:
             self._commit()
             self.method.before_step(step)

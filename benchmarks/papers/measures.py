@@ -82,26 +82,41 @@ def trained(
     A run: "valid" (nats per byte; None: it diverged), "curve" (step, validation loss), "train", "tasks", "bytes",
     "dense_bytes", "facts". Runs that are in ``settings.out`` already are not repeated.
     """  # fmt: skip
-    file, folder = settings.out / "runs.jsonl", corpora(settings)
-    runs: dict[str, list[Run]] = {}
-    for label, method in methods.items():
-        for seed in range(settings.seeds):
-            job = regimes.Job("scratch", text, model, ranks, method, lr, seed, settings.length(steps))
-            known = [run for run in read(file) if run["job"] == job.key and run["corpora"] == folder.name]
-            if not known:
-                print(f"training {label}, seed {seed} ...", file=sys.stderr, flush=True)
-                known = [{"job": job.key, "corpora": folder.name, **trained_once(job, folder)}]
-                regimes.append(file, known[0])
-            runs.setdefault(label, []).append(known[0])
-    return runs
+    return {
+        label: [
+            remembered(
+                settings,
+                regimes.Job("scratch", text, model, ranks, method, lr, seed, settings.length(steps)),
+                trained_once,
+            )
+            for seed in range(settings.seeds)
+        ]
+        for label, method in methods.items()
+    }
+
+
+def remembered(
+    settings: Settings, job: regimes.Job, make: Callable[[regimes.Job, Path], Run], file: str = "runs.jsonl"
+) -> Run:
+    """Return the run of ``job`` from ``file`` in ``settings.out``; ``make(job, folder of the texts)`` if it is new."""
+    folder = corpora(settings)
+    for run in read(settings.out / file):
+        if run["job"] == job.key and run["corpora"] == folder.name:
+            return run
+    print(f"training {job.method} ({job.model}), seed {job.seed} ...", file=sys.stderr, flush=True)
+    run = {"job": job.key, "corpora": folder.name, **make(job, folder)}
+    regimes.append(settings.out / file, run)
+    return run
 
 
 def read(file: Path) -> list[Run]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def trained_once(job: regimes.Job, folder: Path, look: Look | None = None) -> Run:
-    """Train on virtual ranks; ``look`` is called behind every step of rank 0."""
+def trained_once(
+    job: regimes.Job, folder: Path, look: Look | None = None, start: dict[str, torch.Tensor] | None = None
+) -> Run:
+    """Train on virtual ranks, from the weights ``start``; ``look`` is called behind every step of rank 0."""
     torch.set_num_threads(1)
     config, evaluated = job.config(), min(regimes.EVALUATED, 8 * job.steps)
     texts = (job.text, *(name for name in regimes.TEXTS if name != job.text))
@@ -110,7 +125,7 @@ def trained_once(job: regimes.Job, folder: Path, look: Look | None = None) -> Ru
         for name in (regimes.TEXTS[job.text][0], *(regimes.TEXTS[text][1] for text in texts))
     )
     with watched(look):
-        end = virtual.train(config, train, valid[0], batched=True, sequences=evaluated // 4)
+        end = virtual.train(config, train, valid[0], batched=True, sequences=evaluated // 4, start=start)
     first = end.ranks[0]
     held_out = batches(valid[0].spread(evaluated), 16)
     last = end.losses[-max(len(end.losses) // 10, 1) :]

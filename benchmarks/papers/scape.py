@@ -59,7 +59,7 @@ def pretraining(settings: Settings, model: str, betas: str) -> dict[str, list[di
     return trained(settings, methods, STEPS, model=model)
 
 
-def loss_table(settings: Settings, source: str, theirs: str, model: str, betas: str) -> Result:
+def loss_table(settings: Settings, source: str, replaced: str, model: str, betas: str) -> Result:
     """Return the result of a table of losses, without its claims."""
     from measures import curve, loss, share
 
@@ -67,22 +67,24 @@ def loss_table(settings: Settings, source: str, theirs: str, model: str, betas: 
     rows = [
         {
             "run": label,
-            "valid loss": loss(of),
-            "above AdamS": loss(of) - loss(runs["AdamS"]),
+            "valid loss": loss(seeds),
+            "above AdamS": loss(seeds) - loss(runs["AdamS"]),
             "valid loss (paper)": FIGURES.get(source, label, "valid loss"),
-            "bytes over dense": share(of),
+            "bytes over dense": share(seeds),
             "days (paper)": FIGURES.get(source, label, "days"),
         }
-        for label, of in runs.items()
+        for label, seeds in runs.items()
     ]
     return Result(
         rows,
         [
-            f"{SMALL.format(theirs)}. Losses are by byte; betas as in the paper ({betas}), one learning rate for all.",
+            f"{SMALL.format(replaced)}. Losses are by byte; betas are the paper's ({betas}); one learning rate.",
             "The density falls from 1 in the first tenth, whose bytes are counted. Figures that the paper's text does "
             "not print are left out. Days are not measured here (figure-10 measures steps).",
         ],
-        panels=[curves({label: curve(of) for label, of in runs.items()}, "step", "validation loss, nats per byte")],
+        panels=[
+            curves({label: curve(seeds) for label, seeds in runs.items()}, "step", "validation loss, nats per byte")
+        ],
     )
 
 
@@ -120,12 +122,12 @@ def gpt(settings: Settings) -> Result:
     return result
 
 
-def task_table(settings: Settings, source: str, theirs: str, model: str, betas: str) -> Result:
+def task_table(settings: Settings, source: str, replaced: str, model: str, betas: str) -> Result:
     """Return the result of a table of zero-shot tasks."""
     from measures import task_scores
 
     runs = pretraining(settings, model, betas)
-    scores = {label: task_scores(of) for label, of in runs.items()}
+    scores = {label: task_scores(seeds) for label, seeds in runs.items()}
     tasks = list(scores["AdamW"])
     rows: list[dict[str, Any]] = [
         {
@@ -139,22 +141,23 @@ def task_table(settings: Settings, source: str, theirs: str, model: str, betas: 
     for reference in ("AdamW", "AdamS"):
         above = {label: sum(scores[label][t] > scores[reference][t] for t in tasks) / len(tasks) for label in METHODS}
         printed = {label: FIGURES.get(source, label, f"above {reference}") for label in METHODS}
-        theirs_share = {label: count and count / 16 for label, count in printed.items()}
+        printed_share = {label: count and count / 16 for label, count in printed.items()}
         rows.append(
             {"task": f"share of tasks above {reference}", **dict.fromkeys(runs), **above}
-            | {f"{label} (paper)": theirs_share[label] for label in METHODS}
+            | {f"{label} (paper)": printed_share[label] for label in METHODS}
         )
         claims += [
             Claim(
-                f"{label} is above {reference} on {of:.2f} of the tasks; here on {above[label]:.2f}", above[label] >= of
+                f"{label} is above {reference} on {most:.2f} of the tasks; here on {above[label]:.2f}",
+                above[label] >= most,
             )
-            for label, of in theirs_share.items()
-            if of is not None
+            for label, most in printed_share.items()
+            if most is not None
         ]
     return Result(
         rows,
         [
-            f"{SMALL.format(theirs)}. In place of 16 tasks of lm-evaluation-harness, which models of this size do by "
+            f"{SMALL.format(replaced)}. In place of 16 tasks of lm-evaluation-harness, which models of this size do by "
             "chance: the next byte, the last letter of words (as LAMBADA) and the right ending of four (as "
             "HellaSwag), on held-out text of the corpus and on another text. The paper's accuracies are not in its "
             "text, only these counts.",
@@ -347,7 +350,7 @@ def efficiency(settings: Settings) -> Result:
 
     counts: Sequence[int] = (FEW, MANY) if settings.dry else (4, 8, 16, 32, 64)
     rows, lines = [], {}
-    for model, preset in MODELS.items():
+    for model, preset in list(MODELS.items())[: 1 if settings.dry else None]:
         computing, exchange = constants(model)
         dense_ring = 2 * 4 * values_of(preset)
         for label, method in {"AdamS": "dense", **METHODS}.items():
@@ -389,7 +392,7 @@ def memory(settings: Settings) -> Result:
     from measures import held_mib, values_of
 
     rows = []
-    for suffix, engine in (("", "ddp"), (", sharded", "fsdp2")):
+    for suffix, engine in (("", "ddp"), (", sharded", "fsdp2"))[: 1 if settings.dry else None]:
         kept, offloaded = (
             held_mib("llama-1.8b", f"scape:paper-d0.1({knob})", engine, FEW) for knob in ("", "offload=True")
         )

@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from thinwire.predict.cluster import Cluster, Constant, Kernel, cluster_names, read_cluster
 from thinwire.predict.layouts import timeline_of
-from thinwire.predict.play import Costs, Prediction, play
+from thinwire.predict.play import Costs, play
 from thinwire.predict.profile import ModelProfile, profile_of
 from thinwire.predict.timeline import Group, Message, Pass, Stretch, Timeline
 from thinwire.train.model.decoder import Block, Decoder
@@ -86,15 +87,15 @@ def profile(name: str, recomputed: float = 0.0) -> ModelProfile:
 
 @functools.cache
 def record(name: str, method: str, nodes: int, per_node: int, *, units: str = "", **settings) -> Timeline:
-    """Record ``method`` on DDP, or on FSDP2 with sharded ``units``: the whole "model", its "blocks", its "layers"."""
+    """Record ``method`` on DDP, or on FSDP2 with the sharded ``units``: "model", "blocks" or "layers"."""
     model = model_of(name)
-    wraps: dict[str, Callable[[nn.Module], bool]] = {
-        "model": lambda module: False,
-        "blocks": lambda module: isinstance(module, Block),
-        "layers": lambda module: isinstance(module, Block | nn.Embedding) or module is model.head,
+    wraps: dict[str, Callable[[str, nn.Module], bool]] = {
+        "model": lambda name, module: False,
+        "blocks": lambda name, module: isinstance(module, Block),
+        "layers": lambda name, module: isinstance(module, Block | nn.Embedding) or module is model.head,
     }
     if units:
-        settings |= {"engine": "fsdp2", "wrap": wraps[units]}
+        settings |= {"engine": "fsdp2", "wrap": wraps[units], "reshard": units != "model"}
     return timeline_of(model, method, nodes=nodes, per_node=per_node, **{"engine": "ddp", **settings})
 
 
@@ -116,9 +117,17 @@ def edit(timeline: Timeline, change: Callable[[Pass | Message], Pass | Message |
     return replace(timeline, steps=tuple(steps))
 
 
-def messages_only(timeline: Timeline) -> Timeline:
-    """Leave our kernels out: the authors' printed overhead takes their place."""
-    return edit(timeline, lambda event: None if isinstance(event, Pass) else event)
+def without_ours(timeline: Timeline, *, codec: bool = False) -> Timeline:
+    """Leave our kernels out, where the authors' overhead takes their place; with ``codec``, all but the codec's.
+
+    Megatron has neither FSDP2's copies nor our guard.
+    """
+    return edit(
+        timeline,
+        lambda event: (
+            event if isinstance(event, Message) or (codec and event.kernel.startswith("thinwire.ops.")) else None
+        ),
+    )
 
 
 def nominal(costs: Costs, stretches: Iterable[Stretch]) -> float:
@@ -149,21 +158,26 @@ PUBLISHED = Published.read()
 
 
 def radius(row: Row, cluster: Cluster) -> float:
-    def step(method: str) -> Prediction:
-        timeline = record("GPT-2.0B", method, 16, 4, bucket_cap_mb=ONE_BUCKET)
-        return play(messages_only(timeline), profile("GPT-2.0B"), cluster, sequences=8)
+    def step(method: str) -> tuple[float, float]:
+        """Return the seconds of a step and of its messages."""
+        timeline = without_ours(record("GPT-2.0B", method, 16, 4, bucket_cap_mb=ONE_BUCKET))
+        prediction = play(timeline, profile("GPT-2.0B"), cluster, sequences=8)
+        return prediction.seconds, prediction.busy["network"]
 
-    methods = {"d=0.9": "radius:paper-d0.5(density=0.9)", "d=0.5": "radius:paper-d0.5", "d=0.1": "radius:paper-d0.1"}
-    methods |= {"powersgd": "powersgd:paper(rank=128)", "dense": "dense"}
-    key = next(key for key in methods if key in row["scheme"])
-    overhead = {"dense": "radius-03", "powersgd": "radius-06", "d=0.1": "radius-12"}.get(key, "radius-09")
-    prediction = step(methods[key])
+    scheme = row["scheme"]
+    if "powersgd" in scheme:  # a dry run of rank 128 takes minutes; bytes and seconds are linear in the rank
+        four, eight = (np.array(step(f"powersgd:paper(rank={rank})")) for rank in (4, 8))
+        seconds, messages = four + (128 - 4) / 4 * (eight - four)
+    else:
+        density = scheme.partition("d=")[2].partition(",")[0]
+        seconds, messages = step(f"radius:paper(density={density})" if density else "dense")
     if row["quantity"] == "all-reduce time":
-        return 1e3 * prediction.busy["network"]
-    seconds = prediction.seconds + PUBLISHED.value(overhead) / 1e3
+        return 1e3 * messages
+    overhead = {"dense": "radius-03", "powersgd(rank=128)": "radius-06", "radius(d=0.1,T=200)": "radius-12"}
+    seconds += PUBLISHED.value(overhead.get(scheme, "radius-09")) / 1e3
     if row["quantity"] == "step time":
         return 1e3 * seconds
-    return (60e3 * step("dense").seconds + 240e3 * seconds) / 86400
+    return (60e3 * step("dense")[0] + 240e3 * seconds) / 86400
 
 
 def scape(row: Row, cluster: Cluster) -> float:
@@ -171,7 +185,7 @@ def scape(row: Row, cluster: Cluster) -> float:
 
     def step(gpus: int) -> float:
         settings = {"units": "model", "gather_dtype": torch.bfloat16} if sharded else {"bucket_cap_mb": ONE_BUCKET}
-        timeline = record(name, "dense", gpus, 1, **settings)
+        timeline = without_ours(record(name, "dense", gpus, 1, **settings))
         return play(timeline, profile(name), cluster, sequences=1024 / gpus).seconds
 
     if "efficiency" in row["quantity"]:
@@ -223,9 +237,14 @@ def sdp4bit(row: Row, cluster: Cluster) -> float:
 
     def shared(event: Pass | Message) -> Pass | Message:
         event = replace(event, nbytes=event.nbytes / split)
-        return replace(event, group=replace(event.group, beside=split)) if isinstance(event, Message) else event
+        return (
+            replace(event, group=replace(event.group, beside=event.group.beside * split))
+            if isinstance(event, Message)
+            else event
+        )
 
-    timeline = replace(edit(timeline, shared), optimizer_bytes=timeline.optimizer_bytes / split)
+    timeline = edit(without_ours(timeline, codec=True), shared)
+    timeline = replace(timeline, optimizer_bytes=timeline.optimizer_bytes / split)
     costs = Costs(cluster)
     if row["quantity"] == "gradient communication time":
         return 1e3 * nominal(costs, timeline.steps[0].gradients)

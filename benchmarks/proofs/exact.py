@@ -68,7 +68,7 @@ def words_of(name: str, engine: str) -> list[str]:
 
 
 def through_train(name: str, engine: str, box: Path, at: tuple[int, int]) -> str:
-    """"exact", or what went wrong. ``at``: step and micro-batch before which all ranks are killed."""
+    """ "exact", or what went wrong. ``at``: step and micro-batch before which all ranks are killed."""
 
     def dies(rank: int, step: int, micro: int) -> None:
         if (step, micro) == at:

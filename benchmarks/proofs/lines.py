@@ -1,6 +1,6 @@
 """Lines of code of the package at two commits, file by file: no comments, no docstrings, no blank lines.
 
-    python benchmarks/proofs/lines.py 37bf156 2e22edc
+python benchmarks/proofs/lines.py 37bf156 2e22edc
 """
 
 from __future__ import annotations

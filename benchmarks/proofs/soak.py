@@ -156,8 +156,11 @@ def main() -> None:
         bad |= bool(found)
         print(f"{case}, {count}: {'; '.join(found) or 'flat'}")
         for number, held in enumerate(seen, 1):
-            print(f"    {number}/{len(seen)}  {held.megabytes:7.1f} MB  {held.threads} threads  {held.descriptors} "
-                  f"descriptors  {held.tensors} tensors", flush=True)
+            print(
+                f"    {number}/{len(seen)}  {held.megabytes:7.1f} MB  {held.threads} threads  {held.descriptors} "
+                f"descriptors  {held.tensors} tensors",
+                flush=True,
+            )
     sys.exit(bad)
 
 

@@ -98,10 +98,10 @@ def llama() -> list[Shapes]:
     return [*blocks, {"embed_tokens.weight": (32000, d), "norm.weight": d, "lm_head.weight": (32000, d)}]
 
 
-def preset(name: str) -> list[Shapes]:
-    """The tensors of one of ``thinwire train``'s models, with bytes as tokens."""
+def preset(name: str, vocabulary: int | None = 256) -> list[Shapes]:
+    """The tensors of one of ``thinwire train``'s models, with bytes as tokens. ``vocabulary`` None: the model's own."""
     with torch.device("meta"):
-        model = Decoder(dataclasses.replace(PRESETS[name], vocabulary=256))
+        model = Decoder(dataclasses.replace(PRESETS[name], vocabulary=vocabulary or PRESETS[name].vocabulary))
     modules: dict[str, Shapes] = {}
     for of, tensor in model.named_parameters():
         block = ".".join(of.split(".")[:2]) if of.startswith("blocks.") else "root"

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from thinwire.core.safety import Safety as Safety
     from thinwire.methods.table import *  # noqa: F403
     from thinwire.optim import AdamS as AdamS
+    from thinwire.predict.choice import Auto as Auto
     from thinwire.wire import Wire as Wire
     from thinwire.wire import compress as compress
 
 _HOME = {
     "AdamS": "optim",
+    "Auto": "predict.choice",
     "LostRank": "base.errors",
     "Method": "core.method",
     "Safety": "core.safety",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -44,7 +45,9 @@ from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import compile_kernels, largest_state
 from thinwire.plan.memory import resident_bytes
 from thinwire.plan.plan import Plan, Report
-from thinwire.saved.format import Form, Header, own_of
+from thinwire.predict.choice import Auto, Choice, Training, choose
+from thinwire.predict.forecast import predictor
+from thinwire.saved.format import Form, Header, choice_in, own_of
 from thinwire.saved.resize import move
 
 EngineClass = type[DDP] | type[FSDP2]
@@ -54,7 +57,7 @@ DEFAULT_SAFETY = Safety()
 def compress(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    method: Method | str = "dense",
+    method: Method | str | Auto = "dense",
     *,
     two_level: bool | None = None,
     intra: Method | str | None = None,
@@ -76,7 +79,8 @@ def compress(
         optimizer: any ``torch.optim.Optimizer``, or several (Muon for matrices and AdamW for the rest, say), which hold
             every parameter that requires a gradient. Several make one step together, which counts or is skipped for all
             of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
-        method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``.
+        method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``. An ``Auto``
+            tries your own step with a few, puts the weights back and takes the fastest.
         two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
             node; needs torchrun's LOCAL_WORLD_SIZE). The rank that sends across then keeps the method's residual, one
             per node. None: only for methods made for it (sdp4bit, zeropp).
@@ -95,15 +99,31 @@ def compress(
             (the message names the rank and what differs).
         LostRank: another rank does not come within the timeout of the process group.
     """
+    if isinstance(method, Auto):
+        options = dict(two_level=two_level, intra=intra, seed=seed, stages=stages, scaler=scaler, safety=safety)
+        return _compress_by_choice(method, model, optimizer, steps, options)
     engine_class, wrapped = _engine_class(model)
     engine_class.renew(wrapped)
     comms = [GroupComm.aside(group) for group in engine_class.process_groups(wrapped)]
     with Agreement(comms, None if stages is None else GroupComm.aside(stages)) as agreement:
         optimizers, inside = tuple(unwrapped(optimizer)), None if intra is None else resolve(intra)
-        options = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
-        wire = _join(engine_class, wrapped, options, agreement)
+        settings = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
+        wire = _join(engine_class, wrapped, settings, agreement)
     wire.attach()
     _warn_of_plan(wire)
+    return wire
+
+
+def _compress_by_choice(auto: Auto, model: nn.Module, optimizer: Any, steps: int | None, options: dict) -> Wire:
+    """Choose a method as ``auto`` says, or take the choice of the state that it resumes; ``compress()`` with it."""
+    start: Callable[[str], Wire] = functools.partial(compress, model, optimizer, steps=steps, **options)
+    if auto.resumed is None:
+        training = Training.of(_engine_class(model)[1], tuple(unwrapped(optimizer)), steps, options)
+        choice = choose(auto, training, start, predictor)
+    else:
+        choice = choice_in(auto.resumed)
+    wire = start(choice.method)
+    wire.note(choice)
     return wire
 
 
@@ -538,6 +558,14 @@ class Wire:
         """
         self.engine.weights_changed()
         self._step_loop.weight_watch.trust()
+
+    def note(self, choice: Choice) -> None:
+        """Keep in the plan and in saved states how the method was chosen."""
+        self.plan.choice, self._about = choice, replace(self._about, choice=json.dumps(asdict(choice)))
+
+    def skip_warm_up(self) -> None:
+        """Let the next step be the last before the method's steady state, to measure it: not for training."""
+        self._road.step = max(self.method.card.steady - 1, 0)
 
     def report(self) -> Report:
         """Return bytes by link (mean) and time by stage (median) per step since ``reset_stats``; ``print`` it."""

@@ -32,7 +32,7 @@ def test_a_dry_pass_writes_table_and_picture(paper, name, out, capsys):
     assert "What differs from the paper" in printed and "say nothing" in printed
     made = out / paper / name
     rows = list(csv.DictReader((made / "table.csv").open()))
-    assert len(rows) > 1 and any("paper" in column for column in rows[0]), "no figures of the paper beside ours"
+    assert rows and any("paper" in column for column in rows[0]), "no figures of the paper beside ours"
     assert (made / "table.md").read_text().startswith(f"# {frame.load(paper).title}, {name}")
     assert (made / "picture.png").read_bytes().startswith(b"\x89PNG")
 

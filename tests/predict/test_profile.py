@@ -103,6 +103,24 @@ def test_modules_called_twice_never_or_with_parameters_beside_children() -> None
     assert profile.buffer_bytes == 14
 
 
+class Experts(nn.Module):
+    """Tokens in order of their expert: a group of rows for each matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, WIDTH, HIDDEN, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.zeros(4, dtype=torch.int32, device="meta")
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+
+def test_a_token_costs_the_experts_that_it_meets() -> None:
+    x = torch.zeros(32, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    (module,) = profile_of(meta(Experts), (x,)).modules
+    assert (module.forward_flops, module.backward_flops) == (2 * WIDTH * HIDDEN, 4 * WIDTH * HIDDEN)
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,6 +32,10 @@ from thinwire.train.config import Config
 from thinwire.train.data.token_files import Options as TokenizeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks" / "papers"))
+
+from frame import Settings as PaperOptions  # noqa: E402
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -279,7 +283,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
 ENGLISH = {"sure"}
 OPTIONS: dict[str, type] = {
     "compare": Comparison, "sample": SampleOptions, "export": ExportOptions, "tokenize": TokenizeOptions,
-    "eval": EvalOptions, "simulate": SimulateOptions,
+    "eval": EvalOptions, "simulate": SimulateOptions, "paper": PaperOptions,
 }  # fmt: skip
 
 

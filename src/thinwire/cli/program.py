@@ -17,6 +17,7 @@ COMMANDS = {
         "show what a checkpoint holds and whether it is whole, or compare two",
     ),
     "compare": ("thinwire.cli.compare:compare_main", "train with several methods on an emulated network: a verdict"),
+    "doctor": ("thinwire.cli.doctor:doctor_main", "measure a job on its ranks: what bounds it, what would help"),
     "simulate": (
         "thinwire.cli.simulate:simulate_main",
         "predict step time, bytes and memory of methods on a cluster: will it help?",

@@ -40,7 +40,7 @@ _LATE = (
     "{name} was frozen when compress() was called, and has a gradient now: thaw it before, or wrap the model anew and "
     "compress() it"
 )
-_ENDED = "{what} after wire.close(): wrap the model anew, and compress() it"
+ENDED = "{what} after wire.close(): wrap the model anew, and compress() it"
 _MISSING = (
     "{name} has no gradient in this step, and DDP exchanges neither its bucket nor those behind it: use it in every "
     "step, freeze it before wrapping, or take fully_shard, which leaves parameters out"
@@ -97,7 +97,7 @@ class StepLoop:
     def enter(self, names: Sequence[str]) -> None:
         """Begin to exchange the gradients of ``names``. Collective, in the same order on all ranks."""
         if self.ended:
-            raise ThinwireError(_ENDED.format(what="gradients were exchanged"))
+            raise ThinwireError(ENDED.format(what="gradients were exchanged"))
         if self.closed:
             raise ThinwireError(
                 "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
@@ -154,7 +154,7 @@ class StepLoop:
     def begin_micro_batch(self) -> None:
         """Begin the forward and backward pass of a micro-batch."""
         if self.ended:  # only the last micro-batch exchanges, so no later check would raise for the others
-            raise ThinwireError(_ENDED.format(what="a micro-batch begins"))
+            raise ThinwireError(ENDED.format(what="a micro-batch begins"))
         self._leave()
         if self._exchanged and all_zero(self.engine.gradients(), self.engine.comms):
             self._abandon()

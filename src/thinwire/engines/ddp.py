@@ -22,7 +22,7 @@ from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
 from thinwire.core.road import Road, ScatterAndShare, Worker
-from thinwire.core.step import StepLoop
+from thinwire.core.step import ENDED, StepLoop
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
@@ -43,6 +43,10 @@ class CommHook:
     @staticmethod
     def find(model: DistributedDataParallel) -> CommHook | None:
         return next((state for _, state in model._comm_hooks if isinstance(state, CommHook)), None)
+
+
+def refuse_bucket(bucket: dist.GradBucket) -> Any:
+    raise ThinwireError(ENDED.format(what="gradients were exchanged"))
 
 
 def thinwire_hook(state, bucket):  # DDP compares annotations with the types themselves, not with their names
@@ -233,7 +237,7 @@ class DDP(Engine):
             watch.remove()
         self.worker.close()
         if (hook := CommHook.find(self.model)) is not None:
-            hook.free = True
+            hook.reduce, hook.free = refuse_bucket, True  # DDP holds it beyond Python's sight: a circle would stay
         for comm in self._own_comms:
             comm.release()
 

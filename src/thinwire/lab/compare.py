@@ -51,9 +51,9 @@ class Entry:
 
     def own_flags(self, extra: Sequence[str]) -> list[str]:
         """Return the entry's flags, with the optimizer of the method. ``extra``: the flags of all methods."""
-        from thinwire.methods import resolve
+        from thinwire.methods import AUTO, resolve
 
-        optimizer = resolve(self.method).OPTIMIZER.__name__.lower()
+        optimizer = "adamw" if self.method == AUTO else resolve(self.method).OPTIMIZER.__name__.lower()
         chosen = any(word.partition("=")[0] == "--optimizer" for word in (*extra, *self.flags))
         return [*([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
 
@@ -107,12 +107,13 @@ class Comparison(Network):
 
     def entries(self) -> dict[str, Entry]:
         """Check the settings (``ThinwireError``) and return the entries by label, the silent run first."""
-        from thinwire.methods import resolve
+        from thinwire.methods import AUTO, resolve
 
         Cluster(self.nodes, self.ranks_per_node, self.parse_link())  # checks its arguments; makes nothing yet
         entries = {entry.label: entry for entry in map(Entry.parse, [SILENT, *method_names(self.methods)])}
         for entry in entries.values():
-            resolve(entry.method)
+            if entry.method != AUTO:
+                resolve(entry.method)
         if self.steps < 1:
             raise ThinwireError(f"{self.steps} steps cannot be compared: choose 1 or more (5 for usable times)")
         if self.seeds < 1:

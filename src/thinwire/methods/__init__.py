@@ -20,6 +20,8 @@ from thinwire.methods.parts.feedback import Updates as Updates
 from thinwire.methods.parts.feedback import translate_knobs
 from thinwire.methods.table import *  # noqa: F403
 
+AUTO = "auto"
+"""``thinwire train --method auto`` and ``thinwire.Auto`` choose a method: no method has this name."""
 TABLE: tuple[type[Method], ...] = tuple(
     cls for cls in vars(table).values() if isinstance(cls, type) and issubclass(cls, Method)
 )
@@ -65,6 +67,8 @@ def resolve(method: Method | str) -> Method:
     by_name = {cls.name: cls for cls in TABLE}
     cls = by_name.get(name.strip().lower().replace("_", "-"))
     if cls is None:
+        if name.strip() == AUTO:
+            raise ThinwireError("'auto' tries steps: give compress() a thinwire.Auto(step), or name a method here")
         _refuse_removed(name.strip().lower().replace("_", "-"))
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
     preset = colons.pop(0).strip() if len(colons) % 2 else None

@@ -40,6 +40,10 @@ Report = Callable[[str, tuple[Any, ...]], object]
 launches: ContextVar[Report | None] = ContextVar("launches", default=None)
 """Told of every operation on tensors without storage, where set."""
 
+timer: ContextVar[Callable[[str, Callable[..., Any], tuple[Any, ...]], Any] | None]
+timer = ContextVar("timer", default=None)
+"""Runs every operation on tensors with storage, where set: (its name, itself, its arguments) -> its result."""
+
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile all variants of a launched kernel, for any memory: on a GPU, before the first step."""
 
@@ -58,6 +62,19 @@ class _Nothing(ModuleType):
         return tell
 
 
+class _Timed(ModuleType):
+    """Hands the operations of a module to ``timer``."""
+
+    def __init__(self, family: str, module: ModuleType) -> None:
+        super().__init__(family)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation, run = getattr(self._module, name), timer.get()
+        assert run is not None
+        return lambda *args: run(f"{self.__name__}.{name}", operation, args)
+
+
 def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
     """Make a function from a tensor to the module of ``family`` for its device; ``cpu`` names the one for CPUs."""
     nothing = _Nothing(family)
@@ -65,6 +82,10 @@ def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
             return (host_code.get() or {}).get(family, nothing)
+        module = for_device(tensor)
+        return module if timer.get() is None else _Timed(family, module)
+
+    def for_device(tensor: Tensor) -> ModuleType:
         if tensor.device.type == "cpu":
             return _load(family, cpu, "numba")
         if tensor.device.type == "cuda":

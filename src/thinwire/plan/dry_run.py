@@ -251,14 +251,14 @@ class Playback:
         self.weights = {name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()}
         doubles = {id(weight): self.weights[name] for name, weight in run.weights.items()}
         self.optimizers = tuple(optimizer_like(optimizer, doubles) for optimizer in run.optimizers)
-        self._gradients = {name: zeros_like(weight) for name, weight in self.weights.items()}
-        self._watch.lend(*self.weights.values(), *self._gradients.values())
+        self.gradients = {name: zeros_like(weight) for name, weight in self.weights.items()}
+        self._watch.lend(*self.weights.values(), *self.gradients.values())
         for optimizer in self.optimizers:
             for moments in optimizer.state.values():
                 self._watch.lend(*moments.values())
         self._road = self._double(road, run)
         self.method = self._road.last.method
-        self._buffers = [self._buffer(*pair) for pair in zip(layout.buffers, layout.dtypes, strict=True)]
+        self.buffers = [self._buffer(*pair) for pair in zip(layout.buffers, layout.dtypes, strict=True)]
         self._gathers: list[tuple[Replica, Tensor]] = []  # each with the buffer for all ranks' weights
         self.sender = EarlySender()
 
@@ -303,7 +303,7 @@ class Playback:
         """Carry all buffers over the road. Return the bytes sent by the first parameter of each buffer."""
         sent: dict[str, float] = defaultdict(float)
         self._road.step = number
-        for flat, out, pieces in self._buffers:
+        for flat, out, pieces in self.buffers:
             self.mark("gradients", [piece.name for piece in pieces])
             sent_before = sum(self.ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
@@ -320,7 +320,7 @@ class Playback:
 
         step = Step(number, self.optimizers, self.weights, torch.ones((), device=self._device), agree)
         for name, weight in self.weights.items():
-            weight.grad = self._gradients[name]
+            weight.grad = self.gradients[name]
         method.state.commit()
         method.before_step(step)
         method.after_step(step)

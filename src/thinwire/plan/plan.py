@@ -74,7 +74,10 @@ class Plan:
         lost: one phrase on what the compressed values lose for good; "" for nothing.
         bucket_cap_mb: the ``bucket_cap_mb`` of DistributedDataParallel that suits the method. None on other engines,
             for methods that do not compress, and where ranks step alone.
+        choice: how ``Auto`` chose the method, with what it measured; None: the user named it.
     """
+
+    choice: Any = None
 
     def __init__(
         self,
@@ -257,7 +260,7 @@ class Plan:
             sent, dense = human(row.wire_bytes), human(row.dense_bytes)
             table.add_row(row.parameter.name, shape, row.parameter.role, encoding, sent, dense)
         table.caption = "\n".join(filter(None, self._summary()))
-        return in_text(table, 120)
+        return in_text(table, 120) + ("" if self.choice is None else f"\n{self.choice}")
 
     def _summary(self) -> Iterator[str | None]:
         """Yield the lines below the table; None or "" for no line."""

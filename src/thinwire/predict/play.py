@@ -30,7 +30,7 @@ SEED = 0
 DECILE = 1.2816
 """Standard deviations from the middle of a normal distribution to its last tenth."""
 KERNELS = Constant(1.0, "assumed", 0.85, 1.2)
-"""How much longer a measured kernel takes in a step than alone."""
+"""Factor by which a measured kernel takes longer in a step than alone."""
 OPTIMIZER = "optimizer"
 """The kernel's name under which a cluster may have the measured rate of an optimizer's step."""
 
@@ -114,12 +114,9 @@ def play(
         )
     costs = Costs(cluster)
     modules = [
-        _Computing(
-            frozenset(module.parameters),
-            costs.computing(module.forward_flops * sequences),
-            costs.computing(module.backward_flops * sequences),
-        )
+        _Computing(frozenset(module.parameters), *map(costs.computing, (sequences * f for f in flops)))
         for module in profile.modules
+        for flops in [(module.forward_flops, module.backward_flops)]
     ]
     optimizer = costs.kernel(Pass(OPTIMIZER, timeline.optimizer_bytes)) if timeline.optimizer_bytes else costs.zero
     total, exposed, busy, spans, offset = optimizer, costs.zero, defaultdict[str, float](float), list[Span](), 0.0
@@ -173,7 +170,7 @@ def _memory(timeline: Timeline, profile: Profile, sequences: float) -> dict[str,
 
 
 class Costs:
-    """What a kernel, a message and a computation take on a cluster."""
+    """Computes the time of a kernel, a message and a computation on a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -221,14 +218,15 @@ class Costs:
         if group.size == 1:
             return self.zero
         hop, rate = self["intra_latency"], self["intra_rate"] if local > 1 else np.inf
+        rounds = group.size - 1 if message.verb == "all_gather" and self.on_ring(message) else message.rounds
         if not group.crosses:
-            return message.rounds * hop + message.nbytes / rate
+            return rounds * hop + message.nbytes / rate
         far, nic = self["inter_latency"], self["inter_rate"] * self["inter_share"]
         if not self.on_ring(message):
             inside = self.rank_bytes(message, "intra") / rate
-            return message.rounds * far + np.maximum(inside, self.nic_bytes(message) / nic)
+            return rounds * far + np.maximum(inside, self.nic_bytes(message) / nic)
         rate = np.minimum(rate, nic / group.beside)
-        ring = message.rounds * (far + (local - 1) * hop) / local + message.nbytes / rate
+        ring = rounds * (far + (local - 1) * hop) / local + message.nbytes / rate
         if message.verb != "all_reduce" or self.cluster.codec_on_core:
             return ring
         depth = math.ceil(math.log2(group.size / local)) * far + math.ceil(math.log2(local)) * hop
@@ -250,7 +248,7 @@ class Costs:
 
 
 class _Computing(NamedTuple):
-    """One module's computing, and its parameters."""
+    """The computing of a module, and its parameters."""
 
     parameters: frozenset[str]
     forward: Times

@@ -23,9 +23,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from thinwire.base.errors import ThinwireError
 
 
+def _grouped_mm_flops(left: Sequence[int], right: Sequence[int], *others: Any, **options: Any) -> int:
+    groups = left[0] if len(left) == len(right) == 3 else 1  # else the rows of one matrix are divided among groups
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+MORE_FLOPS = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
+"""Operations that torch's counter does not know: those of experts."""
+
+
 @dataclass(frozen=True)
 class ModuleProfile:
-    """One call of a module that owns parameters, with all that is computed until the next call of such a module.
+    """A call of a module that owns parameters, with all that is computed until the next call of such a module.
 
     Attributes:
         parameters: their names in the model.
@@ -126,7 +135,7 @@ class _Step(nn.Module):
 
 @dataclass
 class _Call:
-    """A call of a module, while it is counted."""
+    """Counts of a call of a module."""
 
     name: str
     forward: int = 0
@@ -143,7 +152,7 @@ class _Count(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, weights: Iterable[Tensor]) -> None:
         super().__init__()
-        self._model, self._flops, self._seen_flops = model, FlopCounterMode(display=False), 0
+        self._model, self._flops, self._seen_flops = model, FlopCounterMode(display=False, custom_mapping=MORE_FLOPS), 0
         self._storages = {_key(tensor): tensor for tensor in (*weights, *model.buffers())}
         self.calls = [_Call("")]
         self._current, self._in_backward = self.calls[0], False

@@ -86,7 +86,7 @@ class _RecordingComm(CountingComm):
         self.report(Message(kind, (self.size - 1) * nbytes, self.group))
 
 
-class _GuardedStage(Stage):
+class GuardedStage(Stage):
     """A stage that looks at the values as ``Stage.reduce`` does, which a dry run leaves out."""
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class _GuardedStage(Stage):
 
 
 class Recording(NamedTuple):
-    """What was recorded.
+    """A recorded steady state.
 
     Attributes:
         method_peak: bytes that the method needs at its peak, beside the engine's.
@@ -114,7 +114,7 @@ class Recording(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an engine does around the method's exchange.
+    """The work of an engine around the method's exchange.
 
     Attributes:
         per_node: ranks on a node of the job. guards: the groups on which ranks agree whether a step counts.
@@ -138,7 +138,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
     recorder, steps, peak = Recorder(around.per_node), list[tuple[float, RecordedStep]](), 0
-    stage = _GuardedStage if around.guards else Stage
+    stage = GuardedStage if around.guards else Stage
     play = Playback(layout, road, run, watch=recorder, guards=around.guards, double=recorder.double, stage=stage)
     play.mark = recorder.begin  # type: ignore[method-assign]
     card, observer, engine = play.method.card, Guard([], bool(around.guards)), _Engine(layout, road, recorder, around)

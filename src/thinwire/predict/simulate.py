@@ -19,14 +19,15 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human, in_text
 from thinwire.predict.cluster import Cluster
+from thinwire.predict.layouts import timeline_of
 from thinwire.predict.play import Prediction, play
 from thinwire.predict.profile import ModelProfile
 from thinwire.predict.timeline import Timeline
 
-DENSE = "dense"
+DENSE, SILENT = "dense", "none"
 ENGINES = ("ddp", "fsdp2", "hsdp")
 WORTH = 1.05
-"""How many times as fast as dense a method must be to be worth a change of the mathematics."""
+"""Speed, beside dense, that a method must have to be worth a change of the mathematics."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,11 @@ class Job:
 
     def record(self, method: str) -> Timeline:
         """Record what ``method`` does."""
-        from thinwire.predict.layouts import timeline_of
-
         try:
             return timeline_of(
                 self.model, method, engine=self.engine, nodes=self.ranks // self.per_node, per_node=self.per_node,
                 two_level=self.two_level, intra=self.intra,
-                gather_dtype=None if self.dtype == torch.float32 else self.dtype,
+                gather_dtype=None if self.dtype == torch.float32 else self.dtype, gloo=self.cluster.codec_on_core,
             )  # fmt: skip
         except NotImplementedError:
             raise ThinwireError(f"{method} reads values on the host, so nobody knows what it would send") from None
@@ -152,23 +151,30 @@ class Simulation:
     @cached_property
     def best(self) -> Outcome:
         """The fastest that fits, is worth it, and is faster than dense in its whole range; dense if there is none."""
-        candidates = [
-            outcome for outcome in self.outcomes[1:]
-            if self.fits(outcome) != "does not fit" and self.gain(outcome).low > 1
-            and self.gain(outcome).middle >= WORTH
-        ]  # fmt: skip
-        return min(candidates, key=lambda outcome: outcome.prediction.seconds, default=self.dense)
+        gains = {outcome.method: self.gain(outcome) for outcome in self._rivals}
+        return min(
+            (o for o in self._rivals if gains[o.method].low > 1 and gains[o.method].middle >= WORTH),
+            key=lambda outcome: outcome.prediction.seconds, default=self.dense,
+        )  # fmt: skip
+
+    @property
+    def _rivals(self) -> list[Outcome]:
+        """The methods beside dense that train, and fit."""
+        return [o for o in self.outcomes[1:] if o.method != SILENT and self.fits(o) != "does not fit"]
 
     def verdict(self) -> Iterator[str]:
         """Yield three lines: the fastest, its gain, and what bounds the step."""
         best, dense = self.best, self.dense
-        step = best.prediction
-        yield f"fastest:  {best.method}, {seconds(step.seconds)} a step ({seconds(step.low)} to {seconds(step.high)})"
-        others = [outcome for outcome in self.outcomes[1:] if self.fits(outcome) != "does not fit"]
+        step, fits = best.prediction, self.fits(best)
+        but = "" if fits == "yes" else f"; it {fits}" if fits == "does not fit" else f"; it fits {fits} of activations"
+        yield (
+            f"fastest:  {best.method}, {seconds(step.seconds)} a step "
+            f"({seconds(step.low)} to {seconds(step.high)}){but}"
+        )
         if best is not dense:
             yield f"gain:     {self.gain(best)} as fast as dense, {seconds(dense.prediction.seconds)}"
-        elif others:
-            rival = min(others, key=lambda outcome: outcome.prediction.seconds)
+        elif self._rivals:
+            rival = min(self._rivals, key=lambda outcome: outcome.prediction.seconds)
             yield f"gain:     do not compress: {rival.method} would be {self.gain(rival)} as fast as dense"
         else:
             yield "gain:     no other method was asked for that fits"
@@ -177,8 +183,12 @@ class Simulation:
         yield f"bound by: {dense.prediction.bound_by}; {exposed:.0%} of dense's step waits for the network{then}"
 
     def __str__(self) -> str:
+        return "\n".join([*self.verdict(), "", self.details()])
+
+    def details(self) -> str:
+        """Return the tables and what is assumed."""
         tables = (in_text(table, 150) for table in (self._times(), self._memory()))
-        return "\n".join([*self.verdict(), "", str(self.job), *tables, *self._remarks()])
+        return "\n".join([str(self.job), *tables, *self._remarks()])
 
     def _times(self) -> Any:
         table = extras.load("rich.table").Table(box=extras.load("rich.box").SIMPLE_HEAD, padding=(0, 1))

@@ -31,6 +31,7 @@ from thinwire.core.engine import Engine
 from thinwire.core.method import Method, Run
 from thinwire.core.state import LOOSE
 from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, translate_knobs
+from thinwire.predict.choice import Choice
 
 FORMAT = 1
 PAGE = 4096
@@ -51,6 +52,7 @@ class Header:
         seed, bound: ``seed`` and ``safety.outlier_clip`` as given to ``compress()``.
         parameters: name -> (shape, elements on this rank with the engine's padding).
         across: parameters that are sharded along another dimension than the first.
+        choice: how the method was chosen, as JSON; "": the user named it.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class Header:
     parameters: Mapping[str, tuple[tuple[int, ...], int]]
     across: tuple[str, ...] = ()
     format: int = FORMAT
+    choice: str = ""
 
     @classmethod
     def of_run(
@@ -113,6 +116,7 @@ class Header:
             }
             entries["across"] = tuple(map(str, entries["across"]))
             entries["knobs"] = _translate(entries["knobs"])
+            entries.setdefault("choice", "")  # older states have none
             return cls(**{field.name: entries[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None
@@ -317,6 +321,15 @@ def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | N
     if about is None or header.unlike_place(Header.load(about, state[about])):
         return None
     return {key: state[key] for key in own_keys.values()}
+
+
+def choice_in(state: Mapping[str, Tensor]) -> Choice:
+    """Read from a saved state of any rank how its method was chosen. Raise ThinwireError if the user had named it."""
+    key = next((key for key in state if key.endswith("/about")), "")
+    plain = Header.load(key, state[key]).choice if key else ""
+    if not plain:
+        raise ThinwireError("the state to resume from is not of a run that chose its method: name the method instead")
+    return Choice.from_plain(json.loads(plain))
 
 
 def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:

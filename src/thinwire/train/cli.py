@@ -9,10 +9,14 @@ import sys
 import threading
 import time
 import warnings
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
+
+if TYPE_CHECKING:
+    from thinwire.train.config import Config
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -22,9 +26,21 @@ def main(argv: list[str]) -> int:
     # Set before torch is imported: its sockets would print stack traces beside our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from thinwire.train.config import from_arguments
-    from thinwire.train.job.scheduler import forgotten_srun, torchrun_variables
 
     config = from_arguments(argv).check()
+
+    def work() -> None:
+        from thinwire.train.loop import train
+
+        train(config)
+
+    return run_ranks(["train", *argv], config, work)
+
+
+def run_ranks(command: list[str], config: Config, work: Callable[[], object]) -> int:
+    """Run ``work`` as one rank of a job, or start ranks here, which run ``thinwire`` with the words of ``command``."""
+    from thinwire.train.job.scheduler import forgotten_srun, torchrun_variables
+
     if not under_torchrun():
         os.environ |= torchrun_variables(os.environ)
     if not under_torchrun():
@@ -34,13 +50,12 @@ def main(argv: list[str]) -> int:
         per_node = config.ranks_per_node or ranks
         if ranks % per_node:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
-        return start_ranks(argv, ranks, per_node)
+        return start_ranks(command, ranks, per_node)
     from thinwire.train.job.signals import end_at_once
-    from thinwire.train.loop import train
 
     end_at_once()
     warnings.formatwarning = _one_line
-    train(config)
+    work()
     return 0
 
 
@@ -68,15 +83,15 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in TORCHRUN)
 
 
-def start_ranks(arguments: list[str], ranks: int, per_node: int) -> int:
-    """Run ``thinwire train`` with these arguments on ``ranks`` ranks, treated as nodes of ``per_node`` ranks.
+def start_ranks(words: list[str], ranks: int, per_node: int) -> int:
+    """Run ``thinwire`` with these words on ``ranks`` ranks, treated as nodes of ``per_node`` ranks.
 
     Return the exit status of the first rank that fails (128 + signal if a signal ended it), or 0. A first SIGTERM or
     Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When a rank fails or this process ends
     in any way, the other ranks are ended.
     """
     port = str(free_port())
-    command = [sys.executable, "-m", "thinwire", "train", *arguments]
+    command = [sys.executable, "-m", "thinwire", *words]
     processes: list[subprocess.Popen[str]] = []
     relays: list[threading.Thread] = []
     shown, lock = set[str](), threading.Lock()

@@ -17,6 +17,7 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Within, check_types
 from thinwire.base.options import read_options
+from thinwire.lab.link import share
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
 SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")  # settings that override the preset's shape
@@ -69,7 +70,13 @@ class Config:
     """Names of modules that get adapters. Default: all linear ones but the head."""
 
     method: str = "dense"
-    """Method that exchanges gradients, with knobs in parentheses: "int8(group=64)". `thinwire methods` lists all."""
+    """Method that exchanges gradients, with knobs in parentheses: "int8(group=64)". `thinwire methods` lists all.
+    "auto": the one that is fastest here, tried before the run begins; a resumed run goes on with the one chosen."""
+    max_loss: str = "1%"
+    """With --method auto: largest loss above dense's in measured runs of comparable length, as 1% or 0.01 (lower: fewer
+    candidates), or "any"."""
+    cluster: str | None = None
+    """With --method auto: a cluster's name or TOML file, for the predictions. Default: the links are measured."""
     engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     """torch's engine for data parallelism."""
     two_level: bool | None = None
@@ -181,11 +188,21 @@ class Config:
         return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
 
     @property
+    def chooses(self) -> bool:
+        """Is the method to be chosen?"""
+        return self.method == "auto"
+
+    @property
+    def largest_loss(self) -> float:
+        """The share above dense's loss that --max-loss allows."""
+        return math.inf if self.max_loss == "any" else share(self.max_loss, "--max-loss, of dense's loss,")
+
+    @property
     def optimizer_name(self) -> str:
         """Name of the optimizer that steps: as set, or the method's own."""
         from thinwire.methods import resolve
 
-        return self.optimizer or resolve(self.method).OPTIMIZER.__name__.lower()
+        return self.optimizer or ("adamw" if self.chooses else resolve(self.method).OPTIMIZER.__name__.lower())
 
     @property
     def top_lr(self) -> float:
@@ -224,8 +241,8 @@ class Config:
         from thinwire.methods import resolve
         from thinwire.optim import AdamS
 
-        method = resolve(self.method)
-        if method.OPTIMIZER is AdamS and self.optimizer_name != "adams":
+        method = None if self.chooses and self.largest_loss >= 0 else resolve(self.method)
+        if method is not None and method.OPTIMIZER is AdamS and self.optimizer_name != "adams":
             raise ThinwireError(
                 f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
             )

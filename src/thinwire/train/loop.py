@@ -21,7 +21,10 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.processes import interface_bytes
 from thinwire.core.safety import Safety
+from thinwire.methods import resolve
 from thinwire.network.comm import is_of_the_network, local, network_words
+from thinwire.predict.choice import Auto, Choice, Training, choose
+from thinwire.predict.forecast import predictor
 from thinwire.train.checkpoint.run_settings import describe_run
 from thinwire.train.checkpoint.state import ResumedState
 from thinwire.train.checkpoint.store import Checkpoints
@@ -33,7 +36,7 @@ from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, rebuild_buckets, wrap
 from thinwire.train.job.signals import note_signals
 from thinwire.train.model.decoder import Decoder
-from thinwire.wire import compress
+from thinwire.wire import Wire, compress
 
 TIMES = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
 
@@ -85,6 +88,10 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
         if ranks.comm.rank == 0:  # no error: a scheduler may start the run again and again until it has ended
             print(line, flush=True)
         return None
+    if resumed is not None:  # it has chosen, if its run had to
+        about = resumed.checkpoint.meta["about"]
+        checkpoints.description |= {"method": about["method"], "choice": about.get("choice")}
+        config = dataclasses.replace(config, method=about["method"] if config.chooses else config.method)
     trainer = Trainer(config, ranks, inputs, checkpoints, bf16)
     if resumed is not None:
         trainer.restore(resumed)
@@ -121,14 +128,35 @@ class Trainer:
         net = (inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))).to(ranks.device)
         self.parameters = sum(parameter.numel() for parameter in net.parameters())
         self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
-        self.model = wrap(net, config, ranks, bf16)
-        self.optimizer = make_optimizer(self.model, config)
+        self.bf16, self.net = bf16, net if config.engine == "ddp" else wrap(net, config, ranks, bf16)
+        self.optimizer = make_optimizer(self.net, config)
+        self.sequences_per_step = ranks.comm.size * config.batch_size * config.accumulate
+        self.tokens_per_step = round(self.sequences_per_step * inputs.train.targets_per_window)
+        self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        description = checkpoints.description
+        if config.chooses:
+            choice = self._choose()
+            self.config = dataclasses.replace(config, method=choice.method)
+            description |= {"method": str(resolve(choice.method)), "choice": dataclasses.asdict(choice)}
+        self.start(self.config.method)
+        if description.get("choice"):
+            self.wire.note(Choice.from_plain(description["choice"]))
+
+    def start(self, method: str) -> Wire:
+        """Begin to exchange gradients with ``method``, on DDP in buckets that suit it. Collective."""
+        config = dataclasses.replace(self.config, method=method)
+        self.model: Any = self.net  # an earlier wire and its buckets go before others are made
+        self.wire: Any = None
+        self.runner: Any = None
         if config.engine == "ddp":
-            rebuild_buckets(self.model, inputs.train, config, ranks, self.cast)
+            self.model = wrap(self.net, config, self.ranks, self.bf16)
+            rebuild_buckets(self.model, self.inputs.train, config, self.ranks, self.cast)
         self.wire = compress(
             self.model,
             self.optimizer,
-            config.method,
+            method,
             two_level=config.two_level,
             intra=config.intra,
             steps=config.steps,
@@ -136,12 +164,16 @@ class Trainer:
             # The trainer counts skipped steps itself, together with losses that are not finite.
             safety=Safety(guard=config.guard, max_skipped=None, check_every=config.check_every or None),
         )
-        self.runner: Any = torch.compile(self.model) if config.compile else self.model
-        self.sequences_per_step = ranks.comm.size * config.batch_size * config.accumulate
-        self.tokens_per_step = round(self.sequences_per_step * inputs.train.targets_per_window)
-        self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
-        self.losses: list[float] = []
-        self.step_seconds: list[float] = []
+        self.runner = torch.compile(self.model) if config.compile else self.model
+        return self.wire
+
+    def _choose(self) -> Choice:
+        """Try methods on the first text, which the run then begins with. Collective."""
+        config, knobs = self.config, (self.config.two_level, self.config.intra, self.config.bucket_mb)
+        auto = Auto(lambda wire: self._take_step(), config.largest_loss, config.cluster, bool(config.init))
+        training = Training(self.net, config.engine, [self.optimizer], config.steps, *knobs)
+        choice, self.sequences = choose(auto, training, self.start, predictor), 0
+        return choice
 
     def cast(self) -> torch.autocast:
         """Return the context in which the model computes: autocast to bf16, or none."""
@@ -165,7 +197,7 @@ class Trainer:
             self.collective.do(lambda: stack.enter_context(self.display))
             signals = stack.enter_context(note_signals())
             self.wall_s = self.display.wall_s
-            self.display.say(self._headline())
+            self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             first_loss = self.evaluate()
             # Evaluation may have gathered sharded weights: those bytes belong to no step.
             self.wire.ledger.close_step()
@@ -205,15 +237,9 @@ class Trainer:
 
     def train_step(self, signals: list[int]) -> StepOutcome:
         """Take one optimizer step, count it and log it. Collective."""
-        began, wire = time.perf_counter(), self.wire
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate(self.step)
-        loss = self._accumulate_gradients()
-        norm = wire.clip_grad_norm_(self.config.clip or math.inf)
-        skipped_before = wire.skipped
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        skipped = wire.skipped > skipped_before
+        began, skipped_before = time.perf_counter(), self.wire.skipped
+        loss, norm = self._take_step()
+        skipped = self.wire.skipped > skipped_before
         # Each rank's flags travel to all together with its loss.
         flags = [skipped, bool(signals), bool(self.display.write_error)]
         row = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
@@ -227,6 +253,16 @@ class Trainer:
         self.streak = self.streak + 1 if outcome.skipped or not math.isfinite(outcome.loss) else 0
         self.display.step(self._row(outcome.loss, float(norm), seconds, skipped), self.tokens_per_step / seconds)
         return outcome
+
+    def _take_step(self) -> tuple[Tensor, Tensor]:
+        """Take one optimizer step; return this rank's loss and the gradients' norm."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate(self.step)
+        loss = self._accumulate_gradients()
+        norm = self.wire.clip_grad_norm_(self.config.clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
 
     def _accumulate_gradients(self) -> Tensor:
         """Run forward and backward passes over this rank's micro-batches; return the loss, (1,) fp32."""
@@ -364,6 +400,7 @@ class Trainer:
             "step_ms": step_ms,
             "wire_bytes_per_step": stats["wire_bytes_per_step"],
             "dense_bytes_per_step": stats["dense_bytes_per_step"],
+            "choice": self.checkpoints.description.get("choice"),
             "compressed_values": self.wire.plan.compressed,
             "note": self.wire.plan.note,
             **{kind: stats[kind] for kind in TIMES},

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import version
-from thinwire.methods import resolve
+from thinwire.methods import AUTO, resolve
 from thinwire.train.config import SHAPE, Config
 from thinwire.train.model.shapes import ModelConfig
 
@@ -76,7 +76,8 @@ def describe_run(
     sharing = {"ddp": 1, "fsdp2": world_size, "hsdp": config.shard_size or per_node}[config.engine]
     settings = {
         **vars(config), **shape, "sequence": config.sequence_length, "init": init, "order": order, "lora": lora,
-        "lr": config.top_lr, "method": str(resolve(config.method)), "optimizer": config.optimizer_name,
+        "lr": config.top_lr, "optimizer": config.optimizer_name,
+        "method": config.method if config.chooses else str(resolve(config.method)),
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{sharing} x {world_size // sharing}",
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
         "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": version(),
@@ -85,7 +86,8 @@ def describe_run(
 
 
 def differing(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    return [name for name in TABLE if saved.get(name) != current.get(name)]
+    chooses = current.get("method") == AUTO  # which takes the method of any checkpoint
+    return [n for n in TABLE if saved.get(n) != current.get(n) and not (chooses and n == "method")]
 
 
 def layout_differs(saved: dict[str, Any], current: dict[str, Any]) -> bool:

@@ -1,0 +1,74 @@
+"""``thinwire doctor``: measures a job on its own ranks, and says what bounds it and what would help."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.base.errors import ThinwireError
+from thinwire.base.options import read_options
+from thinwire.cli.lab import split
+from thinwire.train.cli import run_ranks
+
+LONGEST_S = 600.0
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Measure the links, the computing and the methods' kernels of a job, in a minute, on its own ranks: start it
+    as you start `thinwire train`.
+
+    Flags for `thinwire train` follow after --, so that what is measured is your run. Prints what bounds you, what would
+    help and by how much, and what to type; then a table of methods. Writes a cluster's constants, from which `thinwire
+    simulate --cluster FILE` goes on.
+
+    $ torchrun --nnodes 2 --nproc-per-node 8 -m thinwire doctor --preset gpt-125m -- --batch-size 16
+    """
+
+    methods: str = "dense,bf16,int8,sdp4bit,powersgd,topk,trickle"
+    """Comma-separated names, with or without knobs: the candidates beside dense."""
+    preset: str = "net20m"
+    """The model; see thinwire train --help."""
+    out: Path = Path("cluster.toml")
+    """File for the cluster's constants."""
+    seconds: float = 55.0
+    """Time for all measurements, 10 to 600. Fewer: fewer sizes of messages, fewer steps, kernels of fewer methods."""
+
+    def names(self) -> list[str]:
+        """Check the settings (``ThinwireError``) and return the methods, dense first."""
+        from thinwire.lab.compare import method_names
+        from thinwire.methods import resolve
+
+        names = list(dict.fromkeys(["dense", *method_names(self.methods)]))
+        for name in names:
+            resolve(name)
+        if not 10 <= self.seconds <= LONGEST_S:
+            raise ThinwireError(f"--seconds is from 10 to {LONGEST_S:g}, got {self.seconds:g}")
+        if self.out.is_dir() or not self.out.parent.is_dir():
+            raise ThinwireError(f"--out {self.out} is not a file that can be written: name one in a folder that exists")
+        return names
+
+
+def doctor_main(argv: list[str]) -> int:
+    """Run ``thinwire doctor ... [-- flags of thinwire train]`` as one rank, or start ranks here."""
+    began = time.monotonic()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from thinwire.train.config import from_arguments
+
+    options, extra = split(argv)
+    settings = read_options(Doctor, options, "thinwire doctor")
+    if any(word.partition("=")[0] in ("--method", "--out", "--preset") for word in extra):
+        raise ThinwireError("write --methods, --out and --preset before --: they are the doctor's own")
+    config = from_arguments(["--preset", settings.preset, *extra]).check()
+    names = settings.names()
+    command = shlex.join(["thinwire", "train", "--preset", settings.preset, *extra, "--method"])
+
+    def work() -> None:
+        from thinwire.train.job.examination import Examination
+
+        Examination(config, names, settings.out, seconds=settings.seconds, began=began, command=command).run()
+
+    return run_ranks(["doctor", *argv], config, work)

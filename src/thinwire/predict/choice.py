@@ -1,0 +1,455 @@
+"""``method="auto"``: a method is chosen by prediction and by trial, before the first step that counts.
+
+Candidates are the methods whose loss was measured in runs of comparable length (:mod:`thinwire.plan.measured`), that
+this engine, this optimizer and this memory take. The ranks run dense; rank 0 predicts each candidate's step; the ranks
+run the two that are predicted to be fastest. Weights, moments and random numbers are put back after each, so that what
+follows is bit for bit the run of the method that was chosen, had the user named it.
+
+No rank chooses from its own clock: a trial's time is that of its slowest rank, and rank 0 hands out the choice.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.core.agreement import Agreement
+from thinwire.core.card import Card
+from thinwire.core.exchange import AllReduce
+from thinwire.core.method import Method
+from thinwire.core.names import describe
+from thinwire.engines.fsdp2 import FSDP2
+from thinwire.methods import resolve
+from thinwire.network.comm import CountingComm, GroupComm, local
+from thinwire.network.ledger import Ledger
+from thinwire.plan.dry_run import stand_in_run
+from thinwire.plan.measured import MeasuredLoss, read_measured
+from thinwire.predict.cluster import read_cluster
+from thinwire.predict.play import Prediction
+
+DENSE = "dense"
+TRIAL_STEPS = 20
+TRIALS = 2
+"""Candidates that are run beside dense."""
+GAIN = 1.05
+"""Less than this many times as fast as dense is not worth a method."""
+CLOSE = 1.25
+"""Gains below this are confirmed by a second trial of dense."""
+LENGTH = 10
+"""A measured run speaks of runs from a tenth of its length to ten times its length."""
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Let ``compress()`` choose the method: ``compress(model, optimizer, Auto(step), steps=...)``.
+
+    Args:
+        step: takes one optimizer step as the training loop does, with the wire that it is given: forward and backward
+            pass of a usual batch, ``wire.clip_grad_norm_``, ``optimizer.step()``, ``optimizer.zero_grad()``. It is
+            called about 70 times. Weights, buffers, the optimizers' state and settings, and torch's random numbers are
+            put back each time; what else it moves (a scheduler, a scaler, an iterator) is the caller's to put back.
+        max_loss: largest loss above dense's, as a share of it, in any measured run of comparable length (lower: fewer
+            candidates); math.inf: any, and runs of any length count.
+        cluster: a cluster's name or TOML file, for the predictions. None: the links are measured now.
+        finetune: the weights are trained already: runs that go on or fine-tune are comparable, not those from scratch.
+        resumed: the state that ``wire.load_state_dict()`` will be given: its choice is taken, and nothing is tried.
+    """
+
+    step: Callable[[Any], object]
+    max_loss: float = 0.01
+    cluster: str | Path | None = None
+    finetune: bool = False
+    resumed: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.step):
+            raise ThinwireError(f"Auto(step) takes a function of one step, step(wire), got {type(self.step).__name__}")
+        if not self.max_loss >= 0:
+            raise ThinwireError(f"max_loss is a share of dense's loss, 0 or more, got {self.max_loss}")
+
+    def __str__(self) -> str:
+        return f"auto(max_loss={self.max_loss:g}, cluster={self.cluster}, finetune={self.finetune})"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A method that was looked at. Times are milliseconds per step, averaged over start, warm-up and steady state.
+
+    Attributes:
+        loss: above dense's in percent, the worst of the comparable runs; None: there are none.
+        predicted, low, high: None: nothing was predicted. measured: None: it was not tried.
+        why: the reason why it was not chosen; "" for the one that was.
+    """
+
+    method: str
+    loss: float | None = None
+    runs: str = ""
+    predicted: float | None = None
+    low: float | None = None
+    high: float | None = None
+    measured: float | None = None
+    why: str = ""
+
+    def dropped(self, why: str) -> Option:
+        return replace(self, why=why)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The method that was chosen, and why. ``options``: dense, then as predicted, then what was not predicted."""
+
+    method: str
+    reason: str
+    settings: str
+    options: tuple[Option, ...]
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Choice:
+        """Read what ``dataclasses.asdict`` gave, perhaps by way of JSON."""
+        return cls(**{**plain, "options": tuple(Option(**option) for option in plain["options"])})
+
+    @property
+    def headline(self) -> str:
+        return f"chosen by {self.settings}: {self.method}: {self.reason}"
+
+    def __str__(self) -> str:
+        lines, unpredicted = [self.headline], defaultdict[str, list[str]](list)
+        for option in self.options:
+            facts = []
+            if option.predicted is not None:
+                facts.append(f"predicted {option.predicted:.4g} ms ({option.low:.4g} to {option.high:.4g})")
+            if option.measured is not None:
+                facts.append(f"measured {option.measured:.4g} ms")
+            if not facts:
+                loss = "" if option.loss is None else f" ({option.loss:+.1f}%)"
+                unpredicted[option.why].append(f"{option.method}{loss}")
+                continue
+            if option.loss is not None:
+                facts.append(f"loss {option.loss:+.1f}% in {option.runs}")
+            lines.append(f"  {option.method}: {', '.join(facts)}: {option.why or 'chosen'}")
+        return "\n".join(lines + [f"  {why}: {', '.join(methods)}" for why, methods in unpredicted.items()])
+
+
+@dataclass(frozen=True)
+class Training:
+    """The surroundings that a method has to fit. ``model``: without DDP's wrapper, or as FSDP2 has sharded it.
+
+    Attributes:
+        engine: "ddp", "fsdp2" or "hsdp". bucket_cap_mb: DDP's; None: as suits each method.
+        steps: of the whole run, if known. two_level, intra: as for ``compress()``.
+    """
+
+    model: nn.Module
+    engine: str
+    optimizers: Sequence[torch.optim.Optimizer]
+    steps: int | None
+    two_level: bool | None = None
+    intra: str | None = None
+    bucket_cap_mb: float | None = None
+
+    @classmethod
+    def of(
+        cls, model: Any, optimizers: Sequence[torch.optim.Optimizer], steps: int | None, options: Mapping[str, Any]
+    ) -> Training:
+        """Describe the training of a wrapped ``model``. ``options``: of ``compress()``."""
+        hops = options["two_level"], None if options["intra"] is None else str(options["intra"])
+        if isinstance(model, DistributedDataParallel):
+            return cls(model.module, "ddp", optimizers, steps, *hops, model.bucket_bytes_cap / 2**20)
+        engine = "fsdp2" if len(FSDP2.process_groups(model)) == 1 else "hsdp"
+        return cls(model, engine, optimizers, steps, *hops)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def begun(self, name: str, ranks: int) -> Method:
+        """Return the method, begun on stand-ins. Raise ThinwireError if it cannot work in this training."""
+        method = resolve(name)
+        exchange = AllReduce(CountingComm(0, range(ranks), Ledger()))
+        run = stand_in_run(method, describe(self.model).values(), exchange)
+        method.begin(replace(run, steps=self.steps))
+        return method
+
+    def warm_up(self, card: Card) -> float:
+        """Return the share of the run's steps before the method's steady state, in which it is dense or nearly so."""
+        return min(card.steady / self.steps, 1.0) if self.steps else 0.0
+
+
+Start = Callable[[str], Any]
+"""Begins to train with the method of a name; returns its wire. Only one is open at a time."""
+Predictor = Callable[[Auto, Training, "Trials", float], Callable[[str], Prediction]]
+"""Called on all ranks with the seconds of a dense step; rank 0 alone calls what it returns."""
+
+
+def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -> Choice:
+    """Choose the method of ``training``. Collective, before the first step.
+
+    Raises:
+        ThinwireError: the ranks differ, or a prediction or trial of dense failed on one of them.
+    """
+    trials = Trials(auto, training, start)
+    ranks = trials.comm.size
+    with Agreement([trials.comm]) as agreement:
+        agreement.compare({"method": str(auto)})
+    trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
+    dense = trials.run(DENSE)
+    memory_left = trials.memory_left()
+    predict = predictor(auto, training, trials, dense)
+    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, training, predict, dense, memory_left, ranks)])
+    options = [Option(**option) for option in ranked]
+    tried = 0
+    for number, option in enumerate(options):
+        if option.why or tried == TRIALS:
+            continue
+        try:
+            warm_up = training.warm_up(training.begun(option.method, ranks).card)
+            seconds = warm_up * dense + (1 - warm_up) * trials.run(option.method)
+            options[number], tried = replace(option, measured=1e3 * seconds), tried + 1
+        except LostRank:
+            raise
+        except ThinwireError as error:  # all ranks have raised: compress() and steps agree
+            options[number] = option.dropped(f"its trial failed: {error}")
+    fastest = min((1e-3 * option.measured for option in options if option.measured), default=math.inf)
+    if GAIN <= dense / fastest < CLOSE:  # other work may have slowed down the first of the trials
+        dense = min(dense, trials.run(DENSE))
+    plain = trials.from_rank_0(lambda: asdict(decide(auto, dense, options)))
+    return Choice.from_plain(plain)
+
+
+def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
+    """Choose from what was measured. ``dense``: seconds of its step."""
+    tried = [option for option in options if option.measured is not None]
+    best = min(tried, key=lambda option: option.measured or math.inf, default=None)
+    method, baseline, reason = DENSE, 1e3 * dense, "nothing could be tried"
+    if best is not None and best.measured:
+        gain = baseline / best.measured
+        if gain >= GAIN:
+            method, reason = best.method, f"{gain:.2f} times as fast as dense in {TRIAL_STEPS} steps"
+        else:
+            reason = f"nothing is {GAIN - 1:.0%} faster (the best is {gain:.2f} times as fast: {best.method})"
+    final = [Option(DENSE, measured=baseline, why="" if method == DENSE else "slower")]
+    for option in options:
+        why = option.why or ("slower" if option.measured else "not tried")
+        final.append(option.dropped("" if option.method == method else why))
+    return Choice(method, reason, str(auto), tuple(final))
+
+
+def candidates(auto: Auto, training: Training, ranks: int) -> Iterator[Option]:
+    """Yield all methods with a measured loss, those that cannot be taken with the reason."""
+    rows: dict[str, list[MeasuredLoss]] = defaultdict(list)
+    for row in read_measured():
+        with suppress(ThinwireError):  # this version lacks the method or the knob
+            rows[str(resolve(row.method))].append(row)
+    for name, measured in rows.items():
+        comparable = [row for row in measured if is_comparable(row, auto, training.steps)]
+        worst = max(comparable, key=lambda row: row.gap_percent, default=None)
+        option = Option(name)
+        if worst is not None:
+            runs = f"{len(comparable)} run{'s' * (len(comparable) > 1)} of {worst.steps} steps or so"
+            option = replace(option, loss=worst.gap_percent, runs=runs)
+        yield option.dropped(_why_not(resolve(name), worst, auto, training, ranks))
+
+
+def is_comparable(row: MeasuredLoss, auto: Auto, steps: int | None) -> bool:
+    """Does a measured run speak of a run of ``steps``, from scratch or not?"""
+    same_start = (row.regime in ("going-on", "finetune")) == auto.finetune
+    if steps is None or math.isinf(auto.max_loss):
+        return same_start
+    return same_start and row.steps / LENGTH <= steps <= row.steps * LENGTH
+
+
+def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: Training, ranks: int) -> str:
+    """Say why ``method`` cannot be taken; "" if it can."""
+    if worst is None:
+        return "its loss was not measured in runs of this length and start"
+    if worst.gap_percent > 100 * auto.max_loss:
+        return f"loss more than {auto.max_loss:.3g} above dense's"
+    if training.engine not in method.engines:
+        return f"not for {training.engine}"
+    made_for: Any = torch.optim.Adam if method.OPTIMIZER is torch.optim.AdamW else method.OPTIMIZER
+    if not all(isinstance(optimizer, made_for) for optimizer in training.optimizers):
+        return f"measured with {method.OPTIMIZER.__name__} only"
+    try:
+        training.begun(str(method), ranks)
+    except ThinwireError as error:
+        return str(error)
+    return ""
+
+
+def _rank(
+    auto: Auto, training: Training, predict: Callable[[str], Prediction], dense: float, memory_left: float, ranks: int
+) -> list[Option]:
+    """Predict the candidates; return the fastest first, and behind them what cannot be taken."""
+    predicted, out = list[Option](), list[Option]()
+    for option in candidates(auto, training, ranks):
+        if option.why:
+            out.append(option)
+            continue
+        try:
+            prediction = predict(option.method)
+        except (ThinwireError, NotImplementedError) as error:
+            out.append(option.dropped(f"not predicted: {' '.join(str(error).split())}"))
+            continue
+        warm_up = training.warm_up(training.begun(option.method, ranks).card)
+        predicted_ms, low, high = (
+            1e3 * (warm_up * dense + (1 - warm_up) * seconds)
+            for seconds in (prediction.seconds, prediction.low, prediction.high)
+        )
+        option = replace(option, predicted=predicted_ms, low=low, high=high)
+        needed = prediction.memory.get("method", 0.0)
+        if needed > memory_left:
+            out.append(option.dropped(f"needs {needed / 1e6:.0f} MB of memory, {memory_left / 1e6:.0f} MB are left"))
+        else:
+            predicted.append(option)
+    return [*sorted(predicted, key=lambda option: option.predicted or 0.0), *out]
+
+
+class Trials:
+    """Runs of a few steps on all ranks, each from the same weights, moments and random numbers.
+
+    Attributes:
+        comm: all ranks, beside the training. inputs: of the model's last forward pass of dense, on the meta device.
+    """
+
+    def __init__(self, auto: Auto, training: Training, start: Start) -> None:
+        assert dist.group.WORLD is not None
+        self.comm = GroupComm.aside(dist.group.WORLD)
+        self.inputs: tuple[Any, ...] = ()
+        self._forwards = 0
+        self._auto, self._training, self._start = auto, training, start
+
+    @property
+    def micro_batches(self) -> int:
+        return max(self._forwards // TRIAL_STEPS, 1)
+
+    def run(self, method: str) -> float:
+        """Return the seconds of a step in the steady state of ``method``, on the slowest rank. Collective."""
+        note = None
+        if method == DENSE:
+            note = self._training.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+        with put_back(self._training):
+            wire = self._start(method)
+            try:
+                if math.prod(hop.ranks for hop in wire.engine.hops) != self.comm.size:
+                    raise ThinwireError("auto is for data parallelism over all ranks alone: name a method")
+                wire.skip_warm_up()
+                card = wire.method.card
+                opening = min(card.steady, 1)
+                times = [self._time(wire) for _ in range(opening + max(TRIAL_STEPS, max(card.cycle) + 1))]
+            finally:
+                wire.close()
+                if note is not None:
+                    note.remove()
+        del wire
+        gc.collect()  # an engine and its buckets are a circle
+        own = torch.tensor([_mean_over_cycle(card, times[opening:])], dtype=torch.float64, device=self.comm.device)
+        return float(self.comm.all_reduce(own, "max"))
+
+    def _time(self, wire: Any) -> float:
+        began = time.perf_counter()
+        self._auto.step(wire)
+        if self._training.device.type == "cuda":
+            torch.cuda.synchronize(self._training.device)
+        return time.perf_counter() - began
+
+    def _note_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a profile of ``model`` needs: its arguments, in the order of its signature, and how many passes."""
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        to_meta = functools.partial(tree_map_only, Tensor, lambda tensor: tensor.detach().to("meta"))
+        self.inputs = to_meta(bound.args)
+        self._forwards += 1
+
+    def memory_left(self) -> float:
+        """Return the bytes that the fullest rank's device has left beside what the trials took at most. Collective."""
+        device = self._training.device
+        if device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+            left = float(torch.cuda.mem_get_info(device)[0] + unused)
+        else:
+            free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+            left = 1024.0 * int(free[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else math.inf
+        lowest = torch.tensor([-left], dtype=torch.float64, device=self.comm.device)
+        return -float(self.comm.all_reduce(lowest, "max"))
+
+    def from_rank_0(self, work: Callable[[], Any]) -> Any:
+        """Return on all ranks what ``work`` returned on rank 0, which JSON can hold. Collective.
+
+        Raises:
+            ThinwireError: on all ranks, if it failed there.
+        """
+        comm, result, failed = self.comm, dict[str, Any](), None
+        if comm.rank == 0:
+            try:
+                result = {"value": work()}
+            except Exception as error:
+                failed, result = error, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        text = json.dumps(result).encode() if comm.rank == 0 else b""
+        length = int(comm.all_reduce(torch.tensor([len(text)], device=comm.device), "max"))
+        data = torch.tensor([*text] or [0] * length, dtype=torch.uint8, device=comm.device)
+        result = json.loads(bytes(comm.all_reduce(data, "max").tolist()))
+        if failed is not None:
+            raise failed
+        if "error" in result:
+            raise ThinwireError(f"rank 0 could not choose a method: {result['error']}")
+        return result["value"]
+
+
+def _mean_over_cycle(card: Card, seconds: Sequence[float]) -> float:
+    """Average over the method's cycle. ``seconds``: of steps from the first of its steady state on.
+
+    Steps beyond those that the cycle names are like the most frequent of these; the median of each kind counts.
+    """
+    usual = max(card.cycle, key=lambda offset: card.cycle[offset])
+    kinds = defaultdict[int, list[float]](list)
+    for offset, value in enumerate(seconds):
+        if offset in card.cycle or offset > max(card.cycle):
+            kinds[offset if offset in card.cycle else usual].append(value)
+    return sum(share * statistics.median(kinds[offset]) for offset, share in card.cycle.items())
+
+
+@contextmanager
+def put_back(training: Training) -> Iterator[None]:
+    """Put weights, buffers, the optimizers' state and settings, and torch's random numbers back after the block."""
+    tensors = [local(tensor.detach()) for tensor in (*training.model.parameters(), *training.model.buffers())]
+    values = [tensor.clone() for tensor in tensors]
+    optimizers = [
+        (optimizer, {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()},
+         [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
+        for optimizer in training.optimizers
+    ]  # fmt: skip
+    devices = [training.device] if training.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+        for weight in training.model.parameters():
+            weight.grad = None
+        for optimizer, state, groups in optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)

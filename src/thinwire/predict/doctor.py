@@ -1,0 +1,154 @@
+"""Turns the measurements of the doctor into a cluster's constants, and what bounds a job and would help it."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from thinwire.predict.cluster import Cluster, Constant, Kernel
+from thinwire.predict.links import Line, spread
+from thinwire.predict.measure import Device
+from thinwire.predict.play import OPTIMIZER
+from thinwire.predict.simulate import DENSE, Job, Simulation, seconds
+
+ASSUMED = Line(Constant(5e-5, "assumed", 0.1, 10), Constant(1.25e9, "assumed", 0.1, 10))
+"""A link that these ranks could not measure: 50 us, 10 Gbit/s."""
+SHOWS = 1.05
+"""A dense step by a step that sends nothing, above which it says what the network carries beside training."""
+LEAST, MOST = 0.5, 1.5
+"""Share of the rate that collectives have alone which they may have beside training."""
+BUSY = 0.9
+"""Share of a step without exchange beyond which a host that gives work to the device is what the device waits for."""
+NAMES = {"network": "the network", "computing": "computing", "host": "the host", "input": "loading data"}
+REMEDIES = {
+    "network": "fewer exchanges (--accumulate) or a faster link",
+    "computing": "a faster device, or a smaller model",
+    "host": "fewer, larger kernels and messages: --compile, larger batches",
+    "input": "text that is tokenized beforehand (thinwire tokenize), or faster files",
+}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Measured optimizer steps with one method, in seconds, of the slowest rank.
+
+    Attributes:
+        steps: each. loading: until its data were there. issuing: until the host had given its passes to the device.
+        optimizer: its step. wire: with a message under way. exposed: waited for messages. The four are medians.
+    """
+
+    steps: Sequence[float]
+    loading: float = 0.0
+    issuing: float = 0.0
+    optimizer: float = 0.0
+    wire: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.steps)
+
+    @property
+    def hidden(self) -> float:
+        """The share of the exchange beside computing, 0 to 1."""
+        return max(0.0, 1 - self.exposed / self.wire) if self.wire else 0.0
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(list(values))
+
+
+def cluster_of(name: str, device: Device, per_node: int, inside: Line | None, across: Line | None) -> Cluster:
+    """Make a cluster of what was measured; ``None``: links that were not, which are assumed."""
+    inside, across = inside or ASSUMED, across or ASSUMED
+    shares = np.array([kernel.rate / device.memory_rate.value for kernel in device.kernels.values()])
+    middle = float(np.median(shares)) if len(shares) else 0.6
+    return Cluster(
+        name, device.name, per_node, device.memory_bytes, device.flops, Constant(1.0, "assumed"), device.memory_rate,
+        spread(middle, shares / middle, 1.5) if len(shares) else Constant(middle, "assumed", 0.5, 1.5),
+        inside.rate, inside.latency, across.rate, across.latency, Constant(1.0, "measured"), device.launch_seconds,
+        device.host_seconds_per_byte, device.on_core, kernels=device.kernels,
+    )  # fmt: skip
+
+
+def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
+    """Fit the two constants that only training shows: the share of the peak, and the share of the link's rate."""
+    silent = replace(job, engine="ddp")
+    timeline = silent.record("none")
+    if none.optimizer and timeline.optimizer_bytes:
+        rate = timeline.optimizer_bytes / none.optimizer
+        job = _with(job, kernels={**job.cluster.kernels, OPTIMIZER: Kernel(0.0, rate)})
+    prediction = _with(silent, kernels=job.cluster.kernels).play(timeline)
+    computing = prediction.split["computing"]
+    left = max(none.seconds - (prediction.seconds - computing), 0.1 * none.seconds)
+    share = spread(computing / left, none.seconds / np.array(none.steps), 1.03)
+    job = _with(job, compute_share=replace(share, source="fitted:the step of none"))
+    if dense is None or dense.seconds < SHOWS * none.seconds or job.ranks == job.per_node:
+        return job
+    timeline, low, high = job.record(DENSE), LEAST, MOST
+    for _ in range(20):
+        middle = (low * high) ** 0.5
+        fitted = _with(job, inter_share=spread(middle, dense.seconds / np.array(dense.steps), 1.03))
+        low, high = (middle, high) if fitted.play(timeline).seconds > dense.seconds else (low, middle)
+    return _with(fitted, inter_share=replace(fitted.cluster.inter_share, source="fitted:the dense step"))
+
+
+def _with(job: Job, **changes: Any) -> Job:
+    return replace(job, cluster=replace(job.cluster, **changes))
+
+
+def parts_of(none: Steps, dense: float, host: float, *, on_gpu: bool) -> dict[str, float]:
+    """Split the ``dense`` seconds of a step by what takes them. ``host``: the core's, for the bytes sent.
+
+    A GPU waits for a host that is still giving it work when it should be nearly done.
+    """
+    network = max(dense - none.seconds, 0.0)
+    host = min(host, network)
+    issuing = max(none.issuing - none.loading, 0.0) if on_gpu and none.issuing > BUSY * none.seconds else 0.0
+    return {
+        "network": network - host,
+        "computing": max(none.seconds - none.loading - issuing, 0.0),
+        "host": host + issuing,
+        "input": none.loading,
+    }
+
+
+def verdict(parts: Mapping[str, float], hidden: float | None, simulation: Simulation | None, command: str) -> list[str]:
+    """Say in three lines what bounds a job, what would help and by how much, and what to type.
+
+    Args:
+        parts: of a dense step. hidden: share of its exchange; None: there is none.
+        simulation: of the candidates; None: nothing is known of other ranks.
+        command: of a run, up to the method's name.
+    """
+    first, second, *_ = sorted(parts, key=lambda name: -parts[name])
+    bound = (
+        f"bound by: {NAMES[first]}, {seconds(parts[first])} of a step of {seconds(sum(parts.values()))}; then "
+        f"{NAMES[second]}, {seconds(parts[second])}"
+    )
+    if simulation is None:
+        return [bound, f"helps:    {REMEDIES[first]}", f"type:     {command} {DENSE}"]
+    if hidden is not None:
+        bound += f"; {hidden:.0%} of the exchange is hidden"
+    best, dense = simulation.best, simulation.dense.prediction
+    made = best.prediction
+    if best is simulation.dense:
+        others = [outcome for outcome in simulation.outcomes[1:] if simulation.fits(outcome) != "does not fit"]
+        rival = min(others, key=lambda outcome: outcome.prediction.seconds, default=None)
+        why = "" if rival is None else f"; {rival.method} would be {simulation.gain(rival)} as fast"
+        return [
+            bound, f"helps:    do not compress{why}; rather {REMEDIES[first]}: up to {seconds(parts[first])}",
+            f"type:     {command} {DENSE}",
+        ]  # fmt: skip
+    between = f"{seconds(made.low)} to {seconds(made.high)}"
+    return [
+        bound,
+        f"helps:    {best.method}: {seconds(made.seconds)} a step ({between}) in place of {seconds(dense.seconds)}, "
+        f"{simulation.gain(best)} as fast",
+        f"type:     {command} {shlex.quote(best.method)}",
+    ]

@@ -1,0 +1,175 @@
+"""Predictions for ``method="auto"``: of the user's own model and engine, from a short measurement of these ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from thinwire.base.errors import ThinwireError
+from thinwire.network.comm import GroupComm
+from thinwire.network.ledger import Ledger
+from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
+from thinwire.predict.cluster import Cluster, Constant, read_cluster
+from thinwire.predict.doctor import cluster_of
+from thinwire.predict.kernels import Times, kernels_of, time_kernels
+from thinwire.predict.layouts import timeline_of
+from thinwire.predict.links import fit, host_cost, sweep
+from thinwire.predict.measure import measure_device
+from thinwire.predict.play import Prediction, play
+from thinwire.predict.profile import ModelProfile, ModuleProfile, profile_of
+from thinwire.predict.timeline import Timeline
+
+SILENT = "none"
+LINKS_S, KERNELS_S = 4.0, 15.0
+"""Seconds in which the links and the candidates' kernels are measured, about."""
+HALVINGS = 24
+
+
+def predictor(auto: Auto, training: Training, trials: Trials, dense: float) -> Callable[[str], Prediction]:
+    """Return a function that predicts a step with the method of a name, on rank 0. Collective.
+
+    What the trials show of the model and no cluster's file knows is fitted: the rate of computing, from a step that
+    sends nothing (DDP) or from the dense one, and what the links carry beside computing, from the dense one.
+
+    Args:
+        dense: seconds of a measured step.
+    """
+    silent = None
+    with suppress(ThinwireError):  # it takes neither sharded weights nor two levels
+        silent = trials.run(SILENT) if training.engine == "ddp" else None
+    forecast = Forecast(training, trials)
+    cluster = None if auto.cluster else measure(auto, forecast)
+    if trials.comm.rank == 0:
+        forecast.fit(cluster or read_cluster(str(auto.cluster)), silent, dense)
+    return forecast
+
+
+class Forecast:
+    """Predictions of one training, once its constants are fitted.
+
+    Attributes:
+        double: the model on the meta device, without wrappers. cluster: with what was fitted.
+    """
+
+    cluster: Cluster
+
+    def __init__(self, training: Training, trials: Trials) -> None:
+        self.training, self._trials = training, trials
+        self._sharded: set[int] = set()
+        self.double = on_meta(training.model, self._sharded, {})
+        self.per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trials.comm.size)
+        self._sequences, self._profile = 1.0, _by_size(self.double)
+        with suppress(ThinwireError, TypeError, IndexError):  # a model that reads values is taken by its parameters
+            self._profile = profile_of(self.double, trials.inputs)
+            self._sequences = next(float(value.shape[0]) for value in trials.inputs if isinstance(value, torch.Tensor))
+
+    def __call__(self, method: str) -> Prediction:
+        return self._play(self.record(method), self.cluster)
+
+    def record(self, method: str) -> Timeline:
+        training = self.training
+        return timeline_of(
+            self.double, method, engine=training.engine, nodes=self._trials.comm.size // self.per_node,
+            per_node=self.per_node, two_level=training.two_level, intra=training.intra,
+            bucket_cap_mb=training.bucket_cap_mb, steps=training.steps or 10_000,
+            wrap=lambda name, module: id(module) in self._sharded,
+        )  # fmt: skip
+
+    def fit(self, cluster: Cluster, silent: float | None, dense: float) -> None:
+        """Fit the constants that only training shows. ``silent``, ``dense``: seconds of steps."""
+        baseline = self.record(DENSE)
+        if silent is None:
+            self.cluster = self._solve(cluster, "compute_share", baseline, dense, 1e-5, 10.0)
+            return
+        computing = self._solve(cluster, "compute_share", self.record(SILENT), silent, 1e-5, 10.0)
+        across = self._trials.comm.size > self.per_node
+        self.cluster = self._solve(computing, "inter_share" if across else "", baseline, dense, 0.5, 1.5)
+
+    def _solve(
+        self, cluster: Cluster, name: str, timeline: Timeline, seconds: float, low: float, high: float
+    ) -> Cluster:
+        """Choose the constant ``name`` from ``low`` to ``high`` with which ``timeline`` takes so long."""
+        for _ in range(HALVINGS if name else 0):
+            middle = (low * high) ** 0.5
+            fitted: Any = {name: Constant(middle, f"fitted:{timeline.method} in this run", 0.97, 1.03)}
+            cluster = replace(cluster, **fitted)
+            too_slow = self._play(timeline, cluster).seconds > seconds
+            low, high = (middle, high) if too_slow else (low, middle)
+        return cluster
+
+    def _play(self, timeline: Timeline, cluster: Cluster) -> Prediction:
+        count = self._trials.micro_batches
+        return play(timeline, self._profile, cluster, sequences=self._sequences, micro_batches=count)
+
+
+def measure(auto: Auto, forecast: Forecast) -> Cluster:
+    """Measure these ranks: links with the collectives themselves, the device, the candidates' kernels. Collective."""
+    training, per_node = forecast.training, forecast.per_node
+    assert dist.group.WORLD is not None
+    comm = GroupComm(dist.group.WORLD, Ledger(), device=training.device)
+    samples = sweep(comm, per_node, LINKS_S) if comm.size > 1 else []
+    device = measure_device(comm, torch.float32, per_node)
+    if device.on_core and samples:
+        best = max(sample.message.nbytes / sample.seconds for sample in samples)
+        device = replace(device, host_seconds_per_byte=host_cost(comm, best))
+    times, end = list[Times](), time.monotonic() + KERNELS_S
+    for option in candidates(auto, training, comm.size) if comm.rank == 0 else ():
+        with suppress(ThinwireError, NotImplementedError):
+            if not option.why and time.monotonic() < end:
+                times.append(time_kernels(forecast.double, option.method, training.engine, training.device))
+    device = replace(device, kernels=kernels_of(times, device.memory_rate.value))
+    lines = {kind: fit([s for s in samples if s.kind == kind]) for kind in dict.fromkeys(s.kind for s in samples)}
+    return cluster_of("here", device, per_node, lines.get("inside"), lines.get("across"))
+
+
+def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> Any:
+    """Make a double of ``module`` without storage, hooks and engine.
+
+    Args:
+        sharded: gets the ids of the doubles of FSDP's modules. doubles: of tensors and modules, by id: some are shared.
+    """
+    if id(module) in doubles:
+        return doubles[id(module)]
+    kind: Any = type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
+    double = doubles[id(module)] = kind.__new__(kind)
+    if isinstance(module, FSDPModule):
+        sharded.add(id(double))
+    for name, value in vars(module).items():
+        double.__dict__[name] = OrderedDict() if isinstance(value, OrderedDict) and "hooks" in name else value
+
+    def empty(tensor: torch.Tensor | None) -> Any:
+        if tensor is not None and id(tensor) not in doubles:
+            like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_weight = isinstance(tensor, nn.Parameter)
+            doubles[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_weight else like
+        return None if tensor is None else doubles[id(tensor)]
+
+    double.__dict__["_parameters"] = {name: empty(tensor) for name, tensor in module._parameters.items()}
+    double.__dict__["_buffers"] = {name: empty(tensor) for name, tensor in module._buffers.items()}
+    children: Mapping[str, Any] = module._modules
+    double.__dict__["_modules"] = {
+        name: None if child is None else on_meta(child, sharded, doubles) for name, child in children.items()
+    }
+    return double
+
+
+def _by_size(model: nn.Module) -> ModelProfile:
+    """Profile a model that cannot be run on the meta device: FLOPs in proportion to parameters."""
+    modules = []
+    for name, module in model.named_modules():
+        owned = {f"{name}.{key}" if name else key: p for key, p in module._parameters.items() if p is not None}
+        if any(parameter.requires_grad for parameter in owned.values()):
+            numel = float(sum(parameter.numel() for parameter in owned.values()))
+            names = tuple(key for key, parameter in owned.items() if parameter.requires_grad)
+            modules.append(ModuleProfile(name, names, 2 * numel, 4 * numel, 0.0, 0.0))
+    return ModelProfile(tuple(modules), sum(p.numel() for p in model.parameters()), 0)

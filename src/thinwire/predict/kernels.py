@@ -1,0 +1,189 @@
+"""Times the kernels of methods on a device, by the names that a recording gives them.
+
+A method's own steps are played on real tensors, over two ranks of which the other sends what this one does. Values are
+random, because a choice of the largest values or the peeling of a sketch takes longer for some than for others.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
+from thinwire.core.bucket import Layout
+from thinwire.core.method import Run
+from thinwire.methods import resolve
+from thinwire.network.guard import Guard
+from thinwire.ops.backends import timer
+from thinwire.plan.dry_run import Playback, steps_of
+from thinwire.predict.cluster import Kernel
+from thinwire.predict.launches import is_free, name_of, own_bytes, torch_bytes
+from thinwire.predict.layouts import virtual_of
+from thinwire.predict.links import fit_line
+from thinwire.predict.record import GuardedStage
+
+VALUES = 1 << 24
+"""Most values of a buffer that is played."""
+
+SPREAD = 3.0
+"""Largest by smallest launch, below which seconds per launch cannot be told from seconds per byte."""
+
+Times = dict[str, list[tuple[float, float]]]
+"""Bytes and seconds of each launch, by the kernel's name."""
+
+
+class KernelTimer(TorchDispatchMode):
+    """Times every kernel that is launched while it is on, one at a time; torch's inside one of ours are part of it.
+
+    The first launch of each name, which may compile it, does not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.times: Times = {}
+        self._device, self._in_kernel = device, False
+
+    def __enter__(self) -> KernelTimer:
+        self._token = timer.set(
+            lambda name, operation, args: self.run(name, lambda: operation(*args), lambda: own_bytes(name, args))
+        )
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        timer.reset(self._token)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs, results = kwargs or {}, []
+
+        def call() -> Any:
+            results.append(function(*args, **kwargs))
+            return results[0]
+
+        if self._in_kernel or is_free(function):
+            return call()
+        return self.run(name_of(function), call, lambda: torch_bytes(function, args, kwargs, results[0]))
+
+    def run(self, name: str, call: Callable[[], Any], nbytes: Callable[[], float]) -> Any:
+        """Call a kernel, and note its bytes and seconds."""
+        if self._in_kernel:
+            return call()
+        devices.wait(self._device)
+        self._in_kernel, began = True, time.perf_counter()
+        try:
+            result = call()
+            devices.wait(self._device)
+            seconds = time.perf_counter() - began
+            if name in self.times:
+                self.times[name].append((nbytes(), seconds))
+            else:
+                self.times[name] = []
+        finally:
+            self._in_kernel = False
+        return result
+
+
+def time_kernels(model: nn.Module, method: str, engine: str, device: torch.device) -> Times:
+    """Play ``method``'s steady state on ``device`` with the smallest and the largest buffer of ``model``.
+
+    Raises:
+        ThinwireError: the method refuses the engine or the model. NotImplementedError: it reads values.
+    """
+    try:
+        return _play(model, method, engine, device, ranks=2)
+    except ThinwireError:  # the other rank has other values in its masks than it sends
+        return _play(model, method, engine, device, ranks=1)
+
+
+def _play(model: nn.Module, method: str, engine: str, device: torch.device, ranks: int) -> Times:
+    made = resolve(method)
+    virtual = virtual_of(model, made, engine=engine, nodes=ranks, per_node=1, gloo=device.type == "cpu")
+    road, run = virtual.road(made, intra=None, optimizer=None, steps=10_000)
+    layout, run = _some(virtual.layout, run)
+    play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
+    with torch.no_grad():
+        _fill(play, noise := torch.randn(max(len(flat) for flat, _, _ in play.buffers), device=device))
+        play.open()
+        for number in steps_of(play.method.card):
+            on = kernels if number > play.method.card.steady else nullcontext()
+            for flat, _, _ in play.buffers:
+                flat.copy_(noise[: len(flat)])
+            with on:
+                play.gather(number)
+                play.exchange(number)
+            _hand_out(play)
+            with on:
+                Guard([]).observe_all(weight.grad for weight in play.weights.values())
+                play.step(number)
+        with kernels:
+            for flat, _, _ in (*play.buffers, *play.buffers):
+                _copy(flat, kernels)
+    return kernels.times
+
+
+def _fill(play: Playback, noise: Tensor) -> None:
+    for weight in (*play.weights.values(), *play.gradients.values()):
+        weight.copy_(noise[: weight.numel()].view_as(weight))
+    for optimizer in play.optimizers:
+        for moments in optimizer.state.values():
+            for moment in moments.values():
+                moment.fill_(1.0)
+
+
+def _copy(flat: Tensor, kernels: KernelTimer) -> None:
+    """Time the engine's own copies of a buffer."""
+    target = torch.empty_like(flat)
+    for name in ("engine.copy_in", "engine.copy_out"):
+        kernels.run(name, lambda: target.copy_(flat), lambda: 2 * flat.nbytes)
+
+
+def _hand_out(play: Playback) -> None:
+    """Let the gradients be what the exchange has left in the buffers, as an engine does."""
+    for _, out, pieces in play.buffers:
+        for piece in pieces:
+            gradient = play.gradients[piece.name]
+            gradient.copy_(out[piece.offset : piece.offset + gradient.numel()].view_as(gradient))
+
+
+def _some(layout: Layout, run: Run) -> tuple[Layout, Run]:
+    """Choose two buffers that are not too large, with their parameters, and a shard."""
+    sizes = [sum(piece.numel for piece in pieces) for pieces in layout.buffers]
+    fits = sorted((i for i, size in enumerate(sizes) if size <= VALUES), key=lambda i: sizes[i]) or [
+        sizes.index(min(sizes))
+    ]
+    chosen = sorted({fits[0], fits[-1]})
+    names = {piece.name for i in chosen for piece in layout.buffers[i]}
+    shards = [shard for shard in layout.shards if names.issuperset(piece.name for piece in shard.pieces)]
+    layout = replace(
+        layout, buffers=[layout.buffers[i] for i in chosen], dtypes=[layout.dtypes[i] for i in chosen], shards=shards
+    )
+    return layout, replace(
+        run,
+        parameters={name: run.parameters[name] for name in names},
+        weights={name: run.weights[name] for name in names},
+    )
+
+
+def kernels_of(times: Iterable[Times], memory_rate: float) -> dict[str, Kernel]:
+    """Fit seconds per launch and bytes/s to each kernel; one too short to show a rate has the memory's."""
+    joined: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, launches in ((name, pairs) for each in times for name, pairs in each.items()):
+        for nbytes, seconds in launches:
+            joined[name][nbytes].append(seconds)
+    kernels = {}
+    for name, by_size in joined.items():
+        medians = [statistics.median(seconds) for seconds in by_size.values()]
+        several = max(by_size) > SPREAD * min(by_size)
+        seconds, slope = fit_line([float(several)] * len(medians), list(by_size), medians)
+        kernels[name] = Kernel(seconds, 1 / slope if slope > 0 else memory_rate)
+    return kernels

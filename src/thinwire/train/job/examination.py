@@ -1,0 +1,179 @@
+"""The examination of a job on its own ranks: links, device, steps without and with exchange, kernels; a verdict."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from thinwire.base.errors import ThinwireError
+from thinwire.base.files import naming
+from thinwire.network.comm import is_of_the_network, network_words
+from thinwire.predict import doctor
+from thinwire.predict.cluster import write_cluster
+from thinwire.predict.doctor import Steps
+from thinwire.predict.kernels import Times, kernels_of, time_kernels
+from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, fit, host_cost, sweep
+from thinwire.predict.measure import Device, measure_device
+from thinwire.predict.profile import profile_of
+from thinwire.predict.simulate import Job, Simulation, simulate
+from thinwire.train.config import Config
+from thinwire.train.job.collective import Collective
+from thinwire.train.job.run_folder import open_run_folder
+from thinwire.train.job.setup import join_ranks, read_inputs
+from thinwire.train.job.trial import Trial, slowest
+
+STEPS = 12
+"""Most steps of a trial; fewer, where the time is short."""
+NOT_ALONE = (
+    "one rank cannot know: links, what an exchange takes from computing, what compression would do. Start it on the "
+    "job's ranks: torchrun --nnodes N --nproc-per-node L -m thinwire doctor"
+)
+NOT_ACROSS = "one node cannot know what its NICs carry: the rate and latency between nodes are assumed"
+
+
+class Examination:
+    """Examines a run of ``config``, of ``seconds`` in all from ``began`` on.
+
+    ``methods``: the candidates, dense first. ``out``: file for the cluster. ``command``: of a run, up to its method.
+    """
+
+    def __init__(
+        self, config: Config, methods: Sequence[str], out: Path, *, seconds: float, began: float, command: str
+    ) -> None:  # fmt: skip
+        self.config, self.methods, self.out, self.command = config, methods, out, command
+        self._seconds, self._began = seconds, began
+        self.samples: list[Sample] = []
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Measure; rank 0 prints the verdict and writes the cluster. Collective."""
+        try:
+            with join_ranks(self.config) as ranks:
+                self._ranks, self._job = ranks, ranks.comm
+                self.per_node = min(ranks.per_node, ranks.comm.size)
+                self._run()
+        except RuntimeError as error:  # raised by torch's own collectives
+            if is_of_the_network(error):
+                raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
+            raise
+
+    def _run(self) -> None:
+        config, job = self.config, self._job
+        collective = Collective(job.patient(config.file_timeout))
+        with tempfile.TemporaryDirectory() as folder, open_run_folder(Path(folder), collective) as run_folder:
+            inputs = read_inputs(config, run_folder)
+        if job.size > 1:
+            self.samples = sweep(job, self.per_node, self._left(0.2))
+        trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
+        self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
+        device = measure_device(job, self.dtype, self.per_node)
+        none = self._steps(trial, "none", self._left(0.25))
+        model, dense = copy.deepcopy(trial.net).to("meta"), None
+        if job.size > 1:
+            if config.engine != "ddp":
+                trial = Trial(config, self._ranks, inputs)
+            dense = self._dense(trial, model)
+            if device.on_core:
+                device = replace(device, host_seconds_per_byte=host_cost(job, self._rank_rate))
+        del trial
+        device = replace(device, kernels=kernels_of(self._kernels(model), device.memory_rate.value))
+        collective.do(lambda: self._conclude(model, device, none, dense) if job.rank == 0 else None)
+
+    def _left(self, share: float) -> float:
+        """Return ``share`` of the seconds that are left. Collective."""
+        return max(share * (self._seconds - agree(self._job, time.monotonic() - self._began)), 0.1)
+
+    @property
+    def _rank_rate(self) -> float:
+        """Bytes/s that a rank sent at best."""
+        return max(sample.message.nbytes / sample.seconds for sample in self.samples)
+
+    def _steps(self, trial: Trial, method: str, seconds: float) -> Steps:
+        """Time steps with ``method`` for about so many seconds, one at least. Collective."""
+        trial.begin(method)
+        first = slowest(self._ranks, [trial.step()])  # it also compiles and fills caches
+        count = min(STEPS, int(seconds / first[0].step) - 1)
+        times = slowest(self._ranks, [trial.step() for _ in range(count)]) or first
+        apart = slowest(self._ranks, [trial.step(apart=True) for _ in range(count // 4)]) or times
+        stats = trial.wire.stats()
+        trial.end()
+        return Steps(
+            [step.step for step in times], loading=doctor.median(step.loading for step in times),
+            issuing=doctor.median(step.issuing for step in times),
+            optimizer=doctor.median(step.optimizer for step in apart),
+            wire=stats["wire_ms"] / 1e3, exposed=stats["exposed_ms"] / 1e3,
+        )  # fmt: skip
+
+    def _dense(self, trial: Trial, model: nn.Module) -> Steps | None:
+        """Time dense steps; None if a single one would take too long. Collective."""
+        seconds = self._left(0.6)
+        weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+        expected = self._job.ring_bytes("all_reduce", weights) / self._rank_rate
+        if expected > seconds:
+            self.notes.append(f"a dense step takes about {expected:.3g} s, too long to be measured in time: predicted")
+            return None
+        return self._steps(trial, "dense", seconds)
+
+    def _kernels(self, model: nn.Module) -> list[Times]:
+        """Time the kernels of the candidates, as many as there is time for. Collective."""
+        times, left, seconds = list[Times](), list(self.methods), self._left(0.5)
+        began = time.monotonic()
+        while left and agree(self._job, time.monotonic() - began) < seconds:
+            method = left.pop(0)
+            try:
+                times.append(time_kernels(model, method, self.config.engine, self._ranks.device))
+            except (ThinwireError, NotImplementedError):  # the prediction will say why
+                continue
+        if left:
+            self.notes.append(f"no time was left for the kernels of {', '.join(left)}: allow more --seconds")
+        return times
+
+    def _conclude(self, model: nn.Module, device: Device, none: Steps, dense: Steps | None) -> None:
+        """Fit the constants, predict, write and print."""
+        config, size = self.config, self._job.size
+        tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64, device="meta")
+        lines = {
+            kind: fit([sample for sample in self.samples if sample.kind == kind])
+            for kind in dict.fromkeys(sample.kind for sample in self.samples)
+        }
+        cluster = doctor.cluster_of(self.out.stem, device, self.per_node, lines.get("inside"), lines.get("across"))
+        job = Job(
+            config.init or config.preset, model, profile_of(model, (tokens, tokens), self.dtype), cluster,
+            config.engine, size,
+            config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra,
+        )  # fmt: skip
+        job = doctor.calibrated(job, none, dense)
+        simulation = simulate(job, self.methods) if size > 1 else None
+        with naming(self.out):
+            write_cluster(job.cluster, self.out)
+        for line in self._report(simulation, job, none, dense):
+            print(line, flush=True)
+
+    def _report(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> Iterator[str]:
+        on_gpu, total, host = not job.cluster.codec_on_core, none.seconds, 0.0
+        if simulation is not None:
+            total = simulation.dense.prediction.seconds if dense is None else dense.seconds
+            sent = sum(simulation.dense.prediction.rank_bytes.values())
+            host = sent * job.cluster.host_seconds_per_byte.value
+        parts = doctor.parts_of(none, total, host, on_gpu=on_gpu)
+        yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
+        yield ""
+        if simulation is not None:
+            yield simulation.details()
+        if self._job.size == 1:
+            yield NOT_ALONE
+        elif job.ranks == job.per_node:
+            yield NOT_ACROSS
+        yield from self.notes
+        yield from curves(self.samples)
+        if fall := fall_with_nodes(self.samples):
+            yield fall
+        yield f"{self.out}: the cluster's constants, for thinwire simulate --cluster {self.out}"

@@ -1,0 +1,272 @@
+"""``method="auto"``: which methods are looked at, how one is chosen, and that nothing of the trials stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+from thinwire.base.errors import ThinwireError
+from thinwire.plan.measured import MeasuredLoss
+from thinwire.predict import choice as choices
+from thinwire.predict.choice import Auto, Choice, Option, Training, candidates, decide
+
+
+def _job(engine="ddp", steps=800, optimizer=torch.optim.AdamW):
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))
+    return Training(model, engine, [optimizer(model.parameters(), lr=1e-3)], steps)
+
+
+def _rows(monkeypatch, *rows):
+    """``rows``: (method, regime, steps, gap)."""
+    made = tuple(MeasuredLoss(method, regime, "peps", 4, 1000, steps, 1, gap) for method, regime, steps, gap in rows)
+    monkeypatch.setattr(choices, "read_measured", lambda: made)
+
+
+def _looked_at(auto, job):
+    return {option.method: option.why for option in candidates(auto, job, 2)}
+
+
+def _auto(**settings):
+    return Auto(lambda wire: None, **settings)
+
+
+def test_a_method_needs_measured_runs_of_this_length_and_start_below_the_largest_loss(monkeypatch):
+    _rows(
+        monkeypatch,
+        ("topk", "scratch", 800, -2.0), ("topk", "long", 3200, 0.9), ("int8", "scratch", 800, 1.3),
+        ("sdp4bit", "finetune", 300, 0.1), ("trickle", "scratch", 80, -3.0), ("gone(knob=1)", "scratch", 800, -9.0),
+    )  # fmt: skip
+    looked_at = _looked_at(_auto(), _job())
+    assert looked_at["topk"] == ""
+    assert "loss more than 0.01" in looked_at["int8"]
+    assert "not measured in runs of this length and start" in looked_at["sdp4bit"]
+    assert looked_at["trickle"] == ""
+    assert "not measured" in _looked_at(_auto(), _job(steps=801))["trickle"]  # ten times its length, and a step
+    assert set(looked_at) == {"topk", "int8", "sdp4bit", "trickle"}
+    assert _looked_at(_auto(max_loss=0.02), _job())["int8"] == ""
+    assert "loss" in _looked_at(_auto(max_loss=0.005), _job())["topk"]  # its worst run counts
+    assert _looked_at(_auto(max_loss=math.inf), _job(steps=10**6))["int8"] == ""
+    assert _looked_at(_auto(finetune=True), _job())["sdp4bit"] == ""
+
+
+def test_a_method_needs_its_engine_its_optimizer_and_what_it_refuses(monkeypatch):
+    _rows(
+        monkeypatch,
+        ("scape", "scratch", 800, 0.0), ("dgc", "scratch", 800, 0.0), ("topk", "scratch", 800, 0.0),
+        ("local-steps:recommended", "scratch", 800, 0.0), ("onebit-adam", "scratch", 800, 0.0),
+    )  # fmt: skip
+    looked_at = _looked_at(_auto(), _job("fsdp2"))
+    local_steps = next(method for method in looked_at if method.startswith("local-steps"))
+    assert looked_at["scape"] == "measured with AdamS only"
+    assert looked_at["dgc"] == "measured with SGD only"
+    assert looked_at["topk"] == ""
+    assert looked_at[local_steps] == "not for fsdp2"
+    assert _looked_at(_auto(), _job(optimizer=torch.optim.SGD))["dgc"] == ""
+    assert "needs steps=" in _looked_at(_auto(), _job(steps=None))["onebit-adam"]
+
+
+def test_the_table_that_is_delivered_offers_something_at_one_percent():
+    offered = [option for option in candidates(_auto(), _job(), 2) if not option.why]
+    assert len(offered) > 5
+    assert all(option.loss <= 1.0 for option in offered)
+
+
+@pytest.mark.parametrize(
+    ("times", "method", "reason"),
+    [
+        ({"topk": 50.0, "int8": 60.0}, "topk", "2.00 times as fast"),
+        ({"topk": 96.0, "int8": 97.0}, "dense", "nothing is 5% faster (the best is 1.04 times"),
+        ({"topk": None, "int8": 95.0}, "int8", "1.05 times"),
+        ({}, "dense", "nothing could be tried"),
+    ],
+)
+def test_the_fastest_is_chosen_if_it_is_five_percent_faster(times, method, reason):
+    options = [Option(name, predicted=1.0, low=1.0, high=1.0, measured=ms) for name, ms in times.items()]
+    choice = decide(_auto(), 0.1, options)
+    assert choice.method == method
+    assert reason in choice.reason
+    assert [option.method for option in choice.options if not option.why] == [method]
+
+
+def test_a_choice_is_text_and_survives_json():
+    options = [
+        Option("topk", -2.0, "3 runs", 50.0, 40.0, 60.0, 55.0),
+        Option("int8", 0.1, "1 run", 51.0, 41.0, 61.0),
+        Option("radius", 1.6, "2 runs", why="loss too high"),
+        Option("dgc", why="measured with SGD only"),
+    ]
+    choice = decide(_auto(), 0.1, options)
+    plain = json.loads(json.dumps(dataclasses.asdict(choice)))
+    assert Choice.from_plain(plain) == choice
+    text = str(choice)
+    assert "topk: predicted 50 ms (40 to 60), measured 55 ms, loss -2.0% in 3 runs: chosen" in text
+    assert "dense: measured 100 ms: slower" in text
+    assert "loss too high: radius (+1.6%)" in text
+    assert "measured with SGD only: dgc" in text
+
+
+@pytest.mark.parametrize("settings", [{"max_loss": -0.1}, {"max_loss": math.nan}])
+def test_settings_that_mean_nothing_are_refused(settings):
+    with pytest.raises(ThinwireError, match="max_loss"):
+        _auto(**settings)
+    with pytest.raises(ThinwireError, match="step"):
+        Auto("dense")
+
+
+def test_the_name_alone_is_refused_where_a_method_is_needed():
+    from thinwire.methods import resolve
+
+    with pytest.raises(ThinwireError, match=r"thinwire\.Auto\(step\)"):
+        resolve("auto")
+
+
+def test_kinds_of_steps_count_by_their_share():
+    card = SimpleNamespace(cycle={0: 0.75, 3: 0.25})
+    times = [9.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 4.0]
+    assert choices._mean_over_cycle(card, times) == pytest.approx(0.75 * 1.0 + 0.25 * 4.0)
+
+
+# On two ranks, with a stand-in for the predictions.
+
+
+def _predictor(seconds, memory=0.0):
+    """Predict what the dictionary says, and refuse the rest."""
+
+    def predictor(auto, training, trials, dense):
+        def predict(method):
+            name = method.partition("(")[0]
+            if name not in seconds:
+                raise ThinwireError("no prediction")
+            return SimpleNamespace(
+                seconds=seconds[name], low=0.9 * seconds[name], high=2 * seconds[name], memory={"method": memory}
+            )
+
+        return predict
+
+    return predictor
+
+
+def _clock(seconds):
+    """Let a step of a method last as ``seconds`` says by its name (0.03 if it does not): no test waits or is noisy."""
+
+    def time(trials, wire):
+        trials._auto.step(wire)
+        return seconds.get(wire.method.name, 0.03)
+
+    return time
+
+
+class _Task:
+    """A model on its way through training."""
+
+    def __init__(self, rank):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(256, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 256))
+        self.model = nn.parallel.DistributedDataParallel(self.net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.rank, self.count = rank, 0
+
+    def step(self, wire):
+        data = torch.randn(8, 256, generator=torch.Generator().manual_seed(10 * self.count + self.rank))
+        self.count += 1
+        with wire.accumulate():
+            (self.model(data) - data).square().mean().backward()
+        wire.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        return [tensor.clone() for tensor in self.net.state_dict().values()]
+
+
+def _choose_on_ranks(rank, world, clocks, predicted, options):
+    import thinwire
+    from thinwire import wire as wires
+
+    memory = options.pop("memory", 0.0)
+    wires.predictor = _predictor(predicted, memory)
+    choices.Trials._time = _clock(clocks[rank] if isinstance(clocks, list) else clocks)
+    task = _Task(rank)
+    before, random = task.state(), torch.get_rng_state()
+    wire = thinwire.compress(task.model, task.optimizer, Auto(task.step, **options), steps=800)
+    unchanged = all(map(torch.equal, before, task.state())) and torch.equal(random, torch.get_rng_state())
+    calls, task.count = task.count, 0
+    for _ in range(5):
+        task.step(wire)
+    losses_state = [tensor.tolist() for tensor in task.state()]
+    text, state = str(wire.plan), wire.state_dict()
+    wire.close()
+    named = _Task(rank)
+    other = thinwire.compress(named.model, named.optimizer, wire.plan.choice.method, steps=800)
+    for _ in range(5):
+        named.step(other)
+    same = losses_state == [tensor.tolist() for tensor in named.state()]
+    other.close()
+    resumed = _Task(rank)
+    again = thinwire.compress(resumed.model, resumed.optimizer, Auto(resumed.step, resumed=state), steps=800)
+    again.load_state_dict(state)
+    return {
+        "choice": wire.plan.choice, "plan": text, "unchanged": unchanged, "calls": calls, "as named": same,
+        "fresh": not task.optimizer.state or calls > 0, "resumed": again.plan.choice, "tried again": resumed.count,
+        "weights": losses_state,
+    }  # fmt: skip
+
+
+def test_the_ranks_try_three_put_everything_back_and_go_on_with_one():
+    one, two = ranks.run(
+        _choose_on_ranks, 2, {"zeropp": 0.02, "qsdp": 0.01}, {"zeropp": 0.001, "qsdp": 0.002, "bf16": 0.003}, {}
+    )
+    choice = one["choice"]
+    assert choice == two["choice"]
+    assert choice.method == "qsdp"
+    measured = [option.method for option in choice.options if option.measured is not None]
+    assert measured == ["dense", "zeropp", "qsdp"]
+    assert one["calls"] >= 3 * choices.TRIAL_STEPS
+    assert "chosen by auto(max_loss=0.01" in one["plan"]
+    for result in (one, two):
+        assert result["unchanged"]
+        assert result["as named"]
+        assert result["resumed"] == choice
+        assert result["tried again"] == 0
+    assert one["weights"][0] == two["weights"][0]
+
+
+def test_ranks_whose_clocks_differ_choose_the_same():
+    """By its own clock, each rank would choose another method."""
+    clocks = [{"zeropp": 0.001, "qsdp": 0.01}, {"zeropp": 0.03, "qsdp": 0.02}]
+    one, two = ranks.run(_choose_on_ranks, 2, clocks, {"zeropp": 0.001, "qsdp": 0.002}, {})
+    assert one["choice"] == two["choice"]
+    assert one["choice"].method == "qsdp"
+    assert one["choice"].options[2].measured == pytest.approx(20)  # the slowest rank counts
+
+
+def test_dense_stays_where_nothing_is_faster_and_memory_counts():
+    one, two = ranks.run(_choose_on_ranks, 2, {"qsdp": 0.029}, {"qsdp": 0.0001}, {})
+    assert one["choice"] == two["choice"]
+    assert one["choice"].method == "dense"
+    assert "5% faster" in one["choice"].reason
+    one, _ = ranks.run(_choose_on_ranks, 2, {}, {"qsdp": 0.0001}, {"memory": 1e18})
+    assert one["choice"].reason == "nothing could be tried"
+    assert "MB of memory" in str(one["choice"])
+
+
+def _differ(rank, world):
+    import thinwire
+
+    task = _Task(rank)
+    try:
+        thinwire.compress(task.model, task.optimizer, Auto(task.step, max_loss=0.01 + rank), steps=800)
+    except ThinwireError as error:
+        return str(error)
+
+
+def test_ranks_with_other_settings_are_refused():
+    for line in ranks.run(_differ, 2):
+        assert "max_loss=1.01" in line
