@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 import time
@@ -19,6 +18,7 @@ from thinwire.network.comm import is_of_the_network, network_words
 from thinwire.predict import doctor
 from thinwire.predict.cluster import write_cluster
 from thinwire.predict.doctor import Steps
+from thinwire.predict.forecast import on_meta
 from thinwire.predict.kernels import Times, kernels_of, time_kernels
 from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, fit, host_cost, sweep
 from thinwire.predict.measure import Device, measure_device
@@ -78,7 +78,7 @@ class Examination:
         self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
         device = measure_device(job, self.dtype, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
-        model, dense = copy.deepcopy(trial.net).to("meta"), None
+        model, dense = on_meta(trial.net, set(), {}), None
         if job.size > 1:
             if config.engine != "ddp":
                 del trial
