@@ -163,12 +163,10 @@ class Examination:
             print(line, flush=True)
 
     def _report(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> Iterator[str]:
-        on_gpu, total, host = not job.cluster.codec_on_core, none.seconds, 0.0
+        total = none.seconds
         if simulation is not None:
             total = simulation.dense.prediction.seconds if dense is None else dense.seconds
-            sent = sum(simulation.dense.prediction.rank_bytes.values())
-            host = sent * job.cluster.host_seconds_per_byte.value
-        parts = doctor.parts_of(none, total, host, on_gpu=on_gpu)
+        parts = doctor.parts_of(none, total, on_gpu=not job.cluster.codec_on_core)
         yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
         yield ""
         if simulation is not None:
