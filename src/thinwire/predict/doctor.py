@@ -20,6 +20,8 @@ ASSUMED = Line(Constant(5e-5, "assumed", 0.1, 10), Constant(1.25e9, "assumed", 0
 """A link that these ranks could not measure: 50 us, 10 Gbit/s."""
 SHOWS = 1.05
 """A dense step by a step that sends nothing, above which it says what the network carries beside training."""
+RUNS = {False: 0.03, True: 0.1}
+"""By how much computing differs at least from run to run: on GPUs, and on CPUs, whose cores others use, too."""
 EXTREMES = 0.1, 10.0
 """Of the memory's rate, beyond which a kernel says nothing of others: short ones, and those that stay in caches."""
 LEAST, MOST = 0.5, 1.2
@@ -88,7 +90,7 @@ def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
     prediction = _with(silent, kernels=job.cluster.kernels).play(timeline)
     computing = prediction.split["computing"]
     left = max(none.seconds - (prediction.seconds - computing), 0.1 * none.seconds)
-    share = spread(computing / left, none.seconds / np.array(none.steps), 1.03)
+    share = spread(computing / left, none.seconds / np.array(none.steps), 1 + RUNS[job.cluster.codec_on_core])
     job = _with(job, compute_share=replace(share, source="fitted:the step of none"))
     if dense is None or dense.seconds < SHOWS * none.seconds or job.ranks == job.per_node:
         return job
