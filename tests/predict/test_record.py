@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,7 +13,11 @@ import torch
 from torch import nn
 
 import thinwire
+<<<<<<< HEAD
 from breadth import dealt
+=======
+from breadth import dealt, spread
+>>>>>>> a
 from engines import adamw, build, train
 from models import Net
 from ranks import run
@@ -22,6 +27,8 @@ from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import dry_run
 from thinwire.predict.layouts import timeline_of, virtual_of
 from thinwire.predict.timeline import Message, RecordedStep
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import ModelConfig
 
 NAMES = [cls.name for cls in TABLE]
 LINKS = ("inter", "intra")
@@ -187,3 +194,15 @@ def test_a_method_of_the_user_is_recorded():
     assert total_of(halved)[0] == total_of(dense)[0]
     kernels = [event.kernel for event in halved.gradients[0].passes]
     assert kernels.count("aten.mul_") == 2 + (len(halved.gradients) > 1)  # the mean's, and its own
+
+
+@pytest.mark.parametrize("name", spread(3, ["trickle", "int8", "scape", "sdp4bit"]))
+def test_seven_billion_values_on_16384_ranks_take_seconds(name):
+    """Of the processor, which other tests use, too; and no memory of the model's size."""
+    shape = ModelConfig("llama", layers=32, width=4096, heads=32, hidden=11008, vocabulary=32000)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    began = time.process_time()
+    timeline = timeline_of(model, name, engine="fsdp2", nodes=2048, per_node=8)
+    assert time.process_time() - began < 6
+    assert sum(timeline.numel.values()) > 6.7e9 and len(timeline.steps[0].gradients) == 33

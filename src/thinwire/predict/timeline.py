@@ -35,7 +35,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Pass:
-    """A launch of a kernel. ``nbytes``: read and written in memory."""
+    """A launch of a kernel.
+
+    Attributes:
+        kernel: "aten.mul_", "thinwire.ops.quant.quantize", or "engine.copy_in", what the engine does by itself.
+        nbytes: read and written in memory.
+    """
 
     kernel: str
     nbytes: float
@@ -100,7 +105,7 @@ class RecordedStep:
 
     Attributes:
         forward: messages before and in the forward pass: broadcast buffers, gathered weights, the first module first.
-        again: weights gathered again in the backward pass, the last module first.
+        again: weights gathered again in the backward pass: the root's, then the last module's.
         gradients: buffers in the order in which the backward pass fills them.
         update: the ranks' agreement, the method's and the optimizer's own kernels and messages.
     """
