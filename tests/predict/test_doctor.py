@@ -121,7 +121,7 @@ def lines_of(job: Job, parts: dict[str, float]) -> list[str]:
 def test_verdict_where_the_network_bounds(job: Job) -> None:
     slow = on(job, flops=1e12, compute_share=0.5, inter_rate=5e6)
     simulation = simulated(slow)
-    parts = parts_of(Steps([silent_step(slow)], loading=0.01), simulation.dense.prediction.seconds, 0.1, on_gpu=False)
+    parts = parts_of(Steps([silent_step(slow)], loading=0.01), simulation.dense.prediction.seconds, on_gpu=False)
     bound, helps, command = lines_of(slow, parts)
     assert bound.startswith("bound by: the network, ") and "then computing" in bound and "25% of the exchange" in bound
     assert helps.startswith("helps:    int8: ") and " as fast" in helps and "in place of" in helps
@@ -130,7 +130,7 @@ def test_verdict_where_the_network_bounds(job: Job) -> None:
 
 def test_verdict_where_computing_bounds_is_not_to_compress(job: Job) -> None:
     fast = on(job, flops=1e9, compute_share=0.5, inter_rate=1e10)
-    parts = parts_of(Steps([silent_step(fast)]), simulated(fast).dense.prediction.seconds, 0.0, on_gpu=False)
+    parts = parts_of(Steps([silent_step(fast)]), simulated(fast).dense.prediction.seconds, on_gpu=False)
     bound, helps, command = lines_of(fast, parts)
     assert bound.startswith("bound by: computing, ")
     assert helps.startswith("helps:    do not compress; int8 would be ") and "a faster device" in helps
@@ -155,7 +155,7 @@ def test_verdict_where_kernels_cost_more_than_they_save(job: Job) -> None:
     ],
 )
 def test_parts_of_a_step(none: Steps, on_gpu: bool, first: str) -> None:
-    parts = parts_of(none, 1.2, 0.05, on_gpu=on_gpu)
+    parts = parts_of(none, 1.2, on_gpu=on_gpu)
     assert max(parts, key=lambda name: parts[name]) == first and sum(parts.values()) == pytest.approx(1.2)
 
 
@@ -238,3 +238,12 @@ def test_bad_input_is_one_line(words: list[str], line: str, monkeypatch, capsys)
 
 def test_no_constant_but_the_assumed_links_is_invented() -> None:
     assert doctor.ASSUMED.rate.low <= 0.1 and doctor.ASSUMED.rate.high >= 10
+
+
+def test_a_cost_of_the_host_that_dense_steps_do_not_show_is_fitted_down(job: Job) -> None:
+    true = on(job, flops=1e11, compute_share=0.3, inter_rate=2e7, inter_share=1.0, host_seconds_per_byte=1e-8)
+    none, dense = silent_step(true), true.play(true.record("dense")).seconds
+    start = on(job, flops=1e11, compute_share=1.0, inter_rate=2e7, inter_share=1.0, host_seconds_per_byte=9e-8)
+    found = calibrated(start, Steps([none]), Steps([dense]))
+    assert found.play(found.record("dense")).seconds == pytest.approx(dense, rel=0.01)
+    assert found.cluster.inter_share.value == 1.0 and found.cluster.host_seconds_per_byte.value < 5e-8

@@ -20,9 +20,11 @@ ASSUMED = Line(Constant(5e-5, "assumed", 0.1, 10), Constant(1.25e9, "assumed", 0
 """A link that these ranks could not measure: 50 us, 10 Gbit/s."""
 SHOWS = 1.05
 """A dense step by a step that sends nothing, above which it says what the network carries beside training."""
+RUNS = {False: 0.03, True: 0.1}
+"""By how much computing differs at least from run to run: on GPUs, and on CPUs, whose cores others use, too."""
 EXTREMES = 0.1, 10.0
 """Of the memory's rate, beyond which a kernel says nothing of others: short ones, and those that stay in caches."""
-LEAST, MOST = 0.5, 1.5
+LEAST, MOST = 0.5, 1.2
 """Share of the rate that collectives have alone which they may have beside training."""
 BUSY = 0.9
 """Share of a step without exchange beyond which a host that gives work to the device is what the device waits for."""
@@ -30,7 +32,7 @@ NAMES = {"network": "the network", "computing": "computing", "host": "the host",
 REMEDIES = {
     "network": "fewer exchanges (--accumulate) or a faster link",
     "computing": "a faster device, or a smaller model",
-    "host": "fewer, larger kernels and messages: --compile, larger batches",
+    "host": "fewer and larger kernels: --compile, or more sequences at a time",
     "input": "text that is tokenized beforehand (thinwire tokenize), or faster files",
 }
 
@@ -79,7 +81,7 @@ def cluster_of(name: str, device: Device, per_node: int, inside: Line | None, ac
 
 
 def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
-    """Fit the two constants that only training shows: the share of the peak, and the share of the link's rate."""
+    """Fit the two constants that only training shows: the share of the peak, and what exchanges have beside it."""
     silent = replace(job, engine="ddp")
     timeline = silent.record("none")
     if none.optimizer and timeline.optimizer_bytes:
@@ -88,34 +90,39 @@ def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
     prediction = _with(silent, kernels=job.cluster.kernels).play(timeline)
     computing = prediction.split["computing"]
     left = max(none.seconds - (prediction.seconds - computing), 0.1 * none.seconds)
-    share = spread(computing / left, none.seconds / np.array(none.steps), 1.03)
+    share = spread(computing / left, none.seconds / np.array(none.steps), 1 + RUNS[job.cluster.codec_on_core])
     job = _with(job, compute_share=replace(share, source="fitted:the step of none"))
     if dense is None or dense.seconds < SHOWS * none.seconds or job.ranks == job.per_node:
         return job
-    timeline, low, high = job.record(DENSE), LEAST, MOST
+    timeline, host = job.record(DENSE), job.cluster.host_seconds_per_byte.value
+    too_slow = job.play(timeline).seconds > dense.seconds
+    # A link carries no more beside training than alone: what is too slow is what its bytes take from a CPU's core.
+    name, low, high = (
+        ("host_seconds_per_byte", 0.01 * host, host) if too_slow and host else ("inter_share", LEAST, MOST)
+    )
     for _ in range(20):
         middle = (low * high) ** 0.5
-        fitted = _with(job, inter_share=spread(middle, dense.seconds / np.array(dense.steps), 1.03))
-        low, high = (middle, high) if fitted.play(timeline).seconds > dense.seconds else (low, middle)
-    return _with(fitted, inter_share=replace(fitted.cluster.inter_share, source="fitted:the dense step"))
+        constant = replace(spread(middle, dense.seconds / np.array(dense.steps), 1.03), source="fitted:the dense step")
+        fitted = _with(job, **{name: constant})
+        is_above = (fitted.play(timeline).seconds > dense.seconds) == (name == "host_seconds_per_byte")
+        low, high = (low, middle) if is_above else (middle, high)
+    return fitted
 
 
 def _with(job: Job, **changes: Any) -> Job:
     return replace(job, cluster=replace(job.cluster, **changes))
 
 
-def parts_of(none: Steps, dense: float, host: float, *, on_gpu: bool) -> dict[str, float]:
-    """Split the ``dense`` seconds of a step by what takes them. ``host``: the core's, for the bytes sent.
+def parts_of(none: Steps, dense: float, *, on_gpu: bool) -> dict[str, float]:
+    """Split the ``dense`` seconds of a step by what takes them.
 
     A GPU waits for a host that is still giving it work when it should be nearly done.
     """
-    network = max(dense - none.seconds, 0.0)
-    host = min(host, network)
     issuing = max(none.issuing - none.loading, 0.0) if on_gpu and none.issuing > BUSY * none.seconds else 0.0
     return {
-        "network": network - host,
+        "network": max(dense - none.seconds, 0.0),
         "computing": max(none.seconds - none.loading - issuing, 0.0),
-        "host": host + issuing,
+        "host": issuing,
         "input": none.loading,
     }
 

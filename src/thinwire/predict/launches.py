@@ -38,8 +38,7 @@ class LaunchWatch(Watch):
         if not is_free(function):
             without_storage = (isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((result, args)))
             if any(without_storage):
-                name = function.overloadpacket.__name__
-                self.launched(f"aten.{name}", torch_bytes(function, name, args, kwargs or {}, result))
+                self.launched(name_of(function), torch_bytes(function, args, kwargs or {}, result))
         return result
 
 
@@ -75,8 +74,14 @@ _PUTS = frozenset({"index_put_", "scatter_", "index_copy_", "index_fill_", "mask
 """Operations that write as many values of their first argument as the last one has."""
 
 
-def torch_bytes(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
+def name_of(function: Any) -> str:
+    """Name an operation of torch as a kernel: "aten.add_"."""
+    return f"aten.{function.overloadpacket.__name__}"
+
+
+def torch_bytes(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Count the bytes that an operation of torch reads and writes."""
+    name = function.overloadpacket.__name__
     if name in _PICKS:
         return nbytes_of(args[1:], result, result)
     if name in _PUTS:

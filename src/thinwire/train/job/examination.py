@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 import time
@@ -19,6 +18,7 @@ from thinwire.network.comm import is_of_the_network, network_words
 from thinwire.predict import doctor
 from thinwire.predict.cluster import write_cluster
 from thinwire.predict.doctor import Steps
+from thinwire.predict.forecast import on_meta
 from thinwire.predict.kernels import Times, kernels_of, time_kernels
 from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, fit, host_cost, sweep
 from thinwire.predict.measure import Device, measure_device
@@ -78,7 +78,7 @@ class Examination:
         self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
         device = measure_device(job, self.dtype, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
-        model, dense = copy.deepcopy(trial.net).to("meta"), None
+        model, dense = on_meta(trial.net, set(), {}), None
         if job.size > 1:
             if config.engine != "ddp":
                 del trial
@@ -163,12 +163,10 @@ class Examination:
             print(line, flush=True)
 
     def _report(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> Iterator[str]:
-        on_gpu, total, host = not job.cluster.codec_on_core, none.seconds, 0.0
+        total = none.seconds
         if simulation is not None:
             total = simulation.dense.prediction.seconds if dense is None else dense.seconds
-            sent = sum(simulation.dense.prediction.rank_bytes.values())
-            host = sent * job.cluster.host_seconds_per_byte.value
-        parts = doctor.parts_of(none, total, host, on_gpu=on_gpu)
+        parts = doctor.parts_of(none, total, on_gpu=not job.cluster.codec_on_core)
         yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
         yield ""
         if simulation is not None:
