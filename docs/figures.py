@@ -7,7 +7,8 @@
 
 docs/data/settings.csv has one row per set of runs that can be compared with each other: what ran, when, at which
 commit, and the command. speed.csv and loss.csv have one row per method and setting, losses.csv one per evaluation.
-regimes.jsonl has one line per run of benchmarks/loss/regimes.py. A block in a page begins with
+regimes.jsonl has one line per run of benchmarks/loss/regimes.py. published.csv has numbers that others have published,
+predicted.csv what benchmarks/predict/published.py predicts of them. A block in a page begins with
 ``<!-- generated: NAME -->`` and ends with ``<!-- end -->``; ``BLOCKS`` says what stands between.
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PAPER = Paper("separate", "SEPARATE (ICLR 2025)")
 FIGURES = Published.read("separate")
-STEPS, BASE_STEPS, TUNED_STEPS = 400, 800, 300
+STEPS, BASE_STEPS, TUNED_STEPS = 300, 400, 200
 RATIO = int(FIGURES("Section 6.3", "separate", "ratio"))
 SMALL = "120,000 parameters and 4 virtual ranks on WikiText's bytes, in place of GPT-2-345M on 10 billion tokens"
 TUNED = (

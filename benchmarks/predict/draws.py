@@ -1,6 +1,6 @@
 """Holds predictions against measured step times on the emulated network, in settings that a seed draws.
 
-    python benchmarks/predict/draws.py --seed 1 --draws 24    # rate, preset, tokens, engine and methods by the seed
+    python benchmarks/predict/draws.py --seed 1 --draws 24     # rate, preset, tokens, engine and methods by the seed
     python benchmarks/predict/draws.py --rates 50 125 500 --methods all --preset net20m --batch 4
 
 In each setting, on one emulated network of two nodes: `thinwire doctor` measures links, kernels and steps of none and
@@ -147,7 +147,7 @@ def predict(setting: Setting, file: Path) -> Simulation:
 
 
 def beside(simulation: Simulation, method: str, times: Sequence[float]) -> Iterator[Row]:
-    """Yield the row of ``method``, if it was predicted: by its cycle's mean, or the median of steps that are alike."""
+    """Yield the row of ``method``, if it was predicted. Measured: the mean of a cycle, or the median of like steps."""
     for outcome in simulation.outcomes:
         if outcome.method == method:
             measured = statistics.fmean(times) if len(outcome.timeline.steps) > 1 else statistics.median(times)
@@ -220,14 +220,18 @@ def main() -> int:
             )  # fmt: skip
     if not rows:
         return 1
-    errors = [abs(row.error) for row in rows]
-    print(
-        f"{len(rows)} rows: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, "
-        f"{sum(error <= 0.25 for error in errors)} within 25%, {sum(row.is_in_range for row in rows)} in the range; "
-        f"of {len(orders)} settings the fastest three in order in {sum(orders)}, to compress or not right in "
-        f"{sum(agreements)}"
-    )  # fmt: skip
+    print(summary(rows, orders, agreements))
     return 0
+
+
+def summary(rows: Sequence[Row], orders: Sequence[bool], agreements: Sequence[bool]) -> str:
+    errors = [abs(row.error) for row in rows]
+    close, inside = sum(error <= 0.25 for error in errors), sum(row.is_in_range for row in rows)
+    return (
+        f"{len(rows)} rows: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, {close} within 25%, "
+        f"{inside} within the range; {len(orders)} settings: the fastest three in order in {sum(orders)}, to compress "
+        f"or not right in {sum(agreements)}"
+    )
 
 
 if __name__ == "__main__":

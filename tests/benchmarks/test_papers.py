@@ -81,6 +81,47 @@ def test_the_link_is_set_to_the_papers_ratio():
     assert wait(rate) == pytest.approx(1.5, rel=1e-6)
 
 
+ON_THE_NETWORK = [
+    (paper, name)
+    for paper, name in EXPERIMENTS
+    if name == "headline" or (paper, name) in {("radius", "table-3"), ("scape", "figure-10"), ("tagc", "table-2")}
+]
+
+
+@pytest.mark.parametrize(("paper", "name"), ON_THE_NETWORK)
+def test_what_a_comparison_gives_is_in_the_table(paper, name, tmp_path, monkeypatch):
+    """On a pretended network, dense waits 300 ms over the rate in units of 100 Mbit/s, and methods a tenth of that."""
+    import measures
+
+    def compared(settings, name, methods, link, steps, **lab):
+        wait = 300 * 100 / float(link.removesuffix("mbit"))
+        runs = [
+            {
+                "step_ms": 100 + waiting, "exposed_ms": waiting, "encode_ms": 1.0, "wire_ms": waiting, "decode_ms": 1.0,
+                "train_loss": 2.0, "valid_loss": 2.1, "wire_bytes_per_step": {"inter": 1e6},
+            }
+            for waiting in (0, *(wait if method.startswith("dense") else wait / 10 for method in methods))
+        ]  # fmt: skip
+        return {
+            "runs": [{"method": method, "summary": run} for method, run in zip(["none", *methods], runs, strict=True)]
+        }
+
+    monkeypatch.setattr(measures, "compared", compared)
+    result = frame.load(paper).experiments[name].run(frame.Settings(out=tmp_path, dry=True))
+    assert all(isinstance(claim.reached, bool) for claim in result.claims), result.claims
+    assert any(claim.reached for claim in result.claims)
+    measured = [row[column] for row in result.rows for column in row if column.startswith(("step", "iteration"))]
+    assert measured and all(value is not None for value in measured)
+    for panel in result.panels:
+        panel(frame_axes())
+
+
+def frame_axes():
+    from matplotlib import pyplot
+
+    return pyplot.figure().subplots()
+
+
 def test_a_claim_is_judged_by_what_was_measured():
     def report(*steps: float) -> dict:
         summaries = (

@@ -47,7 +47,7 @@ class SimulateOptions:
     model: str = "gpt-125m"
     """A preset, a Hugging Face config.json, or file.py:function: your own, called under torch.device("meta"), returns a
     module and a tuple of example inputs; what is not token ids counts as one token each."""
-    method: str = "int8,sdp4bit,powersgd,trickle"
+    method: str = "bf16,int8,sdp4bit,trickle"
     """Comma-separated methods, with or without knobs. Dense is always beside them."""
     engine: str = "ddp"
     """ddp, fsdp2 or hsdp."""

@@ -20,6 +20,8 @@ ASSUMED = Line(Constant(5e-5, "assumed", 0.1, 10), Constant(1.25e9, "assumed", 0
 """A link that these ranks could not measure: 50 us, 10 Gbit/s."""
 SHOWS = 1.05
 """A dense step by a step that sends nothing, above which it says what the network carries beside training."""
+EXTREMES = 0.1, 10.0
+"""Of the memory's rate, beyond which a kernel says nothing of others: short ones, and those that stay in caches."""
 LEAST, MOST = 0.5, 1.5
 """Share of the rate that collectives have alone which they may have beside training."""
 BUSY = 0.9
@@ -66,7 +68,7 @@ def median(values: Iterable[float]) -> float:
 def cluster_of(name: str, device: Device, per_node: int, inside: Line | None, across: Line | None) -> Cluster:
     """Make a cluster of what was measured; ``None``: links that were not, which are assumed."""
     inside, across = inside or ASSUMED, across or ASSUMED
-    shares = np.array([kernel.rate / device.memory_rate.value for kernel in device.kernels.values()])
+    shares = np.clip([kernel.rate / device.memory_rate.value for kernel in device.kernels.values()], *EXTREMES)
     middle = float(np.median(shares)) if len(shares) else 0.6
     return Cluster(
         name, device.name, per_node, device.memory_bytes, device.flops, Constant(1.0, "assumed"), device.memory_rate,

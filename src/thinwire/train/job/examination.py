@@ -32,6 +32,8 @@ from thinwire.train.job.trial import Trial, slowest
 
 STEPS = 12
 """Most steps of a trial; fewer, where the time is short."""
+PREDICTING = 0.15
+"""Share of the time that is left for the predictions."""
 NOT_ALONE = (
     "one rank cannot know: links, what an exchange takes from computing, what compression would do. Start it on the "
     "job's ranks: torchrun --nnodes N --nproc-per-node L -m thinwire doctor"
@@ -79,6 +81,7 @@ class Examination:
         model, dense = copy.deepcopy(trial.net).to("meta"), None
         if job.size > 1:
             if config.engine != "ddp":
+                del trial
                 trial = Trial(config, self._ranks, inputs)
             dense = self._dense(trial, model)
             if device.on_core:
@@ -89,12 +92,14 @@ class Examination:
 
     def _left(self, share: float) -> float:
         """Return ``share`` of the seconds that are left. Collective."""
-        return max(share * (self._seconds - agree(self._job, time.monotonic() - self._began)), 0.1)
+        spent = agree(self._job, time.monotonic() - self._began)
+        return max(share * ((1 - PREDICTING) * self._seconds - spent), 0.1)
 
     @property
     def _rank_rate(self) -> float:
         """Bytes/s that a rank sent at best."""
-        return max(sample.message.nbytes / sample.seconds for sample in self.samples)
+        crosses = [sample for sample in self.samples if sample.message.group.crosses]
+        return max(sample.message.nbytes / sample.seconds for sample in crosses or self.samples)
 
     def _steps(self, trial: Trial, method: str, seconds: float) -> Steps:
         """Time steps with ``method`` for about so many seconds, one at least. Collective."""

@@ -35,7 +35,7 @@ class Trial:
         self._autocasts = self.bf16 and config.engine == "ddp"
         torch.manual_seed(config.seed)
         self.net: Any = inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))
-        self.model = wrap(self.net.to(ranks.device), config, ranks, self.bf16)
+        self.model = wrap(self.net.to(ranks.device), config, ranks, self.bf16, alike=True)
         self.optimizer = make_optimizer(self.model, config)
         self._sequences = 0
 
@@ -85,8 +85,9 @@ class Trial:
 
 
 def slowest(ranks: Ranks, steps: Sequence[StepTimes]) -> list[StepTimes]:
-    """Return the times of the slowest rank of each step. Collective."""
+    """Return the longest times of any rank for each step; of the optimizer, which agrees with others, the shortest."""
     if not steps:
         return []
-    times = torch.tensor(steps, dtype=torch.float64, device=ranks.device)
-    return [StepTimes(*row) for row in ranks.comm.all_reduce(times, "max").tolist()]
+    times = torch.tensor([step._replace(optimizer=-step.optimizer) for step in steps], dtype=torch.float64)
+    rows = ranks.comm.all_reduce(times.to(ranks.device), "max").tolist()
+    return [StepTimes(step, loading, issuing, -optimizer) for step, loading, issuing, optimizer in rows]
