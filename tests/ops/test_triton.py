@@ -108,7 +108,7 @@ def test_a_dry_run_counts_what_the_host_code_launches():
 
     def counted() -> dict[str, int]:
         counter: Counter[str] = Counter()
-        token = launches.set(lambda name, nbytes: counter.update([name]))
+        token = launches.set(lambda name, arguments: counter.update([name]))
         mask.gather_keep(rows, None, words, rows[:, :5], None)
         launches.reset(token)
         return dict(counter)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import thinwire
 from breadth import dealt
+from engines import adamw, build, train
 from models import Net
+from ranks import run
 from thinwire.base.knobs import knobs_of
 from thinwire.methods import TABLE, Method, resolve
 from thinwire.plan.doubles import Watch
@@ -20,6 +24,7 @@ from thinwire.predict.layouts import timeline_of, virtual_of
 from thinwire.predict.timeline import Message, RecordedStep
 
 NAMES = [cls.name for cls in TABLE]
+LINKS = ("inter", "intra")
 ENGINES = [("ddp", None), ("ddp", True), ("fsdp2", None), ("fsdp2", True), ("hsdp", None)]
 SHAPE = {"vocabulary": 96, "width": 64, "layers": 2}
 
@@ -47,6 +52,12 @@ def total(found: Iterable[Message]) -> float:
     return sum(message.nbytes for message in found)
 
 
+def both(found: Iterable[Message]) -> list[float]:
+    """The mean rank's bytes by link."""
+    found = list(found)
+    return [sum(message.rank_bytes(link) for message in found) for link in LINKS]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_its_sums_are_those_of_the_dry_run(name):
     for number, (engine, two_level) in enumerate(ENGINES):
@@ -71,3 +82,108 @@ def test_its_sums_are_those_of_the_dry_run(name):
         assert calls == pytest.approx(dict(dry.collectives))
         assert timeline.memory.method_peak >= dry.memory.peak
         assert sum(step.share for step in timeline.steps) == pytest.approx(1)
+
+
+Sent = tuple[list[float], float, dict[str, int]]
+"""A step's bytes by link, those of them for weights, and collectives by verb."""
+
+
+def really_sent(
+    rank: int, world: int, kind: str, two_level: bool | None, names: list[str]
+) -> dict[str, list[Sent] | str]:
+    found: dict[str, list[Sent] | str] = {}
+    for name in names:
+        method = method_of(name)
+        options = {"bucket_cap_mb": 0.05} if kind == "ddp" else {}
+        model = build(kind, world, net=lambda: Net(**SHAPE), **options)
+        optimizer = thinwire.AdamS(model.parameters(), lr=1e-3) if name == "scape" else adamw(model)
+        try:
+            wire = thinwire.compress(model, optimizer, method, two_level=two_level)
+        except thinwire.ThinwireError as refused:
+            found[name] = str(refused)
+            continue
+        train(model, optimizer, rank, range(6), wire)
+        found[name] = [
+            ([step.bytes[link] for link in LINKS], step.weight_bytes, dict(step.calls)) for step in wire.ledger.steps
+        ]
+        wire.close()
+    return found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("engine", "two_level"), ENGINES)
+def test_every_step_sends_what_the_ledger_of_a_real_run_counts(engine, two_level):
+    """By link, for the mean of the ranks: one of a node sends around a ring across nodes, and all send to peers."""
+    names = dealt([name for name in NAMES if engine in resolve(name).engines], (engine, two_level), ENGINES)
+    real = run(really_sent, 4, engine, two_level, names, LOCAL_WORLD_SIZE="2")
+    for name in names:
+        method, options = method_of(name), {"engine": engine, "nodes": 2, "per_node": 2, "two_level": two_level}
+        if isinstance(real[0][name], str):
+            with pytest.raises(thinwire.ThinwireError) as refused:
+                timeline_of(meta(), method, **options)
+            assert str(refused.value) == real[0][name]
+            continue
+        timeline = timeline_of(meta(), method, bucket_cap_mb=0.05, gloo=True, **options)
+        numbers = [number + (share == 1) for number, share in method.card.steady_steps.items()]
+        for number, step in zip(numbers, timeline.steps, strict=True):
+            ranks = [of_rank[name][number] for of_rank in real]
+            sent = [sum(of[0][i] for of in ranks) / len(ranks) for i in range(2)]
+            gathered, calls = sum(of[1] for of in ranks) / len(ranks), ranks[0][2]
+            weights, gradients = messages(step, weights=True), messages(step, weights=False)
+            planned = both([*weights, *gradients])
+            if method.card.bytes_follow_data:
+                assert all(few <= many * (1 + 1e-9) for few, many in zip(sent, planned, strict=True)), name
+            else:
+                assert planned == pytest.approx(sent), (name, number)
+            assert total(weights) == pytest.approx(gathered), (name, number)
+            assert Counter(message.verb for message in (*weights, *gradients)) == calls, (name, number)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_other_names_change_nothing(engine):
+    model, renamed = meta(), nn.Module()
+    renamed.a, renamed.b, renamed.c = model.embedding, model.blocks, model.head
+    for name in ("int8", "sdp4bit", "trickle"):
+        first, second = (
+            [stretch.events for step in timeline_of(
+                of, method_of(name), engine=engine, nodes=2, per_node=2).steps for stretch in step.stretches]
+            for of in (model, renamed)
+        )  # fmt: skip
+        assert first == second
+
+
+def total_of(step: RecordedStep) -> tuple[float, float]:
+    passes = sum(event.nbytes for stretch in step.stretches for event in stretch.passes)
+    return total(messages(step, weights=False)), passes
+
+
+@pytest.mark.parametrize("engine", ["ddp", "hsdp"])
+def test_a_ring_of_many_ranks_sends_what_one_of_more_does(engine):
+    few, many = (
+        timeline_of(meta(), "dense", engine=engine, nodes=nodes, per_node=8).nic_bytes for nodes in (512, 2048)
+    )
+    assert many == pytest.approx(few, rel=2e-3 if engine == "hsdp" else 1e-3) and many != few
+
+
+@dataclass
+class Halved(Method):
+    """A method that nobody else knows."""
+
+    name: ClassVar[str] = "halved"
+
+    def describe(self):
+        return replace(super().describe(), native=False)
+
+    def reduce(self, bucket, exchange):
+        exchange.mean(bucket)
+        bucket.mean.mul_(0.5)
+
+
+def test_a_method_of_the_user_is_recorded():
+    halved, dense = (
+        timeline_of(meta(), method, engine="ddp", nodes=2, per_node=2, bucket_cap_mb=100).steps[0]
+        for method in (Halved(), "dense")
+    )
+    assert total_of(halved)[0] == total_of(dense)[0]
+    kernels = [event.kernel for event in halved.gradients[0].passes]
+    assert kernels.count("aten.mul_") == 2 + (len(halved.gradients) > 1)  # the mean's, and its own

@@ -6,16 +6,19 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
 
 from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
-from thinwire.methods import TABLE, names
+from thinwire.core.bucket import Bucket
+from thinwire.core.exchange import Exchange
+from thinwire.methods import TABLE, Int8, names
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import SILENT, Job, at_rates, at_scale, bits, pays_below, seconds, simulate
@@ -174,7 +177,7 @@ def test_weak_and_strong_scaling(job: Job) -> None:
 
 
 def test_numbers_are_written_for_people() -> None:
-    assert [seconds(value) for value in (2e-5, 0.0123, 1.5, 60, 7200)] == ["20 us", "12.3 ms", "1.5 s", "1 min", "2 h"]
+    assert [seconds(value) for value in (2e-5, 0.0123, 1.5, 60, 3600)] == ["20 us", "12.3 ms", "1.5 s", "1 min", "1 h"]
     assert [bits(rate) for rate in (12.5e3, 1.25e6, 1.25e9, 50e9, 1.25e11)] == [
         "100 kbit/s", "10 Mbit/s", "10 Gbit/s", "400 Gbit/s", "1 Tbit/s"
     ]  # fmt: skip
@@ -202,6 +205,25 @@ def test_every_method_is_predicted_or_refused_by_name(engine: str) -> None:
         assert step.split["computing"] == computing, name
         assert (step.nic_bytes > 1e4) == (name != SILENT), name
     assert simulation.best.method != SILENT
+
+
+@dataclass
+class Reader(Int8):
+    """Reads a value on the host."""
+
+    name: ClassVar[str] = "reader"
+
+    def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        super().reduce(bucket, exchange)
+        assert bucket.buffer("own", (1,), torch.float32).item() >= 0
+
+
+def test_a_method_without_a_dry_run_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(256, 256)
+        profile = profile_of(model, (torch.zeros(1, 256),))
+    with pytest.raises(ThinwireError, match="has no dry run, so nobody knows what it would send"):
+        Job("linear", model, profile, read_cluster("l40s-1g"), "ddp", 2, 1).record(Reader())  # type: ignore[arg-type]
 
 
 RANKS = """

@@ -78,6 +78,11 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
     many = dataclasses.replace(ABOUT, parameters={f"w{i}": ((i,), i) for i in range(300)}).dump()
     assert len(many) % 4096 == 0 and len(many) > 4096
     fields = json.loads(bytes(ABOUT.dump().tolist()))
+    older = fields.pop("choice")  # which states of older versions lack
+    assert (
+        older == ""
+        and Header.load("key", torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)) == ABOUT
+    )
     for name, value in [*((name, ...) for name in fields), ("hops", [[1, 2]]), ("parameters", 3), ("across", 1)]:
         others = {key: of for key, of in fields.items() if key != name}
         text = json.dumps(others if value is ... else {**others, name: value})

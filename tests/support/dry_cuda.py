@@ -36,7 +36,7 @@ class _Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: object, **constants: object) -> None:
             if (report := launches.get()) is not None:
-                report(self._name, 0.0)  # a pointer's kernel knows no sizes
+                report(self._name, arguments)
             self.warmup(*arguments, grid=grid, **constants)
 
         return launch

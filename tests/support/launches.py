@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from thinwire.plan import doubles
+from thinwire.predict import launches
 
 
-class LaunchWatch(doubles.LaunchWatch):
+class LaunchWatch(launches.LaunchWatch):
     """Counts kernels by step, by name."""
 
     def __init__(self) -> None:

@@ -70,8 +70,8 @@ def _mark_links(axes: Axes, own: float, limit: float) -> None:
     if limit < RATES[-1]:
         begin = max(limit, RATES[0])
         axes.axvspan(8 * begin, 8 * RATES[-1], color="#F0F0F0", zorder=0)
-        axes.annotate("do not\ncompress", (8 * math.sqrt(begin * RATES[-1]), 0.5), xycoords=("data", "axes fraction"),
-                      ha="center", color=GREY)  # fmt: skip
+        axes.annotate("do not compress", (8 * math.sqrt(begin * RATES[-1]), 0.5), xycoords=("data", "axes fraction"),
+                      ha="center", va="center", rotation=90, color=GREY)  # fmt: skip
 
 
 def _pays(limit: float) -> str:

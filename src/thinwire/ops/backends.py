@@ -7,7 +7,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -34,17 +34,14 @@ def cpu_kernels() -> str:
     return "numba" if _load("thinwire.ops.adams", "cpu", "numba").__name__.endswith(".cpu") else "plain torch"
 
 
-Report = Callable[[str, float], object]
-"""(an operation's family and name, bytes that it reads and writes)"""
-Touched = Mapping[str, Callable[..., float]]
-"""By operation of a family: (its arguments) -> bytes that it reads and writes."""
+Report = Callable[[str, tuple[Any, ...]], object]
+"""(an operation's family and name, its arguments)"""
 
 launches: ContextVar[Report | None] = ContextVar("launches", default=None)
 """Told of every operation on tensors without storage, where set."""
 
-timer: ContextVar[Callable[[str, Callable[[], Any], Callable[[], float]], Any] | None]
-timer = ContextVar("timer", default=None)
-"""Runs every operation on tensors with storage, where set: (its name, itself, the count of its bytes) -> its result."""
+timer: ContextVar[Callable[..., Any] | None] = ContextVar("timer", default=None)
+"""Runs every operation on tensors with storage, where set: (its name, itself, *its arguments) -> its result."""
 
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile all variants of a launched kernel, for any memory: on a GPU, before the first step."""
@@ -53,30 +50,13 @@ host_code: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("host_code",
 """The module that runs on tensors without storage, by family; without one nothing runs. Set by tests alone."""
 
 
-def nbytes_of(*touched: Any) -> float:
-    """Add up the bytes of the tensors in ``touched``, nested as they may be, each as often as it is there."""
-    total = 0.0
-    for value in touched:
-        if isinstance(value, Tensor):
-            total += value.numel() * value.element_size()
-        elif isinstance(value, list | tuple):
-            total += nbytes_of(*value)
-    return total
-
-
 class _Nothing(ModuleType):
     """Reports operations on tensors without storage and runs nothing: results go to tensors that are handed in."""
 
-    def __init__(self, family: str, touched: Touched) -> None:
-        super().__init__(family)
-        self._touched = touched
-
     def __getattr__(self, name: str) -> Callable[..., None]:
-        touched = self._touched.get(name, nbytes_of)
-
         def tell(*args: object) -> None:
             if (report := launches.get()) is not None:
-                report(f"{self.__name__}.{name}", touched(*args))
+                report(f"{self.__name__}.{name}", args)
 
         return tell
 
@@ -84,30 +64,24 @@ class _Nothing(ModuleType):
 class _Timed(ModuleType):
     """Hands the operations of a module to ``timer``."""
 
-    def __init__(self, family: str, module: ModuleType, touched: Touched) -> None:
+    def __init__(self, family: str, module: ModuleType) -> None:
         super().__init__(family)
-        self._module, self._touched = module, touched
+        self._module = module
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        operation, touched, run = getattr(self._module, name), self._touched.get(name, lambda *args: args), timer.get()
-        assert run is not None
-        return lambda *args: run(f"{self.__name__}.{name}", lambda: operation(*args), lambda: nbytes_of(touched(*args)))
+        operation, run = getattr(self._module, name), timer.get()
+        return operation if run is None else functools.partial(run, f"{self.__name__}.{name}", operation)
 
 
-def backend(family: str, cpu: str = "cpu", touched: Touched = MappingProxyType({})) -> Callable[[Tensor], ModuleType]:
-    """Make a function from a tensor to the module of ``family`` for its device.
-
-    Args:
-        cpu: the module for CPUs. touched: says what those operations touch that do not read or write each of their
-            arguments once and whole.
-    """
-    nothing = _Nothing(family, touched)
+def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
+    """Make a function from a tensor to the module of ``family`` for its device; ``cpu`` names the one for CPUs."""
+    nothing = _Nothing(family)
 
     def choose(tensor: Tensor) -> ModuleType:
         if tensor.is_meta:
             return (host_code.get() or {}).get(family, nothing)
         module = for_device(tensor)
-        return module if timer.get() is None else _Timed(family, module, touched)
+        return module if timer.get() is None else _Timed(family, module)
 
     def for_device(tensor: Tensor) -> ModuleType:
         if tensor.device.type == "cpu":

@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from thinwire.core.state import State
-from thinwire.ops.backends import launches, nbytes_of
 
 
 class Watch(TorchDispatchMode):
@@ -56,71 +55,6 @@ class Watch(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
-
-
-class LaunchWatch(Watch):
-    """Also tells of every kernel: "aten.add_", "thinwire.ops.sparse.largest". What only makes a view is none."""
-
-    def launched(self, name: str, nbytes: float) -> None:
-        """Called for each kernel with the bytes that it reads and writes."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        self._token = launches.set(self.launched)
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        launches.reset(self._token)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if not is_free(function):
-            without_storage = (isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((result, args)))
-            if any(without_storage):
-                self.launched(name_of(function), touched_by(function, args, kwargs or {}, result))
-        return result
-
-
-@functools.cache
-def is_free(function: Any) -> bool:
-    """Tell whether a torch operation launches no kernel: it makes memory, or another view of it."""
-    schema = function._schema
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
-    return views or schema.name.removeprefix("aten::").startswith(("empty", "new_empty", "detach", "_unsafe_view"))
-
-
-_FILLS = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-"""Operations that write their first argument without reading it."""
-_PICKS = frozenset({"index", "gather", "index_select", "take"})
-"""Operations that read as many values of their first argument as they return."""
-_PUTS = frozenset({"index_put_", "scatter_", "index_copy_", "index_fill_", "masked_scatter_"})
-"""Operations that write as many values of their first argument as the last one has."""
-
-
-def name_of(function: Any) -> str:
-    """Name a torch operation as a kernel: "aten.add_"."""
-    return f"aten.{function.overloadpacket.__name__}"
-
-
-def touched_by(function: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Count the bytes that a torch operation reads and writes."""
-    name = function.overloadpacket.__name__
-    if name in _PICKS:
-        return nbytes_of(args[1:], result, result)
-    if name in _PUTS:
-        return nbytes_of(args[1:], args[-1])
-    written = [value for index, key in _written(function) for value in [kwargs.get(key)
-               if index >= len(args) else args[index]]]  # fmt: skip
-    read = [args[1:] if name in _FILLS else args, [v for k, v in kwargs.items() if k != "out"]]
-    return nbytes_of(read, written, () if written else result)
-
-
-@functools.cache
-def _written(function: Any) -> list[tuple[int, str]]:
-    """List position and name of each argument that a torch operation writes."""
-    arguments = enumerate(function._schema.arguments)
-    return [(i, of.name) for i, of in arguments if of.alias_info is not None and of.alias_info.is_write]
 
 
 @functools.cache

@@ -153,7 +153,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Training:
-    """The training that a method has to fit. ``model``: without DDP's wrapper, or as FSDP2 has sharded it.
+    """The surroundings that a method has to fit. ``model``: without DDP's wrapper, or as FSDP2 has sharded it.
 
     Attributes:
         engine: "ddp", "fsdp2" or "hsdp". bucket_cap_mb: DDP's; None: as suits each method.

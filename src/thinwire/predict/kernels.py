@@ -25,9 +25,9 @@ from thinwire.core.method import Run
 from thinwire.methods import resolve
 from thinwire.network.guard import Guard
 from thinwire.ops.backends import timer
-from thinwire.plan.doubles import is_free, name_of, touched_by
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.cluster import Kernel
+from thinwire.predict.launches import is_free, own_bytes, torch_bytes
 from thinwire.predict.layouts import virtual_of
 from thinwire.predict.links import fit_line
 from thinwire.predict.record import GuardedStage
@@ -56,7 +56,7 @@ class KernelTimer(TorchDispatchMode):
         self._device, self._in_kernel = device, False
 
     def __enter__(self) -> KernelTimer:
-        self._token = timer.set(self.run)
+        self._token = timer.set(self._own)
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -64,17 +64,18 @@ class KernelTimer(TorchDispatchMode):
         timer.reset(self._token)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs, results = kwargs or {}, []
+        kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        if is_free(function):
+            return function(*args, **kwargs)
+        return self.run(
+            f"aten.{name}", lambda: function(*args, **kwargs),
+            lambda result: torch_bytes(function, name, args, kwargs, result),
+        )  # fmt: skip
 
-        def call() -> Any:
-            results.append(function(*args, **kwargs))
-            return results[0]
+    def _own(self, name: str, operation: Callable[..., Any], *args: Any) -> Any:
+        return self.run(name, lambda: operation(*args), lambda result: own_bytes(name, args))
 
-        if self._in_kernel or is_free(function):
-            return call()
-        return self.run(name_of(function), call, lambda: touched_by(function, args, kwargs, results[0]))
-
-    def run(self, name: str, call: Callable[[], Any], nbytes: Callable[[], float]) -> Any:
+    def run(self, name: str, call: Callable[[], Any], nbytes: Callable[[Any], float]) -> Any:
         """Call a kernel, and note its bytes and seconds."""
         if self._in_kernel:
             return call()
@@ -85,7 +86,7 @@ class KernelTimer(TorchDispatchMode):
             devices.wait(self._device)
             seconds = time.perf_counter() - began
             if name in self.times:
-                self.times[name].append((nbytes(), seconds))
+                self.times[name].append((nbytes(result), seconds))
             else:
                 self.times[name] = []
         finally:
@@ -144,7 +145,7 @@ def _copy(flat: Tensor, kernels: KernelTimer) -> None:
     """Time the engine's own copies of a buffer."""
     target = torch.empty_like(flat)
     for name in ("engine.copy_in", "engine.copy_out"):
-        kernels.run(name, lambda: target.copy_(flat), lambda: 2 * flat.nbytes)
+        kernels.run(name, lambda: target.copy_(flat), lambda result: 2 * flat.nbytes)
 
 
 def _hand_out(play: Playback) -> None:

@@ -26,6 +26,8 @@ VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 SMALLEST, LARGEST, GROWTH = 1 << 16, 1 << 28, 4  # bytes of a message: from 64 kB, each 4 times the one before
 TIMINGS = 3
 TIMED_S = 0.02  # a message that is faster is sent several times
+REWEIGHTED = 40
+"""Weighted fits of squares that together make a fit of absolute errors."""
 FALL = 0.9
 """Rate among all nodes by that between two, below which a fall is told."""
 BESIDE_S = 0.6  # an exchange beside computing
@@ -139,24 +141,33 @@ def agree(job: GroupComm, value: float) -> float:
 
 
 def fit(samples: Sequence[Sample]) -> Line:
-    """Fit a latency and a rate to ``samples``; the ranges are those of the samples."""
+    """Fit a latency and a rate to ``samples``; the ranges are those of the shorter and the longer half of them."""
     seconds = np.array([sample.seconds for sample in samples])
     rounds = np.array([float(sample.message.rounds) for sample in samples])
     nbytes = seconds * [sample.rate for sample in samples]
     latency, slope = fit_line(rounds, nbytes, seconds)
-    ratios, is_long = (rounds * latency + nbytes * slope) / seconds, nbytes * slope >= rounds * latency
+    ratios, is_long = (rounds * latency + nbytes * slope) / seconds, nbytes > np.median(nbytes)
     return Line(spread(latency, 1 / ratios[~is_long], 1.25), spread(1 / max(slope, 1e-15), ratios[is_long], 1.03))
 
 
 def fit_line(counts: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Fit ``seconds = a * counts + b * nbytes``, a and b 0 or more, by the squares of relative errors."""
+    """Fit ``seconds = a * counts + b * nbytes``, a and b 0 or more, by the sum of absolute relative errors.
+
+    Not of their squares: a message that fits into a shaper's burst may take a quarter of its time.
+    """
     taken = np.asarray(seconds)
-    columns = np.stack([np.asarray(counts, float), np.asarray(nbytes, float)]) / taken
-    a, b = np.linalg.lstsq(columns.T, np.ones(len(taken)), rcond=None)[0]
+    columns = np.stack([np.asarray(counts, float), np.asarray(nbytes, float)], 1) / taken[:, None]
+    weights = np.ones(len(taken))
+    for _ in range(REWEIGHTED):
+        a, b = np.linalg.lstsq(columns * weights[:, None], weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.maximum(abs(columns @ (a, b) - 1), 1e-6))
     if min(a, b) < 0 or len(taken) < 2:  # one of the two does not show, or both cannot be told apart: bytes it is
-        alone = [float(column.sum() / (column**2).sum()) if column.any() else 0.0 for column in columns]
-        a, b = (0.0, alone[1]) if a < 0 or len(taken) < 2 else (alone[0], 0.0)
+        a, b = (0.0, _alone(columns[:, 1])) if a < 0 or len(taken) < 2 else (_alone(columns[:, 0]), 0.0)
     return float(a), float(b)
+
+
+def _alone(column: np.ndarray) -> float:
+    return float(np.median(1 / column[column > 0])) if column.any() else 0.0
 
 
 def spread(value: float, ratios: Sequence[float] | np.ndarray, at_least: float) -> Constant:

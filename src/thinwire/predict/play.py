@@ -113,11 +113,7 @@ def play(
             "record it with the cluster's per_node"
         )
     costs = Costs(cluster)
-    modules = [
-        _Computing(frozenset(module.parameters), *map(costs.computing, (sequences * f for f in flops)))
-        for module in profile.modules
-        for flops in [(module.forward_flops, module.backward_flops)]
-    ]
+    modules = [_Computing.on(costs, module, sequences) for module in profile.modules]
     optimizer = costs.kernel(Pass(OPTIMIZER, timeline.optimizer_bytes)) if timeline.optimizer_bytes else costs.zero
     total, exposed, busy, spans, offset = optimizer, costs.zero, defaultdict[str, float](float), list[Span](), 0.0
     for step in timeline.steps:
@@ -253,6 +249,11 @@ class _Computing(NamedTuple):
     parameters: frozenset[str]
     forward: Times
     backward: Times
+
+    @classmethod
+    def on(cls, costs: Costs, module: Module, sequences: float) -> _Computing:
+        forward, backward = (costs.computing(sequences * f) for f in (module.forward_flops, module.backward_flops))
+        return cls(frozenset(module.parameters), forward, backward)
 
 
 class _Clock:

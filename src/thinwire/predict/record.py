@@ -20,8 +20,8 @@ from thinwire.core.road import Road, Send, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.plan.doubles import LaunchWatch
 from thinwire.plan.dry_run import Playback, steps_of
+from thinwire.predict.launches import LaunchWatch
 from thinwire.predict.timeline import Group, Message, Pass, RecordedStep, Stretch
 
 Names = tuple[str, ...]

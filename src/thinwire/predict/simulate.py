@@ -76,8 +76,11 @@ class Job:
                 two_level=self.two_level, intra=self.intra,
                 gather_dtype=None if self.dtype == torch.float32 else self.dtype, gloo=self.cluster.codec_on_core,
             )  # fmt: skip
-        except NotImplementedError:
-            raise ThinwireError(f"{method} reads values on the host, so nobody knows what it would send") from None
+        except RuntimeError as error:  # NotImplementedError included
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ThinwireError(
+                f"{method} has no dry run, so nobody knows what it would send (it must not read values): {reason}"
+            ) from None
 
     def play(self, timeline: Timeline) -> Prediction:
         """Predict a step of ``timeline``."""
@@ -339,7 +342,7 @@ def at_scale(
 def seconds(value: float) -> str:
     """Write 0.0123 as '12.3 ms'."""
     if value >= 60:
-        return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
+        return f"{value / 60:.3g} min" if value < 3600 else f"{value / 3600:.3g} h"
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"
 
 

@@ -116,7 +116,7 @@ class Header:
             }
             entries["across"] = tuple(map(str, entries["across"]))
             entries["knobs"] = _translate(entries["knobs"])
-            entries.setdefault("choice", "")  # older states have none
+            entries["choice"] = str(entries.get("choice", ""))  # older states have none
             return cls(**{field.name: entries[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.ops.backends import backend, nbytes_of
+from thinwire.ops.backends import backend
 
 __all__ = ["adams"]
 
-_backend = backend(
-    "thinwire.ops.adams",
-    touched={"adams": lambda weight, moment, *others: nbytes_of(weight, weight, moment, moment, *others)},
-)
+_backend = backend("thinwire.ops.adams")
 
 
 def adams(

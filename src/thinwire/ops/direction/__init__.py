@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.ops.backends import backend, nbytes_of
+from thinwire.ops.backends import backend
 
 __all__ = ["DirectionSegment", "direction"]
 
-_backend = backend("thinwire.ops.direction", touched={"direction": lambda rows, *of: nbytes_of(rows, rows, *of)})
+_backend = backend("thinwire.ops.direction")
 
 
 class DirectionSegment(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.ops.backends import backend, nbytes_of
+from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
 __all__ = ["WORD", "MaskedSegment", "collect", "directory", "from_indices", "from_lists", "gather_keep",
@@ -25,26 +25,7 @@ __all__ = ["WORD", "MaskedSegment", "collect", "directory", "from_indices", "fro
 WORD = 64
 """Elements per mask word."""
 
-
-def _gathered(rows, residual, words, payload, residual_out, bit_offsets):  # type: ignore[no-untyped-def]
-    if residual_out is None:  # only what is at the mask
-        return nbytes_of(words, payload, payload, None if residual is None else payload)
-    return nbytes_of(rows, residual, words, payload, residual_out)
-
-
-def _renewed(messages, words, segments, copied, rows, bit_offsets):  # type: ignore[no-untyped-def]
-    off_mask = sum(segment.numel - segment.k for segment in segments if segment.factor != 1)
-    return nbytes_of(words, messages, messages) + 2 * len(rows) * off_mask * rows.element_size()
-
-
-_backend = backend(
-    "thinwire.ops.mask",
-    touched={
-        "gather_keep": _gathered,
-        "renew": _renewed,
-        "collect": lambda row, words, segments, copied, message, offsets: nbytes_of(words, message, message),
-    },
-)
+_backend = backend("thinwire.ops.mask")
 
 
 def _check(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.device import upload
-from thinwire.ops.backends import backend, nbytes_of
+from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_on
 
 __all__ = ["MomentSegment", "Moments", "Sent", "add_up", "advance"]
@@ -22,13 +22,7 @@ __all__ = ["MomentSegment", "Moments", "Sent", "add_up", "advance"]
 PER_PROGRAM = 1024
 """Columns of one moment that one program of a GPU takes."""
 
-_backend = backend(
-    "thinwire.ops.moments",
-    touched={
-        "add_up": lambda rows, residual, moments, *others: nbytes_of(rows, residual, moments.tensors, *others),
-        "advance": lambda payload, moments, *others: nbytes_of(payload, moments.tensors, *others),
-    },
-)
+_backend = backend("thinwire.ops.moments")
 
 
 class MomentSegment(NamedTuple):
@@ -52,10 +46,6 @@ class Moments:
 
     def __init__(self, segments: Sequence[MomentSegment], device: torch.device) -> None:
         self.segments, self.device = tuple(segments), device
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [segment.moment for segment in self.segments]
 
     @functools.cached_property
     def programs(self) -> Tensor:

@@ -21,18 +21,7 @@ __all__ = ["CopySegment", "CopyTable", "pack", "unpack"]
 
 PER_PROGRAM = 1024
 """Columns of one parameter, in one row, per program of a GPU."""
-
-
-def _packed(flat, copy_table, rows):  # type: ignore[no-untyped-def]
-    columns = sum(segment.rows * segment.width for segment in copy_table.segments)
-    return copy_table.values * flat.element_size() + columns * rows.element_size()
-
-
-def _unpacked(rows, copy_table, flat, add):  # type: ignore[no-untyped-def]
-    return copy_table.values * (rows.element_size() + (1 + add) * flat.element_size())
-
-
-_backend = backend("thinwire.ops.rows", cpu="reference", touched={"pack": _packed, "unpack": _unpacked})
+_backend = backend("thinwire.ops.rows", cpu="reference")
 
 
 class CopySegment(NamedTuple):
@@ -55,13 +44,6 @@ class CopySegment(NamedTuple):
     rows: int
 
 
-def _values(segment: CopySegment) -> int:
-    """Count the values that a segment copies: those of full rows, then of what remains."""
-    full = min(segment.rows, max((segment.numel - segment.span) // max(segment.step, 1) + 1, 0))
-    rest = (segment.numel - row * segment.step for row in range(full, min(segment.rows, full + 2)))
-    return full * segment.span + sum(min(max(values, 0), segment.span) for values in rest)
-
-
 FIELDS = len(CopySegment._fields)
 """Numbers of a segment in a device's table."""
 
@@ -72,11 +54,6 @@ class CopyTable:
     def __init__(self, segments: Sequence[CopySegment], device: torch.device, per_program: int = PER_PROGRAM) -> None:
         """Keep ``segments``; one program of a GPU takes ``per_program`` columns."""
         self.segments, self.device, self._per_program = tuple(segments), device, per_program
-
-    @functools.cached_property
-    def values(self) -> int:
-        """The number of values that are copied."""
-        return sum(map(_values, self.segments))
 
     @functools.cached_property
     def programs(self) -> Tensor:

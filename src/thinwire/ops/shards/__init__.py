@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from thinwire.base.random import Seeds
-from thinwire.ops.backends import backend, nbytes_of
+from thinwire.ops.backends import backend
 from thinwire.ops.quant import Format
 from thinwire.ops.rows import CopyTable
 
@@ -20,17 +20,7 @@ __all__ = ["PER_PROGRAM", "read", "write"]
 PER_PROGRAM = 4096
 """Columns of an encoded parameter per program of a GPU, at least one group: for its copy table."""
 
-
-def _written(own, resident, encoded, copied, format, codes, scales, message, drawn):  # type: ignore[no-untyped-def]
-    return nbytes_of(own, resident, codes, scales) + copied.values * message.element_size()
-
-
-def _read(codes, scales, messages, encoded, copied, format, rows, own_row, resident):  # type: ignore[no-untyped-def]
-    changed = () if resident is None else (rows, resident)  # read, too
-    return nbytes_of(codes, scales, rows, *changed) + len(rows) * copied.values * rows.element_size()
-
-
-_backend = backend("thinwire.ops.shards", cpu="reference", touched={"write": _written, "read": _read})
+_backend = backend("thinwire.ops.shards", cpu="reference")
 
 
 def write(

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from thinwire.base.device import upload
 from thinwire.base.errors import ThinwireError
-from thinwire.ops.backends import backend, nbytes_of
+from thinwire.ops.backends import backend
 
 __all__ = ["ROUNDS", "SketchSegment", "SketchSegments", "count", "encode", "gather", "peaks", "peel", "restore",
            "round_to"]  # fmt: skip
@@ -41,21 +41,7 @@ ROUNDS = 32
 """Rounds of peeling on a GPU. Higher => more launches, of which the last have nothing to do. A million elements take 12
 at a load of 0.7, 17 at 0.75 and 27 at 0.79, and few elements rarely more (``benchmarks/speed/peeling.py``)."""
 
-
-def _encoded(payload, positions, segments, whole, out):  # type: ignore[no-untyped-def]
-    unchanged = sum(segment.width for segment in segments if not segment.cells)
-    return nbytes_of(positions, out, *[payload] * 7) + len(whole) * unchanged * whole.element_size()  # 3 cells, twice
-
-
-_backend = backend(
-    "thinwire.ops.sketch",
-    touched={
-        "gather": lambda rows, words, segments, positions, payload: nbytes_of(words, positions, payload, payload),
-        "round_to": lambda payload, *others: nbytes_of(payload, payload, *others),
-        "encode": _encoded,
-        "restore": lambda sent, residual, positions, *others: nbytes_of(sent, residual, positions, residual),
-    },
-)
+_backend = backend("thinwire.ops.sketch")
 
 
 class SketchSegment(NamedTuple):

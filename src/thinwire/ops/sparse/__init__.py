@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.ops.backends import backend, nbytes_of
+from thinwire.ops.backends import backend
 
 __all__ = ["LOW_BITS", "ListSegment", "largest", "marked", "pack", "packed_bytes", "put", "sum_at", "unpack"]
 
 LOW_BITS = (8, 4)
 """Choices for the bits of a position that are packed unchanged: the fewest bytes win, on a tie the first choice."""
 
-_backend = backend(
-    "thinwire.ops.sparse",
-    touched={"put": lambda payload, positions, out: nbytes_of(payload, payload, positions)},
-)
+_backend = backend("thinwire.ops.sparse")
 
 
 class ListSegment(NamedTuple):

@@ -85,8 +85,8 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
-    """Wrap the model in torch's engine for data parallelism."""
+def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool, *, alike: bool = False) -> Any:
+    """Wrap the model in torch's engine for data parallelism. ``alike``: ranks have the same weights, none are sent."""
     if config.engine == "ddp":
         method, bucket_mb = resolve(config.method), config.bucket_mb
         if bucket_mb is None and not method.card.native:  # as suits the method; a native one takes torch's default
@@ -94,7 +94,7 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool) -> Any:
             bucket_mb = plan_of(method, describe(model).values(), exchange).bucket_cap_mb
         return DistributedDataParallel(
             model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_mb,
+            bucket_cap_mb=bucket_mb, init_sync=not alike,
         )  # fmt: skip
     size = ranks.comm.size
     if config.engine == "fsdp2":

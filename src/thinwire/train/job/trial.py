@@ -35,7 +35,7 @@ class Trial:
         self._autocasts = self.bf16 and config.engine == "ddp"
         torch.manual_seed(config.seed)
         self.net: Any = inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))
-        self.model = wrap(self.net.to(ranks.device), config, ranks, self.bf16)
+        self.model = wrap(self.net.to(ranks.device), config, ranks, self.bf16, alike=True)
         self.optimizer = make_optimizer(self.model, config)
         self._sequences = 0
 
