@@ -29,8 +29,7 @@ UNPRINTED = {"2.7B": (2560, 32)}
 """Width and layers of the size that Table 7 leaves out: GPT-3's of that name."""
 SMALL = (
     "4 virtual ranks on 2 nodes, sharded weights in fp32, WikiText's bytes, 200 steps by default, in place of 80,000 "
-    "steps of "
-    "the Pile with bf16 weights"
+    "steps of the Pile with bf16 weights"
 )
 
 
@@ -61,8 +60,7 @@ def speedup(settings: Settings) -> Result:
         speedup=FIGURES("Table 2", row, "speedup"),
         derived=(
             f"Table 2, {row}: two constants, seconds per FLOP and per byte of a node's NICs, are fitted to the five "
-            "dense "
-            "rows of that cluster, which they meet to "
+            "dense rows of that cluster, which they meet to "
             f"{100 * max(abs(error) for error in fit(cluster).errors.values()):.0f}%; computing is then "
             f"{computing:.3f} of {dense:.3f} s"
         ),
@@ -184,8 +182,7 @@ def losses(settings: Settings) -> Result:
         [
             f"{SMALL}. Sizes: {', '.join(f'{ours} for {theirs}' for ours, theirs in SIZES.items())}.",
             "Megatron's groups run through one flat buffer, ours through one shard of one tensor: in shards smaller "
-            "than 2048 values "
-            "groups are smaller too, and qW loses less than in the paper.",
+            "than 2048 values groups are smaller too, and qW loses less than in the paper.",
             "'nearest' is the library's form: weight differences are rounded to the nearest, the authors' "
             "stochastically.",
         ],
@@ -371,8 +368,7 @@ def histograms(settings: Settings) -> Result:
         rows,
         [
             f"{SMALL}; {LARGEST} parameters, in the middle of the run (qWD, rank 0's shard, groups of 2048, to the "
-            "nearest). The "
-            "figure prints no numbers, and does not say of which model it is.",
+            "nearest). The figure prints no numbers, and does not say of which model it is.",
         ],
         [
             Claim(
@@ -507,8 +503,8 @@ def kernels(settings: Settings) -> Result:
         rows,
         [
             f"On {torch.cuda.get_device_name() if cuda else 'one core of a CPU'} in place of an A100. A rate is the "
-            "fp32 bytes over the "
-            "time, median of 10 turns; quantizing rounds stochastically, as the authors' code does.",
+            "fp32 bytes over the time, median of 10 turns; quantizing rounds stochastically, as the authors' code "
+            "does.",
         ],
         [
             Claim(
@@ -670,8 +666,7 @@ def predicted(size: str, name: str, gpus: int, method: str, extra: float = 0.0) 
 
 PREDICTED = (
     "Predicted, not measured: the library's recorded exchange of the whole model, played on two constants (computing "
-    "and "
-    "link) that are fitted to dense rows of this paper, with the authors' kernel rate (Table 5)."
+    "and link) that are fitted to dense rows of this paper, with the authors' kernel rate (Table 5)."
 )
 WRONG_LINK = (
     "On the A100 cluster the printed link cannot carry the dense rows of 6.7B and more: 6 bytes of each value over one "

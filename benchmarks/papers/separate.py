@@ -150,9 +150,8 @@ def spectra(settings: Settings) -> Result:
         rows,
         [
             "Decoders of 120,000 and 834,000 parameters after 200 steps on WikiText's bytes, dense, in place of "
-            "GPT-2-125M and -345M; "
-            "the Hessian is theirs too, not a ResNet's on CIFAR-10, by 40 steps of Lanczos's method from one random "
-            "vector.",
+            "GPT-2-125M and -345M; the Hessian is theirs too, not a ResNet's on CIFAR-10, by 40 steps of Lanczos's "
+            "method from one random vector.",
             "Eigenvalues of G G^T. Effective rank: (sum of eigenvalues)^2 / sum of their squares; for the Hessian, the "
             "share of eigenvalues above 5% of the largest in magnitude.",
         ],
@@ -242,13 +241,10 @@ def time_to_loss(settings: Settings) -> Result:
         rows,
         [
             f"Loss: {SMALL}, from scratch. Steps: 19 million parameters, 2 ranks, gloo, on a link of {rate:.0f} "
-            "Mbit/s, "
-            f"where dense's exchange adds {exchange:.2f} of a step without it: the least with which ratio {RATIO} "
-            "could "
-            "be twice as fast (the paper names no link).",
+            f"Mbit/s, where dense's exchange adds {exchange:.2f} of a step without it: the least with which ratio "
+            f"{RATIO} could be twice as fast (the paper names no link).",
             "The paper's Gaussian matrices, beta as the weight of the old error, the paper's 0.95 where it is stable "
-            "and "
-            "the most stable one above that. Which ratios the figure shows is not in its text: it says up to 2x.",
+            "and the most stable one above that. Which ratios the figure shows is not in its text: it says up to 2x.",
             "Time: each curve's step times its measured step over AdamW's.",
         ],
         [
@@ -326,13 +322,12 @@ def knobs(settings: Settings) -> Result:
         [
             f"{SMALL}, ratio {RATIO}, from scratch. The seeds are of the projections alone: weights and text are the "
             "same.",
-            "The paper's equation gives beta to the new error, its findings fit the old one; both are run, without the "
-            "library's refusal of a beta that diverges. 'Diverged' is a loss that is not finite; a large one has "
-            "diverged "
-            "in all but name.",
+            "The paper's equation gives beta to the new error, its findings fit the old one; both are run, without "
+            "the library's refusal of a beta that diverges. 'Diverged' is a loss that is not finite; a large one has "
+            "diverged in all but name.",
             "Memory: weights, gradients, AdamW's moments (fp32) and the method's peak, of a dry run at the whole "
-            "shapes, "
-            "as the share that the method adds ('over AdamW'); activations are left out, which makes the share larger.",
+            "shapes, as the share that the method adds ('over AdamW'); activations are left out, which makes the "
+            "share larger.",
         ],
         [
             Claim(f"three seeds make no difference; here the losses are within {100 * spread:.2f}%", spread < 0.01),
@@ -436,8 +431,7 @@ def fine_tuned(settings: Settings) -> Result:
         [
             Claim(
                 f"SEPARATE's average is above that of every other compressed method; here {average['separate']:.2f}, "
-                "the best of them "
-                f"{max(average[label] for label in others):.2f}",
+                f"the best of them {max(average[label] for label in others):.2f}",
                 all(average["separate"] > average[label] for label in others),
             ),
             Claim(f"and above Adam's; here {average['adam']:.2f}", average["separate"] > average["adam"]),
@@ -471,9 +465,8 @@ def ablation(settings: Settings) -> Result:
         [
             f"{TUNED}; ratio {RATIO}. {TASKS}",
             f"The periods of the resets are the paper's ({reset} and {4 * reset}) over 4: {TUNED_STEPS} steps would "
-            "see the "
-            "longer one never. Plain feedback with the unbiased projection is what the library refuses, because it "
-            "diverges.",
+            "see the longer one never. Plain feedback with the unbiased projection is what the library refuses, "
+            "because it diverges.",
         ],
         [
             Claim(
