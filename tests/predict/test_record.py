@@ -13,11 +13,7 @@ import torch
 from torch import nn
 
 import thinwire
-<<<<<<< HEAD
-from breadth import dealt
-=======
 from breadth import dealt, spread
->>>>>>> a
 from engines import adamw, build, train
 from models import Net
 from ranks import run

@@ -40,14 +40,8 @@ Report = Callable[[str, tuple[Any, ...]], object]
 launches: ContextVar[Report | None] = ContextVar("launches", default=None)
 """Told of every operation on tensors without storage, where set."""
 
-<<<<<<< HEAD
 timer: ContextVar[Callable[..., Any] | None] = ContextVar("timer", default=None)
 """Runs every operation on tensors with storage, where set: (its name, itself, *its arguments) -> its result."""
-=======
-timer: ContextVar[Callable[[str, Callable[..., Any], tuple[Any, ...]], Any] | None]
-timer = ContextVar("timer", default=None)
-"""Runs every operation on tensors with storage, where set: (its name, itself, its arguments) -> its result."""
->>>>>>> a
 
 every_variant: ContextVar[bool] = ContextVar("every_variant", default=False)
 """Compile all variants of a launched kernel, for any memory: on a GPU, before the first step."""
@@ -76,12 +70,7 @@ class _Timed(ModuleType):
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operation, run = getattr(self._module, name), timer.get()
-<<<<<<< HEAD
         return operation if run is None else functools.partial(run, f"{self.__name__}.{name}", operation)
-=======
-        assert run is not None
-        return lambda *args: run(f"{self.__name__}.{name}", operation, args)
->>>>>>> a
 
 
 def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:

@@ -27,11 +27,7 @@ from thinwire.network.guard import Guard
 from thinwire.ops.backends import timer
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.cluster import Kernel
-<<<<<<< HEAD
-from thinwire.predict.launches import is_free, own_bytes, torch_bytes
-=======
 from thinwire.predict.launches import is_free, name_of, own_bytes, torch_bytes
->>>>>>> a
 from thinwire.predict.layouts import virtual_of
 from thinwire.predict.links import fit_line
 from thinwire.predict.record import GuardedStage
@@ -60,13 +56,7 @@ class KernelTimer(TorchDispatchMode):
         self._device, self._in_kernel = device, False
 
     def __enter__(self) -> KernelTimer:
-<<<<<<< HEAD
         self._token = timer.set(self._own)
-=======
-        self._token = timer.set(
-            lambda name, operation, args: self.run(name, lambda: operation(*args), lambda: own_bytes(name, args))
-        )
->>>>>>> a
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -74,26 +64,18 @@ class KernelTimer(TorchDispatchMode):
         timer.reset(self._token)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        kwargs = kwargs or {}
         if is_free(function):
             return function(*args, **kwargs)
         return self.run(
-            f"aten.{name}", lambda: function(*args, **kwargs),
-            lambda result: torch_bytes(function, name, args, kwargs, result),
+            name_of(function), lambda: function(*args, **kwargs),
+            lambda result: torch_bytes(function, args, kwargs, result),
         )  # fmt: skip
 
     def _own(self, name: str, operation: Callable[..., Any], *args: Any) -> Any:
         return self.run(name, lambda: operation(*args), lambda result: own_bytes(name, args))
 
-<<<<<<< HEAD
     def run(self, name: str, call: Callable[[], Any], nbytes: Callable[[Any], float]) -> Any:
-=======
-        if self._in_kernel or is_free(function):
-            return call()
-        return self.run(name_of(function), call, lambda: torch_bytes(function, args, kwargs, results[0]))
-
-    def run(self, name: str, call: Callable[[], Any], nbytes: Callable[[], float]) -> Any:
->>>>>>> a
         """Call a kernel, and note its bytes and seconds."""
         if self._in_kernel:
             return call()
