@@ -31,6 +31,8 @@ DECILE = 1.2816
 """Standard deviations from the middle of a normal distribution to its last tenth."""
 KERNELS = Constant(1.0, "assumed", 0.85, 1.2)
 """Factor by which a measured kernel takes longer in a step than alone."""
+MODEL = Constant(1.0, "assumed", 0.94, 1.04)
+"""Published over predicted, of the dense rows in docs/data/predicted.csv: a tenth is below, a tenth above."""
 OPTIMIZER = "optimizer"
 """The kernel's name under which a cluster may have the measured rate of an optimizer's step."""
 
@@ -72,7 +74,8 @@ class Prediction:
     """A step of one rank: the mean over the method's cycle.
 
     Attributes:
-        seconds, low, high: of a step; of four draws of the constants in five it lies between ``low`` and ``high``.
+        seconds, low, high: of a step. Of four draws in five (of the constants, and of how far off predictions are) it
+            lies between ``low`` and ``high``.
         split: seconds by "computing", "codec", "exposed communication", "optimizer"; they sum to ``seconds``. Exposed
             communication is what a network without delay would save, codec what is then left of the method's kernels.
         busy: seconds by what is busy: "network", "computing" (with the optimizer), "codec", "host".
@@ -132,6 +135,7 @@ def play(
         "codec": busy["codec"],
         "host": busy["host"],
     }
+    total = total * costs.model
     low, high = np.quantile(total, [0.1, 0.9])
     messages = [(step.share, message) for step in timeline.steps for s in step.stretches for message in s.messages]
     return Prediction(
@@ -173,7 +177,7 @@ class Costs:
         self.zero: Times = np.zeros(1 + DRAWS)
         self._random = np.random.default_rng(SEED)
         self._value = {name: constant.value * self._factors(constant) for name, constant in cluster.constants.items()}
-        self._kernel_factors = self._factors(KERNELS)
+        self._kernel_factors, self.model = self._factors(KERNELS), self._factors(MODEL)
         self._used: dict[str, None] = {}
         self._unmeasured: dict[str, None] = {}
         self.kernel = functools.cache(self._kernel)
