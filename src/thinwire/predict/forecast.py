@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from thinwire.core.names import clean_name
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
-from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
+from thinwire.predict.choice import DENSE, Auto, Option, Training, Trials, candidates
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
 from thinwire.predict.doctor import cluster_of
 from thinwire.predict.kernels import Times, kernels_of, time_kernels
@@ -33,7 +34,7 @@ from thinwire.predict.profile import ModelProfile, ModuleProfile, profile_of
 from thinwire.predict.timeline import Timeline
 
 SILENT = "none"
-LINKS_S, KERNELS_S = 4.0, 15.0
+LINKS_S, KERNELS_S = 4.0, 60.0
 """Seconds in which the links and the candidates' kernels are measured, about."""
 HALVINGS = 24
 
@@ -131,9 +132,13 @@ def measure(auto: Auto, forecast: Forecast) -> Cluster:
         best = max(sample.message.nbytes / sample.seconds for sample in samples)
         device = replace(device, host_seconds_per_byte=host_cost(comm, best))
     times, began = list[Times](), time.monotonic()
+    by_name: dict[str, list[Option]] = defaultdict(list)  # variants of a method have most kernels in common
     for option in candidates(auto, training, comm.size):
-        if option.why or agree(comm, time.monotonic() - began) > KERNELS_S:
-            continue
+        if not option.why:
+            by_name[option.method.partition("(")[0]].append(option)
+    for option in filter(None, itertools.chain(*itertools.zip_longest(*by_name.values()))):
+        if agree(comm, time.monotonic() - began) > KERNELS_S:
+            break
         with suppress(ThinwireError, NotImplementedError):  # the prediction will say why
             times.append(time_kernels(forecast.double, option.method, training.engine, training.device))
     device = replace(device, kernels=kernels_of(times, device.memory_rate.value))
