@@ -139,7 +139,8 @@ def test_every_step_sends_what_the_ledger_of_a_real_run_counts(engine, two_level
             else:
                 assert planned == pytest.approx(sent), (name, number)
             assert total(weights) == pytest.approx(gathered), (name, number)
-            assert Counter(message.verb for message in (*weights, *gradients)) == calls, (name, number)
+            if number or engine != "ddp":  # in its very first backward pass DDP has other buckets
+                assert Counter(message.verb for message in (*weights, *gradients)) == calls, (name, number)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
