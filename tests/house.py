@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "thinwire"
 
 LIMITS: dict[str, float] = {
-    "lines of source": 30_500,
+    "lines of source": 30_700,
     "files in the top folder": 3,
     "import circles": 0,
     "imports against the order": 0,
@@ -37,7 +37,7 @@ LIMITS: dict[str, float] = {
 }
 """The goals. A measure without one is printed for information.
 
-Lines of source: 26,500 without prediction, 4,000 for it (package predict, commands simulate and doctor, trials).
+Lines of source: 26,500 without prediction, 4,200 for it (package predict, commands simulate and doctor, trials).
 """
 
 TODAY: dict[str, float] = {}
