@@ -23,7 +23,7 @@ SHOWS = 1.05
 RUNS = {False: 0.03, True: 0.1}
 """By how much computing differs at least from run to run: on GPUs, and on CPUs, whose cores others use, too."""
 EXTREMES = 0.1, 10.0
-"""Multiple of the memory's rate beyond which a kernel says nothing of others: short ones, and those that stay in caches."""
+"""Multiples of the memory's rate beyond which a kernel says nothing of others: it is short, or stays in caches."""
 LEAST, MOST = 0.5, 1.2
 """Share of the rate that collectives have alone which they may have beside training."""
 BUSY = 0.9
