@@ -665,6 +665,7 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
 # --- what may differ --------------------------------------------------------------------------------------------------
 
 INDIFFERENT = {
+    "cluster", "max_loss",  # the choice that they lead to is in the method
     "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
     "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
     "max_skipped", "check_every", "timeout", "file_timeout", "track", "track_project", "data", "lora_alpha",
