@@ -46,6 +46,7 @@ from thinwire.plan.dry_run import compile_kernels, largest_state
 from thinwire.plan.memory import resident_bytes
 from thinwire.plan.plan import Plan, Report
 from thinwire.predict.choice import Auto, Choice, Training, choose
+from thinwire.predict.forecast import predictor
 from thinwire.saved.format import Form, Header, choice_in, own_of
 from thinwire.saved.resize import move
 
@@ -118,8 +119,6 @@ def _compress_by_choice(auto: Auto, model: nn.Module, optimizer: Any, steps: int
     start: Callable[[str], Wire] = functools.partial(compress, model, optimizer, steps=steps, **options)
     if auto.resumed is None:
         training = Training.of(_engine_class(model)[1], tuple(unwrapped(optimizer)), steps, options)
-        from thinwire.predict.forecast import predictor  # counts FLOPs with modules that no other run needs
-
         choice = choose(auto, training, start, predictor)
     else:
         choice = choice_in(auto.resumed)

@@ -18,7 +18,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.base.errors import ThinwireError
 
@@ -151,6 +150,8 @@ class _Count(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module, weights: Iterable[Tensor]) -> None:
+        from torch.utils.flop_counter import FlopCounterMode  # torch brings it when asked, and most runs never ask
+
         super().__init__()
         self._model, self._flops, self._seen_flops = model, FlopCounterMode(display=False, custom_mapping=MORE_FLOPS), 0
         self._storages = {_key(tensor): tensor for tensor in (*weights, *model.buffers())}
