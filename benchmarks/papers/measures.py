@@ -41,6 +41,7 @@ from thinwire.train.model.shapes import PRESETS
 
 Run = dict[str, Any]
 Look = Callable[[virtual.Rank, int], None]
+Make = Callable[[regimes.Job, Path], Run]
 SPACE = ord(" ")
 WIDTHS = {name: shape.width for name, shape in PRESETS.items()}
 RANKS = 4
@@ -76,18 +77,22 @@ def trained(
     text: str = "wikitext",
     lr: float = 4e-3,
     ranks: int = RANKS,
+    make: Make | None = None,
+    file: str = "runs.jsonl",
 ) -> dict[str, list[Run]]:
     """Train with each of ``methods`` (label -> method, with flags of ``thinwire train``) and return its runs by seed.
 
     A run: "valid" (nats per byte; None: it diverged), "curve" (step, validation loss), "train", "tasks", "bytes",
     "dense_bytes", "facts". Runs that are in ``settings.out`` already are not repeated.
-    """  # fmt: skip
+    ``make``: trains; None: ``trained_once``. ``file``: of the runs.
+    """
     return {
         label: [
             remembered(
                 settings,
                 regimes.Job("scratch", text, model, ranks, method, lr, seed, settings.length(steps)),
-                trained_once,
+                make or trained_once,
+                file,
             )
             for seed in range(settings.seeds)
         ]
@@ -96,7 +101,7 @@ def trained(
 
 
 def remembered(
-    settings: Settings, job: regimes.Job, make: Callable[[regimes.Job, Path], Run], file: str = "runs.jsonl"
+    settings: Settings, job: regimes.Job, make: Make, file: str = "runs.jsonl"
 ) -> Run:
     """Return the run of ``job`` from ``file`` in ``settings.out``; ``make(job, folder of the texts)`` if it is new."""
     folder = corpora(settings)

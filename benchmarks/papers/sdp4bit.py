@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from frame import Claim, Headline, Paper, Published, Result, Settings, bars, curves, headline
@@ -461,8 +462,10 @@ def kernels(settings: Settings) -> Result:
     """Throughput of 4-bit quantization and back, with the Hadamard transform and without, by size."""
     import torch
 
+    sys.path.append(str(Path(__file__).parents[1] / "speed"))
     from thinwire.base.random import Seeds
     from thinwire.codecs import Integers
+    from timer import seconds
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -483,7 +486,7 @@ def kernels(settings: Settings) -> Result:
         found: dict[str, list[float]] = {name: [] for name in operations}
         for turn in range(3 if settings.dry else 11):
             for name, operation in operations.items():  # in turns: a busy machine slows all alike
-                found[name] += [megabytes * 2**20 / timed(operation, device) / 1e9] if turn else []
+                found[name] += [megabytes * 2**20 / seconds(operation, device) / 1e9] if turn else []
                 if not turn:
                     operation()
         for name, rates in found.items():
@@ -542,19 +545,6 @@ def kernels(settings: Settings) -> Result:
 def _printed_share(megabytes: int, name: str) -> float | None:
     with_it, without = (FIGURES.get("Table 5", f"{megabytes} MB", of) for of in (name, name.removesuffix(", Hadamard")))
     return with_it / without if with_it and without and "Hadamard" in name else None
-
-
-def timed(operation: Callable[[], object], device: Any) -> float:
-    """Return the seconds of one call."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    operation()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 @functools.cache

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import measures
 from frame import Settings
-from measures import Run, corpora, regimes, remembered, tasks, virtual
+from measures import Run, corpora, regimes, tasks, virtual
 from thinwire.core.bucket import Piece, Shard
 from thinwire.core.weights import Replica
 from thinwire.methods import resolve
@@ -177,18 +178,9 @@ def trained(
     A run: "valid", "curve", "train", "tasks", "sent" (bytes of a rank in all), "facts". Runs that are in
     ``settings.out`` already are not repeated.
     """
-    return {
-        label: [
-            remembered(
-                settings,
-                regimes.Job("scratch", text, model, RANKS, method, lr, seed, settings.length(steps)),
-                trained_once,
-                "sharded.jsonl",
-            )
-            for seed in range(settings.seeds)
-        ]
-        for label, method in methods.items()
-    }
+    return measures.trained(
+        settings, methods, steps, model=model, text=text, lr=lr, ranks=RANKS, make=trained_once, file="sharded.jsonl"
+    )
 
 
 def trained_once(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ import torch
 
 from thinwire.base.random import Seeds
 from thinwire.codecs import Bf16, Codec, Fp32, Int4, Int8, Integers
+from timer import seconds
 
 PEERS = 4
 # Largest error over the largest value of a group: half a step of each format, with room for float32 rounding.
@@ -37,17 +37,6 @@ def codecs() -> list[Codec]:
     integers = [kind(hadamard=hadamard) for hadamard in (False, True) for kind in (Int8, Int4)]
     rounded = [replace(codec, rounding="stochastic") for codec in integers]
     return [Fp32(), Bf16(), Int4(2048), *integers, *rounded]
-
-
-def timed(function: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3
 
 
 def self_check(codec: Codec, device: torch.device) -> None:
@@ -98,11 +87,11 @@ def measure(codec: Codec, n: int, rounds: int, device: torch.device) -> tuple[fl
     copies: list[float] = []
     ratios: list[list[float]] = [[] for _ in operations]
     for _ in range(rounds):
-        copy = timed(lambda: target.copy_(row), device)
+        copy = seconds(lambda: target.copy_(row), device)
         copies.append(copy)
         for operation, samples in zip(operations, ratios, strict=True):
-            samples.append(timed(operation, device) / copy)
-    return statistics.median(copies), [statistics.median(samples) for samples in ratios]
+            samples.append(seconds(operation, device) / copy)
+    return 1e3 * statistics.median(copies), [statistics.median(samples) for samples in ratios]
 
 
 def print_errors() -> None:

@@ -11,26 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 from thinwire.base.random import random_order, random_signs
 from thinwire.ops import mask, projection, sketch, sparse
+from timer import seconds
 
 DENSITIES = (0.0125, 0.05, 0.1, 0.4)
 LOAD, RATIO, BLOCK = 0.7, 16, 256
-
-
-def seconds(function: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def operations(n: int, device: torch.device) -> dict[str, Callable[[], object]]:

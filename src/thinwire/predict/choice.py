@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from thinwire.base import device as devices
 from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.core.agreement import Agreement
 from thinwire.core.card import Card
@@ -46,14 +47,12 @@ from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import stand_in_run
 from thinwire.plan.measured import MeasuredLoss, read_measured
 from thinwire.predict.cluster import read_cluster
-from thinwire.predict.play import Prediction
+from thinwire.predict.play import WORTH, Prediction
 
 DENSE = "dense"
 TRIAL_STEPS = 20
 TRIALS = 2
 """Candidates that are run beside dense."""
-GAIN = 1.05
-"""Less than this many times as fast as dense is not worth a method."""
 CLOSE = 1.25
 """Gains below this are confirmed by a second trial of dense."""
 LENGTH = 10
@@ -231,7 +230,7 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
         except ThinwireError as error:  # all ranks have raised: compress() and steps agree
             options[number] = option.dropped(f"its trial failed: {error}")
     fastest = min((1e-3 * option.measured for option in options if option.measured), default=math.inf)
-    if GAIN <= dense / fastest < CLOSE:  # other work may have slowed down the first of the trials
+    if WORTH <= dense / fastest < CLOSE:  # other work may have slowed down the first of the trials
         dense = min(dense, trials.run(DENSE))
     plain = trials.from_rank_0(lambda: asdict(decide(auto, dense, options)))
     return Choice.from_plain(plain)
@@ -244,10 +243,10 @@ def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
     method, baseline, reason = DENSE, 1e3 * dense, "nothing could be tried"
     if best is not None and best.measured:
         gain = baseline / best.measured
-        if gain >= GAIN:
+        if gain >= WORTH:
             method, reason = best.method, f"{gain:.2f} times as fast as dense in {TRIAL_STEPS} steps"
         else:
-            reason = f"nothing is {GAIN - 1:.0%} faster (the best is {gain:.2f} times as fast: {best.method})"
+            reason = f"nothing is {WORTH - 1:.0%} faster (the best is {gain:.2f} times as fast: {best.method})"
     final = [Option(DENSE, measured=baseline, why="" if method == DENSE else "slower")]
     for option in options:
         why = option.why or ("slower" if option.measured else "not tried")
@@ -369,8 +368,7 @@ class Trials:
     def _time(self, wire: Any) -> float:
         began = time.perf_counter()
         self._auto.step(wire)
-        if self._training.device.type == "cuda":
-            torch.cuda.synchronize(self._training.device)
+        devices.wait(self._training.device)
         return time.perf_counter() - began
 
     def _note_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -439,9 +437,9 @@ def put_back(training: Training) -> Iterator[None]:
          [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
         for optimizer in training.optimizers
     ]  # fmt: skip
-    devices = [training.device] if training.device.type == "cuda" else []
+    gpus = [training.device] if training.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(gpus):
             yield
     finally:
         for tensor, value in zip(tensors, values, strict=True):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from thinwire.predict.cluster import Cluster, Constant, Kernel
-from thinwire.predict.links import Line, spread
+from thinwire.predict.links import Line, solve, spread
 from thinwire.predict.measure import Device
 from thinwire.predict.play import OPTIMIZER
 from thinwire.predict.simulate import DENSE, Job, Simulation, seconds
@@ -63,10 +63,6 @@ class Steps:
         return max(0.0, 1 - self.exposed / self.wire) if self.wire else 0.0
 
 
-def median(values: Iterable[float]) -> float:
-    return statistics.median(list(values))
-
-
 def cluster_of(name: str, device: Device, per_node: int, inside: Line | None, across: Line | None) -> Cluster:
     """Make a cluster of what was measured; ``None``: links that were not, which are assumed."""
     inside, across = inside or ASSUMED, across or ASSUMED
@@ -100,13 +96,13 @@ def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
     name, low, high = (
         ("host_seconds_per_byte", 0.01 * host, host) if too_slow and host else ("inter_share", LEAST, MOST)
     )
-    for _ in range(20):
-        middle = (low * high) ** 0.5
-        constant = replace(spread(middle, dense.seconds / np.array(dense.steps), 1.03), source="fitted:the dense step")
-        fitted = _with(job, **{name: constant})
-        is_above = (fitted.play(timeline).seconds > dense.seconds) == (name == "host_seconds_per_byte")
-        low, high = (low, middle) if is_above else (middle, high)
-    return fitted
+
+    def fitted(value: float) -> Job:
+        constant = spread(value, dense.seconds / np.array(dense.steps), 1.03)
+        return _with(job, **{name: replace(constant, source="fitted:the dense step")})
+
+    costs = name == "host_seconds_per_byte"  # more of it makes a step longer
+    return fitted(solve(lambda value: (fitted(value).play(timeline).seconds > dense.seconds) == costs, low, high))
 
 
 def _with(job: Job, **changes: Any) -> Job:

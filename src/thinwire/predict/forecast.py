@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,12 +21,12 @@ from thinwire.core.names import clean_name
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
-from thinwire.predict.choice import DENSE, Auto, Option, Training, Trials, candidates
+from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
 from thinwire.predict.doctor import cluster_of
-from thinwire.predict.kernels import Times, kernels_of, time_kernels
+from thinwire.predict.kernels import kernels_of, time_each
 from thinwire.predict.layouts import timeline_of
-from thinwire.predict.links import agree, fit, host_cost, sweep
+from thinwire.predict.links import fit_links, host_cost, solve, sweep
 from thinwire.predict.measure import measure_device
 from thinwire.predict.play import Prediction, play
 from thinwire.predict.profile import ModelProfile, ModuleProfile, profile_of
@@ -36,7 +35,6 @@ from thinwire.predict.timeline import Timeline
 SILENT = "none"
 LINKS_S, KERNELS_S = 4.0, 60.0
 """Seconds in which the links and the candidates' kernels are measured, about."""
-HALVINGS = 24
 
 
 def predictor(auto: Auto, training: Training, trials: Trials, dense: float) -> Callable[[str], Prediction]:
@@ -101,20 +99,20 @@ class Forecast:
             self.cluster = self._solve(cluster, "compute_share", baseline, dense, 1e-5, 10.0)
             return
         computing = self._solve(cluster, "compute_share", self.record(SILENT), silent, 1e-5, 10.0)
-        across = self._trials.comm.size > self.per_node
-        self.cluster = self._solve(computing, "inter_share" if across else "", baseline, dense, 0.5, 1.5)
+        if self._trials.comm.size > self.per_node:
+            computing = self._solve(computing, "inter_share", baseline, dense, 0.5, 1.5)
+        self.cluster = computing
 
     def _solve(
         self, cluster: Cluster, name: str, timeline: Timeline, seconds: float, low: float, high: float
     ) -> Cluster:
         """Choose the constant ``name`` from ``low`` to ``high`` with which ``timeline`` takes so long."""
-        for _ in range(HALVINGS if name else 0):
-            middle = (low * high) ** 0.5
-            fitted: Any = {name: Constant(middle, f"fitted:{timeline.method} in this run", 0.97, 1.03)}
-            cluster = replace(cluster, **fitted)
-            too_slow = self._play(timeline, cluster).seconds > seconds
-            low, high = (middle, high) if too_slow else (low, middle)
-        return cluster
+
+        def fitted(value: float) -> Cluster:
+            changes: Any = {name: Constant(value, f"fitted:{timeline.method} in this run", 0.97, 1.03)}
+            return replace(cluster, **changes)
+
+        return fitted(solve(lambda share: self._play(timeline, fitted(share)).seconds <= seconds, low, high))
 
     def _play(self, timeline: Timeline, cluster: Cluster) -> Prediction:
         count = self._trials.micro_batches
@@ -131,19 +129,14 @@ def measure(auto: Auto, forecast: Forecast) -> Cluster:
     if device.on_core and samples:
         best = max(sample.message.nbytes / sample.seconds for sample in samples)
         device = replace(device, host_seconds_per_byte=host_cost(comm, best))
-    times, began = list[Times](), time.monotonic()
-    by_name: dict[str, list[Option]] = defaultdict(list)  # variants of a method have most kernels in common
+    by_name: dict[str, list[str]] = defaultdict(list)  # variants of a method have most kernels in common
     for option in candidates(auto, training, comm.size):
         if not option.why:
-            by_name[option.method.partition("(")[0]].append(option)
-    for option in filter(None, itertools.chain(*itertools.zip_longest(*by_name.values()))):
-        if agree(comm, time.monotonic() - began) > KERNELS_S:
-            break
-        with suppress(ThinwireError, NotImplementedError):  # the prediction will say why
-            times.append(time_kernels(forecast.double, option.method, training.engine, training.device))
+            by_name[option.method.partition("(")[0]].append(option.method)
+    in_turn = list(filter(None, itertools.chain(*itertools.zip_longest(*by_name.values()))))
+    times, _ = time_each(comm, forecast.double, in_turn, training.engine, KERNELS_S)
     device = replace(device, kernels=kernels_of(times, device.memory_rate.value))
-    lines = {kind: fit([s for s in samples if s.kind == kind]) for kind in dict.fromkeys(s.kind for s in samples)}
-    return cluster_of("here", device, per_node, lines.get("inside"), lines.get("across"))
+    return cluster_of("here", device, per_node, *fit_links(samples))
 
 
 def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> Any:

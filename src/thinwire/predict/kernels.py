@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,14 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Run
 from thinwire.methods import resolve
+from thinwire.network.comm import GroupComm
 from thinwire.network.guard import Guard
 from thinwire.ops.backends import timer
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.cluster import Kernel
 from thinwire.predict.launches import is_free, name_of, own_bytes, torch_bytes
 from thinwire.predict.layouts import virtual_of
-from thinwire.predict.links import fit_line
+from thinwire.predict.links import agree, fit_line
 from thinwire.predict.record import GuardedStage
 
 VALUES = 1 << 24
@@ -104,6 +105,23 @@ def time_kernels(model: nn.Module, method: str, engine: str, device: torch.devic
         return _play(model, method, engine, device, ranks=2)
     except ThinwireError:  # the other rank has other values in its masks than it sends
         return _play(model, method, engine, device, ranks=1)
+
+
+def time_each(
+    job: GroupComm, model: nn.Module, methods: Sequence[str], engine: str, seconds: float
+) -> tuple[list[Times], Sequence[str]]:
+    """Time the kernels of ``methods`` in order, until ``seconds`` are over. Collective.
+
+    Returns:
+        The times, without those of methods that are refused (a prediction says why), and the methods that were left.
+    """
+    times, began = list[Times](), time.monotonic()
+    for number, method in enumerate(methods):
+        if agree(job, time.monotonic() - began) >= seconds:
+            return times, methods[number:]
+        with suppress(ThinwireError, NotImplementedError):
+            times.append(time_kernels(model, method, engine, job.device))
+    return times, ()
 
 
 def _play(model: nn.Module, method: str, engine: str, device: torch.device, ranks: int) -> Times:

@@ -28,6 +28,7 @@ TIMINGS = 3
 TIMED_S = 0.02  # a message that is faster is sent several times
 REWEIGHTED = 40
 """Weighted fits of squares that together make a fit of absolute errors."""
+HALVINGS = 24
 FALL = 0.9
 """Rate among all nodes by that between two, below which a fall is told."""
 BESIDE_S = 0.6  # an exchange beside computing
@@ -150,6 +151,13 @@ def fit(samples: Sequence[Sample]) -> Line:
     return Line(spread(latency, 1 / ratios[~is_long], 1.25), spread(1 / max(slope, 1e-15), ratios[is_long], 1.03))
 
 
+def fit_links(samples: Sequence[Sample]) -> tuple[Line | None, Line | None]:
+    """Fit the links inside a node and across nodes; None: those that were not measured."""
+    by_kind = {kind: [sample for sample in samples if sample.kind == kind] for kind in ("inside", "across")}
+    inside, across = (fit(measured) if measured else None for measured in by_kind.values())
+    return inside, across
+
+
 def fit_line(counts: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """Fit ``seconds = a * counts + b * nbytes``, a and b 0 or more, by the sum of absolute relative errors.
 
@@ -164,6 +172,14 @@ def fit_line(counts: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[
     if min(a, b) < 0 or len(taken) < 2:  # one of the two does not show, or both cannot be told apart: bytes it is
         a, b = (0.0, _alone(columns[:, 1])) if a < 0 or len(taken) < 2 else (_alone(columns[:, 0]), 0.0)
     return float(a), float(b)
+
+
+def solve(is_above: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the number from ``low`` to ``high``, both above 0, from which on ``is_above``: by ``HALVINGS`` trials."""
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_above(middle) else (middle, high)
+    return middle
 
 
 def _alone(column: np.ndarray) -> float:

@@ -33,6 +33,8 @@ KERNELS = Constant(1.0, "assumed", 0.85, 1.2)
 """Factor by which a measured kernel takes longer in a step than alone."""
 MODEL = Constant(1.0, "assumed", 0.94, 1.04)
 """Published over predicted, of the dense rows in docs/data/predicted.csv: a tenth is below, a tenth above."""
+WORTH = 1.05
+"""Speed, beside dense, that a method must have to be worth a change of the mathematics."""
 OPTIMIZER = "optimizer"
 """The kernel's name under which a cluster may have the measured rate of an optimizer's step."""
 

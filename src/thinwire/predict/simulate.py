@@ -20,14 +20,12 @@ from thinwire.base.errors import ThinwireError
 from thinwire.plan.plan import human, in_text
 from thinwire.predict.cluster import Cluster
 from thinwire.predict.layouts import timeline_of
-from thinwire.predict.play import Prediction, play
+from thinwire.predict.play import WORTH, Prediction, play
 from thinwire.predict.profile import ModelProfile
 from thinwire.predict.timeline import Timeline
 
 DENSE, SILENT = "dense", "none"
 ENGINES = ("ddp", "fsdp2", "hsdp")
-WORTH = 1.05
-"""Speed, beside dense, that a method must have to be worth a change of the mathematics."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ It is pure data. :mod:`thinwire.predict.record` makes it from a dry run of the m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 RING = ("all_reduce", "reduce_scatter")
 """Verbs whose bytes go around a ring; those of other verbs go to each peer."""
@@ -166,7 +165,3 @@ class Timeline:
             for stretch in step.stretches:
                 for message in stretch.messages:
                     yield step, message
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, for ``json.dumps``."""
-        return asdict(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,8 @@ from thinwire.predict import doctor
 from thinwire.predict.cluster import write_cluster
 from thinwire.predict.doctor import Steps
 from thinwire.predict.forecast import on_meta
-from thinwire.predict.kernels import Times, kernels_of, time_kernels
-from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, fit, host_cost, sweep
+from thinwire.predict.kernels import Times, kernels_of, time_each
+from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, fit_links, host_cost, sweep
 from thinwire.predict.measure import Device, measure_device
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
@@ -111,9 +112,9 @@ class Examination:
         stats = trial.wire.stats()
         trial.end()
         return Steps(
-            [step.step for step in times], loading=doctor.median(step.loading for step in times),
-            issuing=doctor.median(step.issuing for step in times),
-            optimizer=doctor.median(step.optimizer for step in apart),
+            [step.step for step in times], loading=statistics.median(step.loading for step in times),
+            issuing=statistics.median(step.issuing for step in times),
+            optimizer=statistics.median(step.optimizer for step in apart),
             wire=stats["wire_ms"] / 1e3, exposed=stats["exposed_ms"] / 1e3,
         )  # fmt: skip
 
@@ -129,14 +130,7 @@ class Examination:
 
     def _kernels(self, model: nn.Module) -> list[Times]:
         """Time the kernels of the candidates, as many as there is time for. Collective."""
-        times, left, seconds = list[Times](), list(self.methods), self._left(0.5)
-        began = time.monotonic()
-        while left and agree(self._job, time.monotonic() - began) < seconds:
-            method = left.pop(0)
-            try:
-                times.append(time_kernels(model, method, self.config.engine, self._ranks.device))
-            except (ThinwireError, NotImplementedError):  # the prediction will say why
-                continue
+        times, left = time_each(self._job, model, self.methods, self.config.engine, self._left(0.5))
         if left:
             self.notes.append(f"no time was left for the kernels of {', '.join(left)}: allow more --seconds")
         return times
@@ -145,11 +139,7 @@ class Examination:
         """Fit the constants, predict, write and print."""
         config, size = self.config, self._job.size
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64, device="meta")
-        lines = {
-            kind: fit([sample for sample in self.samples if sample.kind == kind])
-            for kind in dict.fromkeys(sample.kind for sample in self.samples)
-        }
-        cluster = doctor.cluster_of(self.out.stem, device, self.per_node, lines.get("inside"), lines.get("across"))
+        cluster = doctor.cluster_of(self.out.stem, device, self.per_node, *fit_links(self.samples))
         job = Job(
             config.init or config.preset, model, profile_of(model, (tokens, tokens), self.dtype), cluster,
             config.engine, size,
