@@ -50,7 +50,6 @@ $(STAMP): pyproject.toml
 train: $(STAMP)
 	$(BIN)/thinwire train --out $(OUT) --overwrite
 
-test: export OMP_NUM_THREADS ?= 1
 # Every rank imports the module of its test: compiled once, it is kept.
 test: $(STAMP)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 
-CONTEXT, WIDTH, STEPS = 16, 256, 30
+CONTEXT, WIDTH, STEPS = 16, 64, 30
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 WINDOWS = TEXT.unfold(0, CONTEXT + 1, 1)
 

@@ -21,6 +21,10 @@ settings.load_profile("busy")
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+# One thread, as each rank has, however the tests were started: more give products of matrices other bits.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # The library's own limits, where tests meet them.
 cluster.LIMIT_S *= PATIENCE
 
@@ -31,7 +35,6 @@ if not WORKER:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if WORKER and os.environ["THINWIRE_COLD"] == "1":
-        torch.set_num_threads(1)
         kernels.compile_all(backwards=int(WORKER[2:]) % 2 == 1)
 
 

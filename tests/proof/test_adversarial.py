@@ -1,4 +1,4 @@
-"""2,000 cases of the search for inputs that break a method; the search itself, which must find planted faults."""
+"""Cases of the search for inputs that break a method; the search itself, which must find planted faults."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adversarial import KINDS, draw, judge, search
+from breadth import spread
 from thinwire import AdamS, methods
 from thinwire.base.errors import ThinwireError
 from thinwire.codecs.intquant import Integers
@@ -25,7 +26,7 @@ from threaded import reduce_on_threads
 CHUNKS, CASES = 10, 200
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", spread(2, range(CHUNKS)))
 def test_no_input_breaks_a_method(chunk):
     found = search(range(chunk * CASES, (chunk + 1) * CASES))
     assert not found.failures, "\n".join(map(str, found.failures))

@@ -6,6 +6,7 @@ the same number on their node, which together fill the NICs; and all ranks.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -25,7 +26,8 @@ from thinwire.predict.timeline import RING, Group, Message
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 SMALLEST, LARGEST, GROWTH = 1 << 16, 1 << 28, 4  # bytes of a message: from 64 kB, each 4 times the one before
 TIMINGS = 3
-TIMED_S = 0.02  # a message that is faster is sent several times
+TIMED_S, MOST_REPEATS = 0.02, 64
+"""What a timing takes at least, in seconds, and its messages at most: a single one may fit into a shaper's burst."""
 REWEIGHTED = 40
 """Weighted fits of squares that together make a fit of absolute errors."""
 HALVINGS = 24
@@ -92,13 +94,15 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
             size = SMALLEST
             timed(job, _call(comm, verb, size), 1)  # connections are made at the first message
             while size <= LARGEST:
+                began = time.perf_counter()
                 call = _call(comm, verb, size)
-                first = timed(job, call, 1)
-                repeats = max(1, min(50, int(TIMED_S / first)))
-                times = [timed(job, call, repeats) for _ in range(TIMINGS if repeats * first < left / 8 else 1)]
-                taken = statistics.median(times)
+                timings, repeats = TIMINGS if timed(job, call, 1) < left / 8 else 1, 1
+                taken = statistics.median(timed(job, call, repeats) for _ in range(timings))
+                while repeats * taken < TIMED_S and repeats < MOST_REPEATS:
+                    repeats = min(MOST_REPEATS, repeats * math.ceil(TIMED_S / (repeats * taken)))
+                    taken = statistics.median(timed(job, call, repeats) for _ in range(timings))
                 samples.append(Sample(kind, _message(comm, verb, size, group), size, taken))
-                left -= first + repeats * sum(times)
+                left -= agree(job, time.perf_counter() - began)
                 if left < GROWTH * taken * (1 + TIMINGS):
                     break
                 size *= GROWTH
