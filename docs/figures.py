@@ -7,8 +7,9 @@
 
 docs/data/settings.csv has one row per set of runs that can be compared with each other: what ran, when, at which
 commit, and the command. speed.csv and loss.csv have one row per method and setting, losses.csv one per evaluation.
-regimes.jsonl has one line per run of benchmarks/loss/regimes.py. published.csv has numbers that others have published,
-predicted.csv what benchmarks/predict/published.py predicts of them. A block in a page begins with
+regimes.jsonl has one line per run of benchmarks/loss/regimes.py. draws.csv has the rows of benchmarks/predict/draws.py,
+published.csv numbers that others have published, predicted.csv what benchmarks/predict/published.py predicts of them. A
+block in a page begins with
 ``<!-- generated: NAME -->`` and ends with ``<!-- end -->``; ``BLOCKS`` says what stands between.
 """
 
@@ -39,7 +40,8 @@ from thinwire.train.checkpoint import run_settings as differences
 
 HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
-sys.path += [str(HERE), str(ROOT / "benchmarks" / "loss")]
+sys.path += [str(HERE), *(str(ROOT / "benchmarks" / room) for room in ("loss", "predict"))]
+import draws  # noqa: E402
 import regime_tables  # noqa: E402
 
 Row = dict[str, str]
@@ -467,6 +469,38 @@ def unexplained() -> str:
     return "\n".join(lines)
 
 
+def trials(*, drawn: bool) -> list[draws.Trial]:
+    """The settings of benchmarks/predict/draws.py that a seed drew, or those that somebody named."""
+    return [trial for trial in draws.read(DATA / "draws.csv") if bool(trial.key[0]) == drawn]
+
+
+def lab() -> str:
+    """Every method's predicted and measured step in each named setting."""
+    named = trials(drawn=False)
+    links = "".join(f" {trial.key[1]} Mbit/s | error |" for trial in named)
+    lines = [f"| method |{links}", "|---|" + "---:|---:|" * len(named)]
+    by_link = [{row.method: row for row in trial.rows} for trial in named]
+    for method in dict.fromkeys(row.method for trial in named for row in trial.rows):
+        rows = [rows.get(method) for rows in by_link]
+        cells = [f"{row.predicted:.2f} / {row.measured:.2f} s | {row.error:+.0%}" if row else "- | -" for row in rows]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", draws.summary(named) + "."])
+
+
+def lab_draws() -> str:
+    """Each drawn setting in a line: its errors, and whether the answer was right."""
+    lines = [
+        "| draw | Mbit/s | model | sequences | engine | methods, predicted / measured | advice | right? | in order? |",
+        "|---|---:|---|---:|---|---|---|---|---|",
+    ]
+    drawn = trials(drawn=True)
+    for trial in drawn:
+        rows = "; ".join(f"{row.method} {row.predicted:.2f} / {row.measured:.2f} s" for row in trial.rows)
+        ends = [trial.advice, *("yes" if good else "**no**" for good in (trial.agrees, trial.is_in_order))]
+        lines.append("| " + " | ".join([*trial.key, rows, *ends]) + " |")
+    return "\n".join([*lines, "", draws.summary(drawn) + "."])
+
+
 BLOCKS: dict[str, Callable[..., str]] = {
     "tree": tree,
     "picture": picture,
@@ -478,6 +512,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "differences": differing,
     "to-denses-loss": to_denses_loss,
     "papers": papers,
+    "lab": lab,
+    "lab-draws": lab_draws,
     "published": published,
     "published-rows": published_rows,
     "unexplained": unexplained,
