@@ -494,6 +494,8 @@ def lab_draws() -> str:
         "|---|---:|---|---:|---|---|---|---|---|",
     ]
     drawn = trials(drawn=True)
+    if not drawn:
+        return "None has been drawn on a quiet machine yet."
     for trial in drawn:
         rows = "; ".join(f"{row.method} {row.predicted:.2f} / {row.measured:.2f} s" for row in trial.rows)
         ends = [trial.advice, *("yes" if good else "**no**" for good in (trial.agrees, trial.is_in_order))]

@@ -270,6 +270,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="predict again beside the runs in --out; nothing is run")
     parser.add_argument("--csv", type=Path, default=ROOT / "docs" / "data" / "draws.csv")
     options = parser.parse_args()
+    outsider.register()
     names = METHODS if options.methods == "all" else tuple(
         next((form for form in METHODS if form.split("(")[0] == name), name) for name in options.methods.split(",")
     )  # fmt: skip
