@@ -26,8 +26,11 @@ from thinwire.predict.timeline import RING, Group, Message
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 SMALLEST, LARGEST, GROWTH = 1 << 16, 1 << 28, 4  # bytes of a message: from 64 kB, each 4 times the one before
 TIMINGS = 3
-TIMED_S, MOST_REPEATS = 0.02, 64
-"""What a timing takes at least, in seconds, and its messages at most: a single one may fit into a shaper's burst."""
+TIMED_S, TIMED_BYTES, SLOW_S, MOST_REPEATS = 0.02, 1 << 20, 0.25, 64
+"""A timing takes ``TIMED_S`` at least, and ``TIMED_BYTES`` or ``SLOW_S``; its message is repeated that often, at most.
+
+A few messages may fit into a shaper's burst (64 kB or more) and would be timed at many times the link's rate.
+"""
 REWEIGHTED = 40
 """Weighted fits of squares that together make a fit of absolute errors."""
 HALVINGS = 24
@@ -98,8 +101,8 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
                 call = _call(comm, verb, size)
                 timings, repeats = TIMINGS if timed(job, call, 1) < left / 8 else 1, 1
                 taken = statistics.median(timed(job, call, repeats) for _ in range(timings))
-                while repeats * taken < TIMED_S and repeats < MOST_REPEATS:
-                    repeats = min(MOST_REPEATS, repeats * math.ceil(TIMED_S / (repeats * taken)))
+                while (more := _repeats(size, taken)) > repeats:
+                    repeats = min(MOST_REPEATS, max(more, 2 * repeats))
                     taken = statistics.median(timed(job, call, repeats) for _ in range(timings))
                 samples.append(Sample(kind, _message(comm, verb, size, group), size, taken))
                 left -= agree(job, time.perf_counter() - began)
@@ -109,6 +112,12 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
         if comm is not job:
             comm.release()
     return samples
+
+
+def _repeats(size: int, seconds: float) -> int:
+    """Return how often a message of ``size`` bytes that takes ``seconds`` is sent in a timing."""
+    least = max(TIMED_S / seconds, min(TIMED_BYTES / size, SLOW_S / seconds))
+    return min(MOST_REPEATS, math.ceil(least))
 
 
 def _message(comm: GroupComm, verb: str, size: int, group: Group) -> Message:
