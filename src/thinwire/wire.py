@@ -38,6 +38,7 @@ from thinwire.core.state import State, dump_state, load_state
 from thinwire.core.step import StepLoop, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
+from thinwire.engines.replicas import Replicas
 from thinwire.methods import Method, resolve
 from thinwire.network.comm import GroupComm, local
 from thinwire.network.guard import Guard
@@ -49,6 +50,7 @@ from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
 from thinwire.saved.format import Form, Header, choice_in, own_of
 from thinwire.saved.resize import move
+from thinwire.saved.turnover import Turnover
 
 EngineClass = type[DDP] | type[FSDP2]
 DEFAULT_SAFETY = Safety()
@@ -184,18 +186,24 @@ def _require(value: object, kind: type, rule: str) -> None:
 
 def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Agreement) -> Wire:
     """Build the engine, begin the method and make the wire; the ranks compare their facts on the way."""
-    ledger, method, scaler = Ledger(), options.method, options.scaler
+    ledger, method = Ledger(), options.method
     compare = functools.partial(agreement.compare, *options.facts(engine_class, model))
-    _check_parameters(model, method)
+    check_parameters(model, method)
     engine = engine_class(model, method, ledger, two_level=options.two_level, meet=compare)
     agreement.undo = engine.close
+    return join(engine, options, ledger)
+
+
+def join(engine: Engine, options: Options, ledger: Ledger) -> Wire:
+    """Begin the method of ``options`` on ``engine`` and make the wire, which is not attached yet."""
+    method, scaler = options.method, options.scaler
     if engine.kind not in method.engines:
         why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
         raise ThinwireError(
             f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
         )
     if options.safety.checksum:
-        _seal(engine, next(model.parameters()).device.type)
+        _seal(engine, next(engine.model.parameters()).device.type)
     inner = _intra(engine, method, options.intra)
     run = Run(
         {parameter.name: parameter for parameter in engine.parameters.values()}, engine.hops[-1], options.steps,
@@ -261,7 +269,7 @@ def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
     )
 
 
-def _check_parameters(model: Any, method: Method) -> None:
+def check_parameters(model: Any, method: Method) -> None:
     """Refuse a model without gradients, or with gradients that ``method`` does not carry."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
@@ -288,7 +296,8 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
         )
     if missing:
         raise ThinwireError(
-            f"no optimizer holds {missing[0]}" + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
+            f"no optimizer holds {missing[0]}"
+            + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
             + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
             "wrapping"
         )
@@ -325,9 +334,8 @@ class Wire:
         self._run = run
         self._hooks: list[RemovableHandle] = []
         self._state = method.state = State(method.card.offloaded_kinds)
-        self._about = Header.of_run(
-            dist.get_rank(), dist.get_world_size(), engine, run, method, inner, safety.outlier_clip
-        )
+        rank, ranks = engine.place if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
+        self._about = Header.of_run(rank, ranks, engine, run, method, inner, safety.outlier_clip)
         self._stages = None if options.stages is None else GroupComm(options.stages, ledger, device=self._device)
         self._guard = Guard([*engine.comms, *([] if self._stages is None else [self._stages])], safety.guard)
         stages = [
@@ -335,10 +343,7 @@ class Wire:
             for hop, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
         ]
         self._road, self._stage, card = Road(stages, engine.levels), stages[-1], method.card
-        self.plan = Plan(
-            self._road, run, engine.kind, engine.wire_dtype, layout=engine.layout,
-            guards=self._guard.comms if safety.guard else (),
-        )  # fmt: skip
+        self.plan = self._make_plan()
         compresses = len(self._stage.dense) < len(run.parameters)
         # Where ranks go their own ways, gradients are clipped before they move what is kept.
         if safety.outlier_clip is not None and card.keeps_state and card.alone_from is None and compresses:
@@ -350,6 +355,24 @@ class Wire:
         if self._device.type != "meta":
             compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
         self._step_loop = StepLoop(engine, run, self._road, safety)
+        self.turnover: Turnover | None = None
+        if isinstance(engine, Replicas):
+            self.turnover = engine.attempts = Turnover(
+                engine.members, engine.across, self._step_loop, self._stage, run, self._about, self._renew
+            )
+
+    def _make_plan(self) -> Plan:
+        engine, guard = self.engine, self._guard
+        return Plan(
+            self._road, self._run, engine.kind, engine.wire_dtype, layout=engine.layout,
+            guards=guard.comms if guard.enabled else (),
+        )  # fmt: skip
+
+    def _renew(self, about: Header, run: Run) -> None:
+        """Go on in another membership."""
+        self._about, self._run = about, run
+        self.__dict__.pop("_form", None)
+        self.plan = self._make_plan()
 
     def attach(self) -> None:
         """Hook into optimizers and engine; ``compress()`` calls this once all ranks have agreed."""
@@ -405,6 +428,7 @@ class Wire:
         Raises:
             ThinwireError: ``norm_type`` is not 2 and some gradients are steps already: their 2-norm alone is known.
         """
+        self.engine.exchange()
         power = self._power_of_moves()
         if power is not None and norm_type != 2:
             raise ThinwireError(

@@ -32,6 +32,7 @@ EXTRAS = {
     "transformers": "hf",
     "lightning": "lightning",
     "lm_eval": "eval",
+    "torchft": "elastic",
 }
 """Package, by the name that is imported -> extra."""
 

@@ -24,6 +24,7 @@ class StateKind:
         rank_equal: it is the same on all ranks that the exchange connects (no pattern; kinds that begin so).
         offloaded: it lives in CPU memory (no pattern).
         of_weights: it belongs to the present weights and is dropped with what waits if they are replaced (no pattern).
+        served: it has one row, its owner's, where the bucket has one for each rank (no pattern).
         fault: (a saved state, its keys as in ``State.state_dict``) -> what of this kind is unusable and why, or "".
             Called before anything is loaded, mainly to check integers that would become addresses.
     """
@@ -32,10 +33,13 @@ class StateKind:
     rank_equal: bool = False
     offloaded: bool = False
     of_weights: bool = False
+    served: bool = False
     fault: Callable[[Mapping[str, Tensor]], str] | None = None
 
 
 EQUAL, SHARD, MEAN, ANEW = (StateKind(resized=word) for word in ("equal", "shard", "mean", "anew"))
+_SHARED_KINDS = {"replica": ANEW, "replica step": ANEW, "server": StateKind(served=True)}
+"""The kinds of ``core/weights.py`` and ``methods/parts/twoway.py``, which several methods have."""
 
 
 class StepMaker(Protocol):
@@ -107,7 +111,7 @@ class Card:
     alone_from: int | None = None
     steady: int = 0
     cycle: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})
-    state_kinds: Mapping[str, StateKind] = field(default_factory=lambda: {"replica": ANEW, "replica step": ANEW})
+    state_kinds: Mapping[str, StateKind] = field(default_factory=lambda: dict(_SHARED_KINDS))
     step_maker: StepMaker | None = None
     intra: Any = None
     carrier: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from thinwire.core.bucket import Layout
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, Parameter
 from thinwire.network.comm import Comm, CountingComm, GroupComm, local
+from thinwire.network.guard import Guard
 
 if TYPE_CHECKING:
     from thinwire.core.road import Levels, Road
@@ -54,6 +55,7 @@ class Engine:
         wire_dtype: the dtype of the engine's buffers; None: that of the parameters.
         gathers: dtypes in which sharded weights are gathered; empty where they are not sharded.
         exchanges: False where torch leaves out what a single rank would exchange with itself, so we are never called.
+        void: has the step under way failed, as a replica was lost?
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Engine:
     wire_dtype: torch.dtype | None = None
     gathers: frozenset[torch.dtype] = frozenset()
     exchanges = True
+    void = False
 
     def attach(self, step_loop: Any, road: Road) -> None:
         """Send every gradient down ``road``, and tell ``step_loop``, the model's ``StepLoop``."""
@@ -79,6 +82,19 @@ class Engine:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Suppress the exchange in this backward pass unless it is the ``last`` of the optimizer step."""
         raise NotImplementedError
+
+    def exchange(self) -> None:
+        """Exchange the gradients that the engine keeps until they are clipped or an optimizer steps. Collective."""
+
+    def agree(
+        self, guard: Guard, device: torch.device, trouble: bool, comms: Sequence[Comm] | None = None
+    ) -> tuple[bool, bool]:
+        """Agree whether the step counts: ``Guard.agree``."""
+        return guard.agree(device, trouble, comms)
+
+    def after_vote(self) -> AbstractContextManager[None]:
+        """Wrap what a method sends when the step counts already."""
+        return nullcontext()
 
     def gradients(self) -> list[Tensor | None]:
         """Return this rank's part of the gradients of all trained parameters."""

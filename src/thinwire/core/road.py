@@ -73,6 +73,10 @@ class Stage:
         # its buckets, and a resumed run is the same run.
         self._side = Fp32()
 
+    def renew(self) -> None:
+        """Forget all buckets, whose rows depend on the ranks that take part, and what methods cached with them."""
+        self._buckets = _Compositions()
+
     def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks of this hop.
 

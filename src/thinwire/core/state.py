@@ -247,6 +247,15 @@ def dump_state(state: State) -> dict[str, Tensor]:
     return result
 
 
+def written_rows(state: State) -> dict[str, Tensor]:
+    """View, by "kind/parameter", the values (R, span) in buckets as the next ``commit`` will leave them."""
+    next_exchange(state)
+    return {
+        f"{kind}/{name}": _columns(state._earlier.get((kind, home), state._current[kind, home]), segment)
+        for (kind, name), (home, segment) in state._home.items()
+    }
+
+
 def load_state(state: State, values: dict[str, Tensor]) -> None:
     """Load ``values`` from :func:`dump_state`; each bucket takes its part when it is next read."""
     for store in (state._home, state._current, state._staged, state._earlier, state._spare, state._small_staged,

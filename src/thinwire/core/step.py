@@ -245,6 +245,8 @@ class StepLoop:
         if not self._exchanged and self._open is None and _makes_state(optimizer):
             return
         self._look_for_scaler()
+        if self._open is None and not self._skipping:
+            self.engine.exchange()
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
         if self._settled and self._open is None and idle:
             return  # the others have stepped already, and this one has nothing to do
@@ -271,17 +273,17 @@ class StepLoop:
             raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, ())
-        trouble = self._trouble()
+        trouble = None if self.engine.void else self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
         alone = self.method.card.alone(self.road.step)
         comms = [comm for comm in self.guard.comms if comm is not self.road.last.exchange.comm] if alone else None
         with self.inside("optimizer.step()"):
-            finite, somewhere = self.guard.agree(self._device, trouble is not None, comms)
+            finite, somewhere = self.engine.agree(self.guard, self._device, trouble is not None, comms)
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
             number = self.number
-            self._in_a_row += 1
+            self._in_a_row += not self.engine.void
             diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
             self._skip(was_due=True)
             self._look(number)
@@ -322,7 +324,7 @@ class StepLoop:
     def _agree(self, values: Iterable[Tensor]) -> bool:
         """Agree, for a method, whether all ``values`` are finite on all ranks."""
         self.guard.observe_all(values)
-        return self.guard.agree(self._device)[0]
+        return self.engine.agree(self.guard, self._device, False)[0]
 
     @property
     def _device(self) -> torch.device:
@@ -330,7 +332,7 @@ class StepLoop:
 
     def _finish(self) -> None:
         assert self._open is not None
-        with self.inside("optimizer.step()"):
+        with self.inside("optimizer.step()"), self.engine.after_vote():
             self.method.after_step(self._open)
         number = self.number
         self._commit()

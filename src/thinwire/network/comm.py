@@ -13,7 +13,6 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -25,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.base.errors import DamagedMessage, LostRank
+from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
 from thinwire.network.checksum import seal, unseal
 from thinwire.network.ledger import Ledger
+from thinwire.network.membership import Membership
 
 Work = dist.Work
 """A collective under way; ``wait()`` completes it."""
@@ -43,13 +43,21 @@ class Comm(ABC):
     """A group of ranks: this is ``rank`` of ``size``; rank r is ``ranks[r]`` in the job, and on node ``nodes[r]``.
 
     All ranks call the same verbs in the same order, which never depends on data or on the rank.
+
+    Attributes:
+        membership: who takes part. It changes only through ``take``, between two steps, where replicas come and go.
     """
 
     def __init__(self, rank: int, nodes: Sequence[int], ledger: Ledger) -> None:
-        self.rank, self.size, self.nodes, self.ledger = rank, len(nodes), tuple(nodes), ledger
-        self.ranks: Sequence[int] = range(self.size)
-        self.one_node = len(set(nodes)) == 1
-        self._peers = Counter(self.link(peer) for peer in range(self.size) if peer != rank)
+        self.ledger = ledger
+        self.take(Membership(rank, tuple(nodes)))
+
+    def take(self, membership: Membership) -> None:
+        """Go on as ``membership`` says; nothing may be under way."""
+        self.membership = membership
+        self.ranks: Sequence[int] = range(membership.size)
+        self.rank, self.size, self.nodes = membership.rank, membership.size, membership.nodes
+        self.one_node = membership.one_node
 
     checksums = False
     """Append a checksum to every row that one rank sends another (:mod:`thinwire.network.checksum`)."""
@@ -58,7 +66,7 @@ class Comm(ABC):
 
     def link(self, peer: int) -> str:
         """Name the link from this rank to ``peer``."""
-        return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
+        return self.membership.link(peer)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
@@ -127,7 +135,7 @@ class Comm(ABC):
     def _count_peers(self, kind: str, nbytes: float) -> None:
         """Count ``nbytes`` to every other rank."""
         self.ledger.call(kind)
-        for link, peers in self._peers.items():
+        for link, peers in self.membership.peers.items():
             self.ledger.count(link, peers * nbytes)
 
     @contextmanager
@@ -327,14 +335,65 @@ class GroupComm(Comm):
         if dropped := _DROPPED.pop(self.group, None):  # they come before ours, on all ranks
             _PeerMessages(self, verb, dropped).wait()
         works: list[tuple[int, Work | None]] = []
-        for post, messages, step in ((dist.irecv, out, -1), (dist.isend, rows, 1)):
+        for post, messages, step in ((self._receive, out, -1), (self._send, rows, 1)):
             for turn in range(1, self.size):
                 peer = (self.rank + step * turn) % self.size
                 with self.waiting(verb, peer):
-                    works.append((peer, post(messages[peer], self.ranks[peer], group=self.group, tag=tag)))
+                    works.append((peer, post(messages[peer], peer, tag)))
         if out[self.rank].data_ptr() != rows[self.rank].data_ptr():
             out[self.rank].copy_(rows[self.rank])
         return _PeerMessages(self, verb, works)
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> Work | None:
+        return dist.isend(message, self.ranks[peer], group=self.group, tag=tag)
+
+    def _receive(self, out: Tensor, peer: int, tag: int) -> Work | None:
+        return dist.irecv(out, self.ranks[peer], group=self.group, tag=tag)
+
+
+class ManagedComm(GroupComm):
+    """The verbs on a gloo group outside of ``torch.distributed``'s own, which somebody else makes anew when ranks come
+    or go (torchft's ``ProcessGroup``): ``take`` then says who takes part.
+
+    Every rank counts as a node of its own. Any error of the group is a lost rank.
+    """
+
+    def __init__(self, group: Any, ledger: Ledger, timeout: timedelta) -> None:
+        """``timeout``: how long a rank waits for the others."""
+        self.group, self.device, self.timeout = group, torch.device("cpu"), timeout
+        Comm.__init__(self, 0, [0], ledger)
+        self._point_to_point = self.reduce_scatter_is_all_reduce = True
+        self._idle = None
+
+    def take(self, membership: Membership) -> None:
+        super().take(membership)
+        _DROPPED.pop(self.group, None)  # of a group that is gone
+
+    @contextmanager
+    def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, AssertionError) as error:  # an assertion: the group is gone
+            others = [rank for rank in range(self.size) if rank != self.rank] if peer is None else [peer]
+            raise LostRank(self.rank, others, verb, time.monotonic() - began, network_words(error)) from None
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> Work | None:
+        return self.group.send([message], peer, tag)
+
+    def _receive(self, out: Tensor, peer: int, tag: int) -> Work | None:
+        return self.group.recv([out], peer, tag)
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM  # gloo has no mean
+        with self.waiting("all-reduce"):
+            self.group.allreduce([tensor], options).wait(self.timeout)
+        if op == "mean":
+            tensor.div_(self.size)
+
+    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
+        raise ThinwireError("a managed group shards nothing: replicas hold whole parts of the weights")
 
 
 class _PeerMessages(Work):

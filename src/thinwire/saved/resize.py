@@ -14,6 +14,10 @@ dim 0, the last ones padded with zeros, so that all rows in order are the parame
 equal parts of the same values. HSDP's shard is one of FSDP2's chunks.
 
 State without rows (a mask, a low-rank basis, a counter) moves as the method says: ``StateKind.resized``.
+
+Where replicas come and go (:func:`regroup`), nothing is saved and nobody is asked: each rank cuts its own rows anew and
+keeps all of them, so that the *sum* of e_n over the ranks that stay is conserved. An owner's row s, which stands for N s
+in that sum, joins what waits on its rank.
 """
 
 from __future__ import annotations
@@ -108,7 +112,7 @@ def _usual_norms(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
 
 def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[dict[str, Tensor], float]:
     on_wire, waits = carrier_of(method).card.summed_by_network, method.card.promise.waits
-    new = {key: torch.zeros(like.shape, dtype=like.dtype) for key, like in form.shapes.items() if _has_rows(key)}
+    new = {key: torch.zeros(like.shape, dtype=like.dtype) for key, like in form.shapes.items() if has_rows(key)}
     squares = 0.0
     for name, (shape, _) in form.header.parameters.items():
         kinds = _kinds(form.shapes, name)
@@ -131,12 +135,43 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
     return new, math.sqrt(squares)
 
 
-def _has_rows(key: str) -> bool:
+def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Method) -> dict[str, Tensor]:
+    """Move what one rank holds (``dump_state``) from the membership of ``old`` to that of ``new``, by the same keys.
+
+    Not collective. What the method finds anew among other ranks is left out.
+    """
+    kinds, on_wire = method.card.state_kinds, carrier_of(method).card.summed_by_network
+    moved: dict[str, Tensor] = {}
+    for key, value in values.items():
+        kind, _, name = key.removeprefix("=").partition("/")
+        entry = next((entry for pattern, entry in kinds.items() if fnmatchcase(kind, pattern)), None)
+        if not has_rows(key):
+            if entry is None or entry.resized != "anew":
+                moved[key] = value
+            continue
+        served = entry is not None and entry.served
+        whole = torch.zeros(_length(old, name), dtype=torch.float32, device=value.device)
+        for row, start, count in _row_spans(old, name, value.shape, served):
+            whole[start : start + count] = value[row, :count]
+        target, share = (f"{kind.removesuffix('server')}residual/{name}", old.hops[-1][1]) if served else (key, 1)
+        rows = share * _cut_rows(whole, new, name, on_wire)
+        moved[target] = moved[target] + rows if target in moved else rows
+    return moved
+
+
+def _cut_rows(whole: Tensor, header: Header, name: str, on_wire: bool) -> Tensor:
+    """Cut ``whole`` (numel or more,) into the rows (R, span) of a bucket on ``header``'s rank, which gets all of it."""
+    rows, local = 1 if on_wire else header.hops[-1][1], header.parameters[name][1]
+    values = whole[:local]
+    return torch.nn.functional.pad(values, (0, -local % rows)).view(rows, -1)
+
+
+def has_rows(key: str) -> bool:
     return "/" in key and not key.startswith(("=", "bound/"))
 
 
 def _kinds(keys: Mapping[str, object], name: str) -> list[str]:
-    return [key.partition("/")[0] for key in keys if _has_rows(key) and key.partition("/")[2] == name]
+    return [key.partition("/")[0] for key in keys if has_rows(key) and key.partition("/")[2] == name]
 
 
 def _contribution(ranks: list[_Saved], kind: str, name: str, numel: int, on_wire: bool) -> Tensor:

@@ -1,0 +1,243 @@
+"""Replicas that die, join and lose messages, as threads: real wires on small models, and a schedule drawn from a seed.
+
+    Run(make_method, seed=7, optimizer=sgd, conserves=True).play(attempts=8)    # raises AssertionError at a broken law
+
+Each attempt is one step of all replicas that are there. In it a replica may die at any message, before or after it has
+sent it; or one replica alone may see an error at any message, before or after the others got what it sent. Between two
+attempts replicas join. After each attempt the laws are checked:
+
+* all replicas that counted the last step hold the same weights, bit for bit;
+* taken = delivered + waiting + lost, where a replica that died has lost what waited on it, no more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.base.errors import LostRank
+from thinwire.core.members import Give, Members, Take
+from thinwire.core.method import Method
+from thinwire.core.safety import Safety
+from thinwire.core.state import dump_state, written_rows
+from thinwire.engines.replicas import Replicas
+from thinwire.network.ledger import Ledger
+from thinwire.network.membership import Membership
+from thinwire.proof.ranks import ThreadComm, Threads
+from thinwire.wire import Options, Wire, join
+
+SHAPES = {"a": (12, 16), "b": (5, 7)}
+
+
+class Killed(BaseException):
+    """The process of a replica is gone."""
+
+
+@dataclass
+class Fault:
+    """What happens at a replica's message number ``verb`` of an attempt: ``before`` the others get it, or after."""
+
+    verb: int
+    before: bool
+    deadly: bool
+
+
+class FaultyComm(ThreadComm):
+    """The verbs between the threads of the world of this attempt, one of which may go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(Threads(1), 0, Ledger())
+        self.fault: Fault | None = None
+        self.verbs = 0
+
+    def enter(self, world: Threads, rank: int, fault: Fault | None) -> None:
+        self._world, self._world_rank, self._members = world, rank, list(range(world.size))
+        self.fault, self.verbs = fault, 0
+
+    def _swap(self, tensor: Tensor) -> list[Tensor]:
+        fault = self.fault if self.fault is not None and self.fault.verb == self.verbs else None
+        self.verbs += 1
+        if fault is not None and fault.before:
+            self._fail(fault)
+        try:
+            values = super()._swap(tensor)
+        except TimeoutError as error:
+            raise LostRank(self.rank, [], "swap", 0.0, "no message") from error
+        if fault is not None:
+            self._fail(fault)
+        return values
+
+    def _fail(self, fault: Fault) -> None:
+        raise Killed if fault.deadly else LostRank(self.rank, [], "swap", 0.0, "a lost message")
+
+
+class ScriptedMembers(Members):
+    """Members that are told by the schedule who takes part."""
+
+    membership: Membership
+    received: dict | None = None
+    counted = False
+
+    def ask(self) -> Membership:
+        if self.received is not None:
+            self.take(self.received)
+            self.received = None
+        return self.membership
+
+    def vote(self, counts: bool) -> bool:
+        self.counted = counts
+        return counts
+
+    def offer(self, give: Give, take: Take) -> None:
+        self.give, self.take = give, take
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+class Replica:
+    """A process of the run, with a wire of its own. ``step``: of its manager, which counts steps that were voted for."""
+
+    def __init__(self, name: str, make: Callable[[], Method], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        self.name, self.members, self.comm = name, ScriptedMembers(), FaultyComm()
+        self.model = Model()
+        self.optimizer = optimizer(self.model.parameters())
+        options = Options(
+            make(), (self.optimizer,), None, None, 1000, 0, None, None, Safety(outlier_clip=None, max_skipped=None)
+        )
+        self.wire: Wire = join(Replicas(self.model, self.members, self.comm), options, self.comm.ledger)
+        self.wire.attach()
+        self.step, self.alive = 0, True
+
+    def attempt(self, gradient: Tensor) -> None:
+        for weight, values in zip(self.model.parameters(), gradient.split([w.numel() for w in self.model.parameters()]),
+                                  strict=True):  # fmt: skip
+            weight.grad = values.view(weight.shape).clone()
+        self.members.counted = False
+        self.optimizer.step()
+        self.step += self.members.counted
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([weight.detach().reshape(-1) for weight in self.model.parameters()])
+
+    def waiting(self, *, as_sent: bool = False) -> Tensor:
+        """Return what waits here in the sum over the ranks, (P,) float64; ``as_sent``: if the attempt counts."""
+        method, total = self.wire.method, []
+        rows = written_rows(method.state) if as_sent else dump_state(method.state)
+        for name, weight in self.model.named_parameters():
+            whole = torch.zeros(2 * weight.numel() + 8192, dtype=torch.float64)
+            for kind, times in method.card.promise.waits.items():
+                if (values := rows.get(f"{kind}/{name}")) is None:
+                    continue
+                served = kind == "server"
+                first = self.comm.rank * values.shape[1] if served else 0
+                span = whole[first : first + values.numel()]
+                span += (self.comm.size if served else 1) * times * values.double().reshape(-1)
+            total.append(whole[: weight.numel()])
+        return torch.cat(total)
+
+
+class Run:
+    """A run of replicas that follows a schedule.
+
+    Attributes:
+        seen: how often each thing happened. taken, delivered, lost: sums over all replicas, (P,) float64.
+    """
+
+    def __init__(
+        self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], conserves: bool
+    ) -> None:
+        """``conserves``: check that nothing is lost but what is counted as lost. The optimizer must then be SGD with an
+        lr of 1, and the method must send gradients."""
+        self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
+        self._draw, self._born = random.Random(seed), 0
+        self.replicas = [self._new() for _ in range(self._draw.randint(2, 4))]
+        self.seen: Counter[str] = Counter()
+        self._size = sum(weight.numel() for weight in self.replicas[0].model.parameters())
+        self.taken, self.delivered, self.lost = (torch.zeros(self._size, dtype=torch.float64) for _ in range(3))
+        self._number, self._names, self._failed, self._verbs = 0, list[str](), False, 3
+
+    def _new(self) -> Replica:
+        self._born += 1
+        return Replica(f"replica {self._born}", self._make, self._optimizer)
+
+    def play(self, attempts: int) -> None:
+        for attempt in range(attempts):
+            self._attempt(attempt, last=attempt == attempts - 1)
+
+    def _attempt(self, attempt: int, last: bool) -> None:
+        if len(self.replicas) < 4 and self._draw.random() < 0.4:
+            self.replicas.append(self._new())
+            self.seen["joined"] += 1
+        stale = self._quorum()
+        gradients = [_gradient(self._seed, replica.name, attempt, self._size) for replica in self.replicas]
+        faults = {} if last else self._draw_fault()
+        world = Threads(len(self.replicas))
+
+        def body(rank: int) -> None:
+            replica = self.replicas[rank]
+            replica.comm.enter(world, rank, faults.get(rank))
+            try:
+                replica.attempt(gradients[rank])
+            except Killed:
+                replica.alive = False
+
+        world.run(body)
+        self._verbs = max(replica.comm.verbs for replica in self.replicas)
+        counted = [replica for replica in self.replicas if replica.members.counted and replica.alive]
+        self._failed = len(counted) < len(self.replicas)
+        if counted:
+            self.seen["counted by some alone" if self._failed else "counted"] += 1
+            self.taken += sum(values.double() for values, gone in zip(gradients, stale, strict=True) if not gone)
+            means = [weight.grad for weight in counted[0].model.parameters()]
+            self.delivered += len(self.replicas) * torch.cat([mean.reshape(-1).double() for mean in means])
+        else:
+            self.seen["failed"] += 1
+        for replica in self.replicas:
+            if not replica.alive:
+                self.seen["died"] += 1
+                self.lost += replica.waiting(as_sent=bool(counted))
+        for replica in counted:
+            assert torch.equal(replica.weights, counted[0].weights), f"attempt {attempt}: the weights differ"
+        self.replicas = [replica for replica in self.replicas if replica.alive]
+        if self._conserves and not self._failed:
+            waiting = sum(replica.waiting() for replica in self.replicas)
+            error = (self.taken - self.delivered - waiting - self.lost).abs().max()
+            assert error < 1e-4 * (1 + self.taken.abs().max()), f"attempt {attempt}: {float(error):.3g} went missing"
+
+    def _quorum(self) -> list[bool]:
+        """Say who takes part, and let those behind catch up. Return whose gradient is taken at weights that are gone."""
+        self._draw.shuffle(self.replicas)
+        names = [replica.name for replica in self.replicas]
+        if self._failed or names != self._names:
+            self._number, self._names = self._number + 1, names
+        source = max(self.replicas, key=lambda replica: replica.step)
+        stale = []
+        for rank, replica in enumerate(self.replicas):
+            replica.members.membership = Membership.apart(rank, len(names), self._number, names)
+            stale.append(replica.step < source.step and not torch.equal(replica.weights, source.weights))
+            if replica.step < source.step:
+                replica.members.received, replica.step = source.members.give(), source.step
+                self.seen["behind"] += 1
+        return stale
+
+    def _draw_fault(self) -> dict[int, Fault]:
+        if len(self.replicas) == 1 or self._draw.random() > 0.6:
+            return {}
+        fault = Fault(self._draw.randrange(self._verbs), self._draw.random() < 0.5, self._draw.random() < 0.6)
+        return {self._draw.randrange(len(self.replicas)): fault}
+
+
+def _gradient(seed: int, name: str, attempt: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(hash((seed, int(name.split()[1]), attempt)) % 2**31)
+    return torch.randn(size, generator=generator)
