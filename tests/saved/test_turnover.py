@@ -1,16 +1,18 @@
-"""Replicas that die, join and lose messages: nothing but what is counted as lost is lost, and all hold the same weights."""
+"""Replicas that die, join and lose messages: nothing is lost but what is counted as lost, and all hold equal weights."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-import thinwire.saved.turnover as turnover
 import thinwire.wire
 from thinwire.core.method import Method
 from thinwire.methods import resolve
+from thinwire.saved import turnover
+from thinwire.saved.resize import regroup
 from turnover import Run
 
 SGD = partial(torch.optim.SGD, lr=1.0)
@@ -21,14 +23,16 @@ CONSERVING = (
     "trickle(mask='merged', density=0.2, smallest=0, feedback='gradients')",
     "trickle(density=0.2, smallest=0, feedback='gradients')",
 )  # fmt: skip
-STEPPING = ("trickle(density=0.2, smallest=0)", "trickle:merged(smallest=0)", "powersgd(rank=1, smallest=0)", "dense")
+STEPPING = (
+    "trickle(density=0.2, smallest=0)", "trickle:merged(smallest=0)", "powersgd(rank=1, smallest=0)", "dense",
+    "local-steps(every=2)",
+)  # fmt: skip
 SEEDS = 200
 
 
 @pytest.fixture(autouse=True)
-def no_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinwire.wire, "compile_kernels", lambda *arguments: None)
-    yield
 
 
 def maker(text: str) -> Callable[[], Method]:
@@ -38,17 +42,61 @@ def maker(text: str) -> Callable[[], Method]:
 def play(seed: int, attempts: int = 7) -> Counter[str]:
     conserves = seed % 3 < 2
     texts = CONSERVING if conserves else STEPPING
-    run = Run(maker(texts[seed // 3 % len(texts)]), seed, SGD if conserves else ADAM, conserves)
-    run.play(attempts)
+    text = texts[seed // 3 % len(texts)]
+    run = Run(maker(text), seed, SGD if conserves else ADAM, conserves=conserves, steps=2 if "local" in text else 1)
+    try:
+        run.play(attempts)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}, {text}: {error}") from error
     return run.seen
 
 
 def test_two_hundred_schedules() -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(SEEDS):
-        try:
-            seen += play(seed)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    seen = sum((play(seed) for seed in range(SEEDS)), Counter())
     for what in ("died", "joined", "behind", "counted", "failed", "counted by some alone"):
         assert seen[what] > 20, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
+
+
+# Faults that are planted: the schedules must find each.
+
+
+def residual_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who joins gets what waits on another replica, which is then delivered twice."""
+    monkeypatch.setattr(turnover.Turnover, "_is_own", lambda *arguments: False)
+
+
+def server_row_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(values: Any, *arguments: Any) -> Any:
+        return regroup({key: value for key, value in values.items() if not key.startswith("server/")}, *arguments)
+
+    monkeypatch.setattr(turnover, "regroup", forgetful)
+
+
+def doubt_is_always_in_favour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who failed alone takes the step as counted, which the others have not counted, or have taken again."""
+    monkeypatch.setattr(turnover, "number_at", lambda history, step: ANY)
+
+
+def doubt_is_never_in_favour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who failed alone sends a second time what the others have counted."""
+    monkeypatch.setattr(turnover, "number_at", lambda history, step: None)
+
+
+class _Any(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+ANY = _Any()
+
+
+@pytest.mark.parametrize(
+    "plant", [residual_heals, server_row_is_forgotten, doubt_is_always_in_favour, doubt_is_never_in_favour]
+)
+def test_planted_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="seed"):
+        for seed in range(SEEDS):
+            play(seed)

@@ -105,7 +105,7 @@ class Model(nn.Module):
 
 
 class Replica:
-    """A process of the run, with a wire of its own. ``step``: of its manager, which counts steps that were voted for."""
+    """A process of the run, with a wire of its own. ``step``: of its manager: steps that were voted for."""
 
     def __init__(self, name: str, make: Callable[[], Method], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.name, self.members, self.comm = name, ScriptedMembers(), FaultyComm()
@@ -116,15 +116,18 @@ class Replica:
         )
         self.wire: Wire = join(Replicas(self.model, self.members, self.comm), options, self.comm.ledger)
         self.wire.attach()
-        self.step, self.alive = 0, True
+        self.step, self.alive, self.joins = 0, True, False
 
-    def attempt(self, gradient: Tensor) -> None:
-        for weight, values in zip(self.model.parameters(), gradient.split([w.numel() for w in self.model.parameters()]),
-                                  strict=True):  # fmt: skip
-            weight.grad = values.view(weight.shape).clone()
+    def attempt(self, gradient: Tensor, steps: int) -> None:
+        """Take ``steps`` optimizer steps, of which the last one is exchanged; a replica that joins takes that one."""
         self.members.counted = False
-        self.optimizer.step()
+        for _ in range(1 if self.joins else steps):
+            sizes = [weight.numel() for weight in self.model.parameters()]
+            for weight, values in zip(self.model.parameters(), gradient.split(sizes), strict=True):
+                weight.grad = values.view(weight.shape).clone()
+            self.optimizer.step()
         self.step += self.members.counted
+        self.joins = False
 
     @property
     def weights(self) -> Tensor:
@@ -155,10 +158,12 @@ class Run:
     """
 
     def __init__(
-        self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], conserves: bool
-    ) -> None:
+        self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], *,
+        conserves: bool, steps: int = 1,
+    ) -> None:  # fmt: skip
         """``conserves``: check that nothing is lost but what is counted as lost. The optimizer must then be SGD with an
-        lr of 1, and the method must send gradients."""
+        lr of 1, and the method must send gradients. ``steps``: optimizer steps of an attempt, for local steps."""
+        self._steps = steps
         self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
         self._draw, self._born = random.Random(seed), 0
         self.replicas = [self._new() for _ in range(self._draw.randint(2, 4))]
@@ -178,6 +183,7 @@ class Run:
     def _attempt(self, attempt: int, last: bool) -> None:
         if len(self.replicas) < 4 and self._draw.random() < 0.4:
             self.replicas.append(self._new())
+            self.replicas[-1].joins = attempt > 0
             self.seen["joined"] += 1
         stale = self._quorum()
         gradients = [_gradient(self._seed, replica.name, attempt, self._size) for replica in self.replicas]
@@ -188,7 +194,7 @@ class Run:
             replica = self.replicas[rank]
             replica.comm.enter(world, rank, faults.get(rank))
             try:
-                replica.attempt(gradients[rank])
+                replica.attempt(gradients[rank], self._steps)
             except Killed:
                 replica.alive = False
 
@@ -216,7 +222,7 @@ class Run:
             assert error < 1e-4 * (1 + self.taken.abs().max()), f"attempt {attempt}: {float(error):.3g} went missing"
 
     def _quorum(self) -> list[bool]:
-        """Say who takes part, and let those behind catch up. Return whose gradient is taken at weights that are gone."""
+        """Say who takes part; let those behind catch up. Return whose gradient is taken at weights that are gone."""
         self._draw.shuffle(self.replicas)
         names = [replica.name for replica in self.replicas]
         if self._failed or names != self._names:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from thinwire.core.road import Levels, Road
 
 
+T = TypeVar("T")
 Meet = Callable[[], None]
 """An engine calls it after it has read its model, before it makes groups of its own: collective."""
 
@@ -91,6 +92,10 @@ class Engine:
     ) -> tuple[bool, bool]:
         """Agree whether the step counts: ``Guard.agree``."""
         return guard.agree(device, trouble, comms)
+
+    def attempt(self, road: Road, exchange: Callable[[int], T]) -> T | None:
+        """Return ``exchange(road.step)``, an exchange of a method's own, which ``agree`` is to follow."""
+        return exchange(road.step)
 
     def after_vote(self) -> AbstractContextManager[None]:
         """Wrap what a method sends when the step counts already."""

@@ -130,6 +130,9 @@ class Step:
         number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
         agree: (values) -> are they finite on every rank? Collective, waits for the device; True without a guard.
+        attempt: calls an exchange of a method's own, which ``agree`` is to follow, with the number of optimizer steps
+            taken, and returns its result. Where replicas come and go it first asks who takes part (``number`` may then
+            be another), and returns None if one is lost.
     """
 
     number: int
@@ -137,6 +140,7 @@ class Step:
     weights: Mapping[str, Tensor]
     clip_factor: Tensor | None = None
     agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
+    attempt: Callable[[Callable[[int], Any]], Any] = lambda exchange: exchange(0)
 
     @functools.cached_property
     def holders(self) -> dict[str, Holder]:

@@ -14,9 +14,9 @@ unless all had come to it. A replica whose own error comes later than that is *i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,17 @@ from thinwire.core.step import ENDED, StepLoop
 from thinwire.network.comm import Comm, GroupComm, local
 from thinwire.network.guard import Guard
 
+T = TypeVar("T")
+
 
 class Attempts(Protocol):
     """What happens to a wire's state around an attempt: ``saved.turnover.Turnover``."""
+
+    @property
+    def met(self) -> bool: ...
+
+    @property
+    def behind(self) -> bool: ...
 
     def meet(self, late: FailedExchange | None) -> bool: ...
 
@@ -71,6 +79,7 @@ class Replicas(Engine):
         self.failed: FailedExchange | None = None
         self.late: FailedExchange | None = None
         self.void = False
+        self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._weights = [weight for weight in model.parameters() if id(weight) in self.parameters]
         self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
         self._closed = False
@@ -112,7 +121,7 @@ class Replicas(Engine):
         return self._exchanged != [id(weight.grad) for weight in self._weights]
 
     def end_step(self) -> None:
-        self._exchanged, self.failed, self.void = [], None, False
+        self._exchanged, self.failed, self.void, self._joins_round = [], None, False, False
 
     def close(self) -> None:
         self._closed = True
@@ -125,11 +134,16 @@ class Replicas(Engine):
             raise ThinwireError(ENDED.format(what="gradients were exchanged"))
         if all(gradient is None for gradient in gradients) or self.failed is not None:
             return
-        if self._exchanged and not self.dropped((), look=True):
+        if (self._exchanged and not self.dropped((), look=True)) or (self._alone and self.attempts.met):
             return
         with self._attempt():
-            late, self.late = self.late, None
-            stale = self.attempts.meet(late)
+            stale = self._meet()
+            if self._alone:  # the first time: the run begins, or goes on without this replica
+                self._joins_round = self.void = self.attempts.behind
+                if not self._joins_round:
+                    self.members.vote(True)
+                    self.attempts.agreed(False, False, ())
+                return
             self._step_loop.enter([self.parameters[id(weight)].name for weight in self._weights])
             for dtype, weights, pieces in self._buffers:
                 flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=local(weights[0]).device)
@@ -148,15 +162,19 @@ class Replicas(Engine):
     def agree(
         self, guard: Guard, device: torch.device, trouble: bool, comms: Sequence[Comm] | None = None
     ) -> tuple[bool, bool]:
-        if comms is not None:  # a step alone
-            return guard.agree(device, trouble, [])
+        if self._joins_round:  # the end of the round will agree
+            self._joins_round = False
+            return False, False
         flag = guard.flag(device, trouble) if guard.enabled else torch.zeros(1, device=device)
         guard.forget()
+        if self.failed is not None:
+            flag[0] = 3.0
         if self.inside is not None:
-            flag[0] = 3.0 if self.failed is not None else flag[0]
             self.inside.all_reduce(flag, "max")
         verdict, waiting = float(flag), list[float]()
-        if self.failed is None and verdict < 3:
+        if verdict < 3 and comms is not None:  # a step alone
+            return verdict == 0, verdict == 2
+        if verdict < 3:
             with self._attempt():
                 row = torch.tensor([verdict, self.attempts.waiting()], device=device)
                 rows = torch.zeros(self.across.size, 2, device=device)
@@ -171,6 +189,20 @@ class Replicas(Engine):
         self.attempts.agreed(counted, verdict == 0, waiting)
         self.void = not counted
         return counted and verdict == 0, counted and verdict == 2
+
+    @property
+    def _alone(self) -> bool:
+        return self._road.last.method.card.alone(self._road.step)
+
+    def _meet(self) -> bool:
+        late, self.late = self.late, None
+        return self.attempts.meet(late)
+
+    def attempt(self, road: Road, exchange: Callable[[int], T]) -> T | None:
+        with self._attempt():
+            self._meet()
+            return exchange(road.step)
+        return None
 
     @contextmanager
     def after_vote(self) -> Iterator[None]:

@@ -15,9 +15,9 @@ equal parts of the same values. HSDP's shard is one of FSDP2's chunks.
 
 State without rows (a mask, a low-rank basis, a counter) moves as the method says: ``StateKind.resized``.
 
-Where replicas come and go (:func:`regroup`), nothing is saved and nobody is asked: each rank cuts its own rows anew and
-keeps all of them, so that the *sum* of e_n over the ranks that stay is conserved. An owner's row s, which stands for N s
-in that sum, joins what waits on its rank.
+Where replicas come and go (:func:`regroup`), nothing is saved and nobody is asked: each rank cuts its own rows anew
+and keeps all of them, so that the *sum* of e_n over the ranks that stay is conserved. An owner's row s, which stands
+for N s in that sum, joins what waits on its rank.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.core.card import StateKind
 from thinwire.core.method import Method, carrier_of
 from thinwire.saved.format import Form, Header, check_finite, split, trim
 
@@ -144,12 +145,12 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
     moved: dict[str, Tensor] = {}
     for key, value in values.items():
         kind, _, name = key.removeprefix("=").partition("/")
-        entry = next((entry for pattern, entry in kinds.items() if fnmatchcase(kind, pattern)), None)
+        entry = kind_of(kinds, kind)
         if not has_rows(key):
-            if entry is None or entry.resized != "anew":
+            if entry.resized != "anew":
                 moved[key] = value
             continue
-        served = entry is not None and entry.served
+        served = entry.served
         whole = torch.zeros(_length(old, name), dtype=torch.float32, device=value.device)
         for row, start, count in _row_spans(old, name, value.shape, served):
             whole[start : start + count] = value[row, :count]
@@ -157,6 +158,11 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
         rows = share * _cut_rows(whole, new, name, on_wire)
         moved[target] = moved[target] + rows if target in moved else rows
     return moved
+
+
+def kind_of(kinds: Mapping[str, StateKind], kind: str) -> StateKind:
+    """Return the properties of ``kind``: those of the first name or pattern that fits it."""
+    return next((entry for pattern, entry in kinds.items() if fnmatchcase(kind, pattern)), StateKind())
 
 
 def _cut_rows(whole: Tensor, header: Header, name: str, on_wire: bool) -> Tensor:
@@ -231,8 +237,7 @@ def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tenso
     moved = {}
     for key in by_rank[0]:
         kind, _, name = key.removeprefix("=").partition("/")
-        kinds = method.card.state_kinds.items()
-        rule = next((entry.resized for pattern, entry in kinds if fnmatchcase(kind, pattern)), None)
+        rule = kind_of(method.card.state_kinds, kind).resized
         if rule is None:
             raise ThinwireError(f"{method.name} does not say what becomes of its state '{kind}' on other ranks")
         if rule == "anew" or (rule == "equal" and key not in form.shapes):

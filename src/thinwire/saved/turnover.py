@@ -30,7 +30,7 @@ from thinwire.core.step import StepLoop
 from thinwire.network.comm import Comm, local
 from thinwire.network.membership import Membership
 from thinwire.saved.format import Header
-from thinwire.saved.resize import has_rows, regroup
+from thinwire.saved.resize import has_rows, kind_of, regroup
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Turnover:
     """The state of one wire over the changes of its membership.
 
     Attributes:
-        losses: what replicas that left, and did not come back, took along. healed: how often this rank was behind.
+        met: has it ever asked who takes part? behind: was this replica behind the others when it last asked?
+        healed: how often it was.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Turnover:
         self._received: Mapping[str, Any] | None = None
         self._norms: dict[str, float] = {}  # by replica: the norm of what waited after the last step
         self._losses: dict[str, Loss] = {}
+        self.met = self.behind = self._asked = False
         self.healed = 0
         members.offer(self.give, self._take)
 
     @property
     def losses(self) -> list[Loss]:
+        """What replicas that left, and did not come back, took along."""
         return list(self._losses.values())
 
     # Around an attempt.
@@ -83,11 +86,13 @@ class Turnover:
         """Ask who takes part, and go on as they say. Return whether gradients were taken at weights that are gone.
 
         ``late``: the error of what the method sent when its last step counted already. Others may have received it, so
-        that all have to find it anew: the change of the membership sees to it, or else this attempt fails, and the next.
+        all have to find it anew: the change of the membership sees to it, or else this attempt fails, and changes it.
 
         Raises:
             FailedExchange: a replica was lost meanwhile.
         """
+        if self._asked:  # an exchange in two parts is one attempt
+            return False
         try:
             self._method.finish()
         except FailedExchange as error:
@@ -96,10 +101,15 @@ class Turnover:
         if membership.number == self._comm.membership.number and self._received is None:
             if late is not None:
                 raise late
+            self._asked, self.behind = True, False
             return False
         received, self._received = self._received, None
         self._count_losses(membership)
-        return self._change(membership, received)
+        stale = self._change(membership, received)
+        self.met = self._asked = True
+        self.behind = received is not None and self._stage.step > 0
+        self.healed += self.behind
+        return stale
 
     def waiting(self) -> float:
         """Return the norm of what waits on this rank if the step counts: of its part of the mean times N."""
@@ -113,6 +123,7 @@ class Turnover:
 
     def agreed(self, counted: bool, finite: bool, waiting: Sequence[float]) -> None:
         """Note the outcome of an attempt, with the norm of what waits on each rank."""
+        self._asked = False
         if counted and finite:
             membership = self._comm.membership
             if not self._history or self._history[-1][1] != membership.number:
@@ -142,10 +153,10 @@ class Turnover:
         self._received = received
 
     def _is_own(self, key: str) -> bool:
-        """Does what is at ``key`` wait, which a replica that joins begins without?"""
-        kinds = self._method.card.state_kinds
-        kind = key.partition("/")[0]
-        return has_rows(key) and (kind in self._method.card.promise.waits or (kind in kinds and kinds[kind].served))
+        """Does a replica that joins begin without what is at ``key``: what waits, and what is one rank's alone?"""
+        kind = key.removeprefix("=").partition("/")[0]
+        entry = kind_of(self._method.card.state_kinds, kind)
+        return (has_rows(key) and (kind in self._method.card.promise.waits or entry.served)) or entry.own
 
     def _bound(self) -> dict[str, Tensor]:
         return {} if self._stage.bound is None else self._stage.bound.state_dict()
@@ -173,7 +184,6 @@ class Turnover:
             step, skipped, flush = received["step"], received["skipped"], received["flush"]
             bound, self._history = received["bound"], list(received["history"])
             stale = self._load(received)
-            self.healed += bool(step)
         self._doubt, self._header = None, new
         self._loop.reset()
         self._stage.step, self._loop.skipped, self._stage.flush_at = step, skipped, flush
@@ -189,10 +199,10 @@ class Turnover:
         return stale
 
     def _own_rows(self, history: Sequence[tuple[int, int]], reached: int, values: Mapping[str, Tensor]) -> Any:
-        """Yield this rank's own rows: after the attempt in doubt if it counted for those with ``history``, at ``reached``
-        steps; else before it."""
+        """Yield this rank's own rows: after the attempt in doubt if it counted for those with ``history``, who have
+        ``reached`` so many steps; else before it."""
         doubt = self._doubt
-        if doubt is not None and doubt.step < reached and _number_at(history, doubt.step) == doubt.number:
+        if doubt is not None and doubt.step < reached and number_at(history, doubt.step) == doubt.number:
             values = doubt.rows
         for key, value in values.items():
             if has_rows(key):
@@ -219,7 +229,7 @@ class Turnover:
             self._losses.pop(name, None)
 
 
-def _number_at(history: Sequence[tuple[int, int]], step: int) -> int | None:
+def number_at(history: Sequence[tuple[int, int]], step: int) -> int | None:
     """Return the number of the membership in which ``step`` counted."""
     return next((number for first, number in reversed(history) if first <= step), None)
 

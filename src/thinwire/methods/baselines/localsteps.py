@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
@@ -131,6 +132,7 @@ class LocalSteps(Method):
             raise ThinwireError(f"{self.name}: start_with={self._starter.name}: take one whose steps are all alike")
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
+        self._round = 0  # the number of the round that ends
         self._ranks_differ = False  # do the ranks' weights differ?
         self._deliver_next = False  # is all that waits to be delivered in the next round?
         self._anchors: dict[str, nn.Parameter] = {}  # W
@@ -191,7 +193,8 @@ class LocalSteps(Method):
         rounds = {(number + 1) * self.every - 1: share / self.every for number, share in outer.cycle.items()}
         of_weights = StateKind(resized="shard", of_weights=True)
         own = {
-            "anchor": of_weights, "outer momentum": of_weights, OWN_WEIGHT: SHARD, f"{OWN_MOMENT}*": MEAN,
+            "anchor": of_weights, "outer momentum": of_weights, OWN_WEIGHT: replace(SHARD, own=True),
+            f"{OWN_MOMENT}*": replace(MEAN, own=True),
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL,
         }  # fmt: skip
         own |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
@@ -290,26 +293,16 @@ class LocalSteps(Method):
         self._ranks_differ = not ends
         if ends and self._anchors:
             with self.run.exchange.span("exposed", next(iter(self._anchors.values()))):
-                self._end_round(step, (past - 1) // self.every)
+                self._end_round(step)
 
     # A round.
 
-    def _end_round(self, step: Step, number: int) -> None:
+    def _end_round(self, step: Step) -> None:
         """Average D (l. 10-11), take the outer step (l. 12), and set w_n = W."""
-        if not self._buckets:
-            self._buckets = self._make_buckets()
-        moved = self._differences(step)
-        norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
-        for method, bucket, columns in self._buckets:
-            bucket.step = number
-            bucket.load(moved[columns], moved[columns])
-            deliver_waiting = self._deliver_next and method is self._outer
-            (method.deliver if deliver_waiting else method.reduce)(bucket, self.run.exchange)
-            bucket.store(moved[columns])
-            bucket.release()
-        if step.agree([norm, moved]):
+        averaged = step.attempt(partial(self._average_moves, step))
+        if step.agree(averaged or []) and averaged is not None:
             self.state.commit()
-            self._outer_step(moved, number)
+            self._outer_step(averaged[1], self._round)
             self._deliver_next = False
         else:
             self.state.rollback()
@@ -317,6 +310,22 @@ class LocalSteps(Method):
             self._lost += 1
         for name, weight in step.weights.items():
             local(weight.detach()).copy_(self._anchors[name].detach())
+
+    def _average_moves(self, step: Step, taken: int) -> list[Tensor]:
+        """Average D (l. 10-11) after ``taken`` steps; return its norm on this rank, 0-dim, and the mean, (P,)."""
+        self._round = (taken + self._missed - self.first) // self.every
+        if not self._buckets:
+            self._buckets = self._make_buckets()
+        moved = self._differences(step)
+        norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
+        for method, bucket, columns in self._buckets:
+            bucket.step = self._round
+            bucket.load(moved[columns], moved[columns])
+            deliver_waiting = self._deliver_next and method is self._outer
+            (method.deliver if deliver_waiting else method.reduce)(bucket, self.run.exchange)
+            bucket.store(moved[columns])
+            bucket.release()
+        return [norm, moved]
 
     def _make_buckets(self) -> list[tuple[Method, Bucket, slice]]:
         """Make a bucket of compressed and one of dense parameters, each with its method and slice of D."""
@@ -405,7 +414,11 @@ class LocalSteps(Method):
         for _, name, saved in find_entries(self.state, "outer momentum"):
             self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
         self._ranks_differ = False
-        for _, name, saved in find_entries(self.state, OWN_WEIGHT):
+        own_weights = find_entries(self.state, OWN_WEIGHT)
+        if not own_weights:  # of a replica that joins
+            for _, name, saved in find_entries(self.state, "anchor"):
+                local(self.run.weights[name].detach()).copy_(saved)
+        for _, name, saved in own_weights:
             local(self.run.weights[name].detach()).copy_(saved)
             self._ranks_differ |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
