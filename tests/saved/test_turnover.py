@@ -1,4 +1,4 @@
-"""Replicas that die, join and lose messages: nothing is lost but what is counted as lost, and all hold equal weights."""
+"""Replicas that die, join and lose messages: nothing is lost but what is counted, and all hold equal weights."""
 
 from collections import Counter
 from collections.abc import Callable
