@@ -81,7 +81,7 @@ class ScriptedMembers(Members):
 
     membership: Membership
     received: dict | None = None
-    counted = False
+    counted = fell_behind = False
 
     def ask(self) -> Membership:
         if self.received is not None:
@@ -92,6 +92,9 @@ class ScriptedMembers(Members):
     def vote(self, counts: bool) -> bool:
         self.counted = counts
         return counts
+
+    def fall_behind(self) -> None:
+        self.fell_behind = True
 
     def offer(self, give: Give, take: Take) -> None:
         self.give, self.take = give, take
@@ -127,6 +130,8 @@ class Replica:
                 weight.grad = values.view(weight.shape).clone()
             self.optimizer.step()
         self.step += self.members.counted
+        if self.members.fell_behind:
+            self.step, self.members.fell_behind = 0, False
         self.joins = False
 
     @property

@@ -140,6 +140,9 @@ class ManagerMembers(Members):
             self._manager._pg.abort()  # so that who still waits for this replica's messages is told at once
         return counted
 
+    def fall_behind(self) -> None:
+        self._manager.load_state_dict({"step": 0, "batches_committed": 0})
+
     def offer(self, give: Give, take: Take) -> None:
         self._manager.register_state_dict_fn(KEY, take, give)
 

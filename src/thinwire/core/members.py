@@ -38,5 +38,9 @@ class Members(ABC):
         for themselves: one may count a step that another one does not, and the other is then behind."""
 
     @abstractmethod
+    def fall_behind(self) -> None:
+        """Count as behind all others when this replica asks again, whatever steps it has counted."""
+
+    @abstractmethod
     def offer(self, give: Give, take: Take) -> None:
         """Let a replica that is behind get ``give()`` of one that is not, through its own ``take``."""

@@ -43,11 +43,17 @@ class Attempts(Protocol):
     def met(self) -> bool: ...
 
     @property
+    def asked(self) -> bool: ...
+
+    @property
     def behind(self) -> bool: ...
 
     def meet(self, late: FailedExchange | None) -> bool: ...
 
     def waiting(self) -> float: ...
+
+    @property
+    def branch(self) -> tuple[int, int]: ...
 
     def agreed(self, counted: bool, finite: bool, waiting: Sequence[float]) -> None: ...
 
@@ -101,8 +107,8 @@ class Replicas(Engine):
     def _lay_out(self) -> list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]]:
         buffers = []
         for dtype in dict.fromkeys(weight.dtype for weight in self._weights):
-            weights = [weight for weight in self._weights if weight.dtype == dtype]
-            described = [self.parameters[id(weight)] for weight in weights]
+            weights = [weight for weight in self._weights if weight.dtype == dtype and local(weight).numel()]
+            described = [self.parameters[id(weight)] for weight in weights]  # of which a rank may hold nothing
             *offsets, _ = itertools.accumulate((parameter.local for parameter in described), initial=0)
             pieces = (Piece(p.name, offset, p.local) for p, offset in zip(described, offsets, strict=True))
             buffers.append((dtype, weights, tuple(pieces)))
@@ -134,30 +140,38 @@ class Replicas(Engine):
             raise ThinwireError(ENDED.format(what="gradients were exchanged"))
         if all(gradient is None for gradient in gradients) or self.failed is not None:
             return
-        if (self._exchanged and not self.dropped((), look=True)) or (self._alone and self.attempts.met):
+        if self._exchanged and not self.dropped((), look=True):
             return
         with self._attempt():
-            stale = self._meet()
-            if self._alone:  # the first time: the run begins, or goes on without this replica
+            stale = False
+            if not self._alone:
+                stale = self._meet()
+            elif not self.attempts.met:  # the run begins, or goes on without this replica
+                self._meet()
+            if self._alone and self.attempts.asked:
                 self._joins_round = self.void = self.attempts.behind
-                if not self._joins_round:
-                    self.members.vote(True)
-                    self.attempts.agreed(False, False, ())
-                return
-            self._step_loop.enter([self.parameters[id(weight)].name for weight in self._weights])
-            for dtype, weights, pieces in self._buffers:
-                flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=local(weights[0]).device)
-                for weight, piece in zip(weights, pieces, strict=True):
-                    if weight.grad is not None and not stale:
-                        flat[piece.columns].copy_(local(weight.grad).reshape(-1))
-                with self._step_loop.exchanging("gradients", (piece.name for piece in pieces)):
-                    self._road.reduce(flat, pieces)
-                for weight, piece in zip(weights, pieces, strict=True):
-                    if weight.grad is None:
-                        weight.grad = torch.zeros_like(weight)
-                    gradient = local(weight.grad)
-                    gradient.copy_(flat[piece.columns].view(gradient.shape))
-            self._exchanged = [id(weight.grad) for weight in self._weights]
+                if self._joins_round:
+                    return
+                self.members.vote(True)
+                self.attempts.agreed(False, False, ())
+            self._average(stale)
+
+    def _average(self, stale: bool) -> None:
+        """Average the gradients over the replicas. ``stale``: this one's are of weights that are gone, and not sent."""
+        self._step_loop.enter([self.parameters[id(weight)].name for weight in self._weights])
+        for dtype, weights, pieces in self._buffers:
+            flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=local(weights[0]).device)
+            for weight, piece in zip(weights, pieces, strict=True):
+                if weight.grad is not None and not stale:
+                    flat[piece.columns].copy_(local(weight.grad).reshape(-1))
+            with self._step_loop.exchanging("gradients", (piece.name for piece in pieces)):
+                self._road.reduce(flat, pieces)
+            for weight, piece in zip(weights, pieces, strict=True):
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                gradient = local(weight.grad)
+                gradient.copy_(flat[piece.columns].view(gradient.shape))
+        self._exchanged = [id(weight.grad) for weight in self._weights]
 
     def agree(
         self, guard: Guard, device: torch.device, trouble: bool, comms: Sequence[Comm] | None = None
@@ -176,10 +190,15 @@ class Replicas(Engine):
             return verdict == 0, verdict == 2
         if verdict < 3:
             with self._attempt():
-                row = torch.tensor([verdict, self.attempts.waiting()], device=device)
-                rows = torch.zeros(self.across.size, 2, device=device)
-                self.across.all_gather(rows, row)
+                own = torch.tensor([verdict, self.attempts.waiting(), *self.attempts.branch], dtype=torch.float64)
+                rows = own.new_zeros(self.across.size, len(own))
+                self.across.all_gather(rows, own)
                 verdict, waiting = float(rows[:, 0].max()), rows[:, 1].tolist()
+                branches = [tuple(branch) for branch in rows[:, 2:].tolist()]
+                if len(set(branches)) > 1:  # some went on while others, who count as many steps, took them again
+                    verdict = 3.0
+                    if self.attempts.branch != max(branches, key=lambda branch: branch[::-1]):
+                        self.members.fall_behind()
             if self.failed is not None:
                 self.attempts.doubt()
         agreed = self.failed is None and verdict < 3

@@ -55,8 +55,8 @@ class Turnover:
     """The state of one wire over the changes of its membership.
 
     Attributes:
-        met: has it ever asked who takes part? behind: was this replica behind the others when it last asked?
-        healed: how often it was.
+        met: has it ever asked who takes part? asked: has it, since the last vote? behind: was this replica behind the
+            others when it last asked? healed: how often it was.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Turnover:
         self._received: Mapping[str, Any] | None = None
         self._norms: dict[str, float] = {}  # by replica: the norm of what waited after the last step
         self._losses: dict[str, Loss] = {}
-        self.met = self.behind = self._asked = False
+        self.met = self.behind = self.asked = False
         self.healed = 0
         members.offer(self.give, self._take)
 
@@ -91,25 +91,34 @@ class Turnover:
         Raises:
             FailedExchange: a replica was lost meanwhile.
         """
-        if self._asked:  # an exchange in two parts is one attempt
+        if self.asked:  # an exchange in two parts is one attempt
             return False
         try:
             self._method.finish()
         except FailedExchange as error:
             late = error
         membership = self._members.ask()
-        if membership.number == self._comm.membership.number and self._received is None:
+        if self.met and membership.number == self._comm.membership.number and self._received is None:
             if late is not None:
                 raise late
-            self._asked, self.behind = True, False
+            self.asked, self.behind = True, False
             return False
         received, self._received = self._received, None
         self._count_losses(membership)
         stale = self._change(membership, received)
-        self.met = self._asked = True
+        self.met = self.asked = True
         self.behind = received is not None and self._stage.step > 0
         self.healed += self.behind
         return stale
+
+    @property
+    def branch(self) -> tuple[int, int]:
+        """The steps that have counted here, and the number of the membership in which the last of them did.
+
+        A manager tells replicas apart by their steps alone. A replica that counted a step and was then away comes back
+        with as many as the others, who took that step again without it.
+        """
+        return self._stage.step, self._history[-1][1] if self._history else -1
 
     def waiting(self) -> float:
         """Return the norm of what waits on this rank if the step counts: of its part of the mean times N."""
@@ -123,7 +132,7 @@ class Turnover:
 
     def agreed(self, counted: bool, finite: bool, waiting: Sequence[float]) -> None:
         """Note the outcome of an attempt, with the norm of what waits on each rank."""
-        self._asked = False
+        self.asked = False
         if counted and finite:
             membership = self._comm.membership
             if not self._history or self._history[-1][1] != membership.number:
@@ -146,7 +155,7 @@ class Turnover:
             "about": self._header.dump(), "values": values, "history": list(self._history), "step": self._stage.step,
             "skipped": self._loop.skipped, "flush": self._stage.flush_at, "bound": self._bound(),
             "weights": {name: local(value).detach().cpu().clone() for name, value in _tensors(model)},
-            "optimizers": [_to_cpu(optimizer.state_dict()) for optimizer in self._run.optimizers],
+            "optimizers": [_to_cpu(_state_of(optimizer)) for optimizer in self._run.optimizers],
         }  # fmt: skip
 
     def _take(self, received: Mapping[str, Any]) -> None:
@@ -195,6 +204,7 @@ class Turnover:
         device = next(iter(self._run.weights.values())).device
         load_state(self._method.state, {key: _place(key, value, device) for key, value in values.items()})
         self._method.state_changed()
+        self._loop.weight_watch.trust()
         self._renew(new, self._run)
         return stale
 
@@ -243,7 +253,15 @@ def _to_cpu(value: Any) -> Any:
         return local(value).detach().cpu().clone()
     if isinstance(value, dict):
         return {key: _to_cpu(entry) for key, entry in value.items()}
-    return [_to_cpu(entry) for entry in value] if isinstance(value, list | tuple) else value
+    return type(value)(_to_cpu(entry) for entry in value) if isinstance(value, list | tuple) else value
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` without moments that are made for it, of parameters that the method steps."""
+    state = optimizer.state_dict()
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments = {number: entry for number, entry in state["state"].items() if weights[number] in optimizer.state}
+    return {**state, "state": moments}
 
 
 def _place(key: str, value: Tensor, device: torch.device) -> Tensor:
