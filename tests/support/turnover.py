@@ -4,7 +4,7 @@
 
 Each attempt is one step of all replicas that are there. In it a replica may die at any message, before or after it has
 sent it; or one replica alone may see an error at any message, before or after the others got what it sent. Between two
-attempts replicas join. After each attempt the laws are checked:
+attempts replicas join, and some are away for a while, as if they were stopped. After each attempt the laws are checked:
 
 * all replicas that counted the last step hold the same weights, bit for bit;
 * taken = delivered + waiting + lost, where a replica that died has lost what waited on it, no more.
@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,24 +78,33 @@ class FaultyComm(ThreadComm):
 
 
 class ScriptedMembers(Members):
-    """Members that are told by the schedule who takes part."""
+    """Members that are told by the schedule who takes part.
+
+    Attributes:
+        source: the rank from which this replica, which is behind, gets what it needs. gives: is it such a source?
+        step: steps that were voted for, as managers count.
+    """
 
     membership: Membership
-    received: dict | None = None
-    counted = fell_behind = False
+    world: Threads
+    source: int | None = None
+    gives = counted = False
+    step = 0
 
     def ask(self) -> Membership:
-        if self.received is not None:
-            self.take(self.received)
-            self.received = None
+        given = self.world.swap(self.membership.rank, self.give() if self.gives else None)
+        if self.source is not None:
+            self.take(given[self.source])
+        self.source, self.gives = None, False
         return self.membership
 
     def vote(self, counts: bool) -> bool:
         self.counted = counts
+        self.step += counts
         return counts
 
     def fall_behind(self) -> None:
-        self.fell_behind = True
+        self.step = 0
 
     def offer(self, give: Give, take: Take) -> None:
         self.give, self.take = give, take
@@ -108,7 +118,7 @@ class Model(nn.Module):
 
 
 class Replica:
-    """A process of the run, with a wire of its own. ``step``: of its manager: steps that were voted for."""
+    """A process of the run, with a wire of its own."""
 
     def __init__(self, name: str, make: Callable[[], Method], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.name, self.members, self.comm = name, ScriptedMembers(), FaultyComm()
@@ -119,7 +129,7 @@ class Replica:
         )
         self.wire: Wire = join(Replicas(self.model, self.members, self.comm), options, self.comm.ledger)
         self.wire.attach()
-        self.step, self.alive, self.joins = 0, True, False
+        self.alive, self.joins = True, False
 
     def attempt(self, gradient: Tensor, steps: int) -> None:
         """Take ``steps`` optimizer steps, of which the last one is exchanged; a replica that joins takes that one."""
@@ -129,9 +139,6 @@ class Replica:
             for weight, values in zip(self.model.parameters(), gradient.split(sizes), strict=True):
                 weight.grad = values.view(weight.shape).clone()
             self.optimizer.step()
-        self.step += self.members.counted
-        if self.members.fell_behind:
-            self.step, self.members.fell_behind = 0, False
         self.joins = False
 
     @property
@@ -176,6 +183,8 @@ class Run:
         self._size = sum(weight.numel() for weight in self.replicas[0].model.parameters())
         self.taken, self.delivered, self.lost = (torch.zeros(self._size, dtype=torch.float64) for _ in range(3))
         self._number, self._names, self._failed, self._verbs = 0, list[str](), False, 3
+        self._away: dict[int, list[Replica]] = {}  # by the attempt in which they are back
+        self._calm = 0  # attempts without a fault that are to come
 
     def _new(self) -> Replica:
         self._born += 1
@@ -186,6 +195,8 @@ class Run:
             self._attempt(attempt, last=attempt == attempts - 1)
 
     def _attempt(self, attempt: int, last: bool) -> None:
+        back = list(self._away) if last else [attempt]
+        self.replicas += [replica for number in back for replica in self._away.pop(number, [])]
         if len(self.replicas) < 4 and self._draw.random() < 0.4:
             self.replicas.append(self._new())
             self.replicas[-1].joins = attempt > 0
@@ -193,7 +204,10 @@ class Run:
         stale = self._quorum()
         gradients = [_gradient(self._seed, replica.name, attempt, self._size) for replica in self.replicas]
         faults = {} if last else self._draw_fault()
+        before = self.taken.clone(), self.delivered.clone(), {id(r): r.waiting() for r in self.replicas if faults}
         world = Threads(len(self.replicas))
+        for replica in self.replicas:
+            replica.members.world = world
 
         def body(rank: int) -> None:
             replica = self.replicas[rank]
@@ -204,7 +218,7 @@ class Run:
                 replica.alive = False
 
         world.run(body)
-        self._verbs = max(replica.comm.verbs for replica in self.replicas)
+        self._verbs = max(1, *(replica.comm.verbs for replica in self.replicas))
         counted = [replica for replica in self.replicas if replica.members.counted and replica.alive]
         self._failed = len(counted) < len(self.replicas)
         if counted:
@@ -218,13 +232,28 @@ class Run:
             if not replica.alive:
                 self.seen["died"] += 1
                 self.lost += replica.waiting(as_sent=bool(counted))
+                before[2][id(replica)] -= replica.waiting(as_sent=bool(counted))  # what it lost beyond that
         for replica in counted:
             assert torch.equal(replica.weights, counted[0].weights), f"attempt {attempt}: the weights differ"
         self.replicas = [replica for replica in self.replicas if replica.alive]
-        if self._conserves and not self._failed:
+        if not last and attempt > 0 and len(self.replicas) > 1 and self._draw.random() < 0.2:
+            self._send_away(self._draw.choice(self.replicas), attempt, counted, before)
+        if self._conserves and not self._failed and not self._away:
             waiting = sum(replica.waiting() for replica in self.replicas)
             error = (self.taken - self.delivered - waiting - self.lost).abs().max()
             assert error < 1e-4 * (1 + self.taken.abs().max()), f"attempt {attempt}: {float(error):.3g} went missing"
+
+    def _send_away(self, replica: Replica, attempt: int, counted: list[Replica], before: Any) -> None:
+        """Stop ``replica`` after this attempt. If it alone has counted the step, the others will take it again."""
+        self.seen["away"] += 1
+        self.replicas.remove(replica)
+        self._away.setdefault(attempt + self._draw.randint(2, 3), []).append(replica)
+        if counted == [replica] and self._failed:
+            self.seen["counted in vain"] += 1
+            self.taken, self.delivered, waiting = before
+            gone = [other for other in waiting if other == id(replica) or other not in {id(r) for r in self.replicas}]
+            self.lost += sum(waiting[other] for other in gone)
+            self._calm = 3  # so that they do
 
     def _quorum(self) -> list[bool]:
         """Say who takes part; let those behind catch up. Return whose gradient is taken at weights that are gone."""
@@ -232,18 +261,21 @@ class Run:
         names = [replica.name for replica in self.replicas]
         if self._failed or names != self._names:
             self._number, self._names = self._number + 1, names
-        source = max(self.replicas, key=lambda replica: replica.step)
+        source = max(self.replicas, key=lambda replica: replica.members.step)
         stale = []
         for rank, replica in enumerate(self.replicas):
             replica.members.membership = Membership.apart(rank, len(names), self._number, names)
-            stale.append(replica.step < source.step and not torch.equal(replica.weights, source.weights))
-            if replica.step < source.step:
-                replica.members.received, replica.step = source.members.give(), source.step
+            behind = replica.members.step < source.members.step
+            stale.append(behind and not torch.equal(replica.weights, source.weights))
+            if behind:
+                replica.members.source, replica.members.step = self.replicas.index(source), source.members.step
+                source.members.gives = True
                 self.seen["behind"] += 1
         return stale
 
     def _draw_fault(self) -> dict[int, Fault]:
-        if len(self.replicas) == 1 or self._draw.random() > 0.6:
+        self._calm -= 1
+        if len(self.replicas) == 1 or self._calm >= 0 or self._draw.random() > 0.6:
             return {}
         fault = Fault(self._draw.randrange(self._verbs), self._draw.random() < 0.5, self._draw.random() < 0.6)
         return {self._draw.randrange(len(self.replicas)): fault}

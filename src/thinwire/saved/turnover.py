@@ -185,9 +185,7 @@ class Turnover:
             peer = Header.load("about", received["about"])
             if unlike := new.unlike_run(peer):
                 raise ThinwireError(f"this replica does not fit the run that it wants to join: {unlike}")
-            own = {}
-            if self._history or self._doubt is not None:
-                own = {key: value for key, value in self._own_rows(received["history"], received["step"], values)}
+            own = self._own_rows(received["history"], received["step"], values)
             others = {key: value for key, value in received["values"].items() if key not in own}
             values = regroup(others, peer, new, self._method) | regroup(own, self._header, new, self._method)
             step, skipped, flush = received["step"], received["skipped"], received["flush"]
@@ -208,15 +206,21 @@ class Turnover:
         self._renew(new, self._run)
         return stale
 
-    def _own_rows(self, history: Sequence[tuple[int, int]], reached: int, values: Mapping[str, Tensor]) -> Any:
-        """Yield this rank's own rows: after the attempt in doubt if it counted for those with ``history``, who have
-        ``reached`` so many steps; else before it."""
-        doubt = self._doubt
+    def _own_rows(
+        self, history: Sequence[tuple[int, int]], reached: int, values: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return this rank's own rows, of ``values`` or of the attempt in doubt, given the attempts that counted for those
+        who are ahead, with ``reached`` steps. Empty: it has none, or the steps that it counted were taken again."""
+        doubt, step = self._doubt, self._stage.step
         if doubt is not None and doubt.step < reached and number_at(history, doubt.step) == doubt.number:
             values = doubt.rows
-        for key, value in values.items():
-            if has_rows(key):
-                yield key, value
+        elif not self._history:
+            return {}
+        elif number_at(history, step - 1) != self._history[-1][1]:
+            name = f"{self._comm.membership.names[self._comm.rank]}, whose steps were taken again"
+            self._losses[name] = Loss(name, step, self._norms.get(self._comm.membership.names[self._comm.rank], 0.0))
+            return {}
+        return {key: value for key, value in values.items() if has_rows(key)}
 
     @torch.no_grad()
     def _load(self, received: Mapping[str, Any]) -> bool:
