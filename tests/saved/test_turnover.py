@@ -39,7 +39,7 @@ def maker(text: str) -> Callable[[], Method]:
     return lambda: resolve(text)
 
 
-def play(seed: int, attempts: int = 7) -> Counter[str]:
+def play(seed: int, attempts: int = 5) -> Counter[str]:
     conserves = seed % 3 < 2
     texts = CONSERVING if conserves else STEPPING
     text = texts[seed // 3 % len(texts)]

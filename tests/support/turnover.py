@@ -177,7 +177,7 @@ class Run:
         lr of 1, and the method must send gradients. ``steps``: optimizer steps of an attempt, for local steps."""
         self._steps = steps
         self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
-        self._draw, self._born = random.Random(seed), 0
+        self._draw, self._born = random.Random(seed), list[Replica]()
         self.replicas = [self._new() for _ in range(self._draw.randint(2, 4))]
         self.seen: Counter[str] = Counter()
         self._size = sum(weight.numel() for weight in self.replicas[0].model.parameters())
@@ -187,12 +187,14 @@ class Run:
         self._calm = 0  # attempts without a fault that are to come
 
     def _new(self) -> Replica:
-        self._born += 1
-        return Replica(f"replica {self._born}", self._make, self._optimizer)
+        self._born.append(Replica(f"replica {len(self._born) + 1}", self._make, self._optimizer))
+        return self._born[-1]
 
     def play(self, attempts: int) -> None:
         for attempt in range(attempts):
             self._attempt(attempt, last=attempt == attempts - 1)
+        for replica in self._born:  # torch's hooks are the process's, and must not go while a thread goes through them
+            replica.wire.close()
 
     def _attempt(self, attempt: int, last: bool) -> None:
         back = list(self._away) if last else [attempt]
@@ -224,8 +226,9 @@ class Run:
         if counted:
             self.seen["counted by some alone" if self._failed else "counted"] += 1
             self.taken += sum(values.double() for values, gone in zip(gradients, stale, strict=True) if not gone)
-            means = [weight.grad for weight in counted[0].model.parameters()]
-            self.delivered += len(self.replicas) * torch.cat([mean.reshape(-1).double() for mean in means])
+            if self._conserves:
+                means = [weight.grad for weight in counted[0].model.parameters()]
+                self.delivered += len(self.replicas) * torch.cat([mean.reshape(-1).double() for mean in means])
         else:
             self.seen["failed"] += 1
         for replica in self.replicas:

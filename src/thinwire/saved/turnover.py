@@ -209,8 +209,8 @@ class Turnover:
     def _own_rows(
         self, history: Sequence[tuple[int, int]], reached: int, values: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return this rank's own rows, of ``values`` or of the attempt in doubt, given the attempts that counted for those
-        who are ahead, with ``reached`` steps. Empty: it has none, or the steps that it counted were taken again."""
+        """Return this rank's own rows, of ``values`` or of the attempt in doubt, given the attempts that counted for
+        those who are ahead, with ``reached`` steps. Empty: it has none, or what it counted was taken again."""
         doubt, step = self._doubt, self._stage.step
         if doubt is not None and doubt.step < reached and number_at(history, doubt.step) == doubt.number:
             values = doubt.rows
