@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -43,48 +43,56 @@ def main(argv: list[str]) -> int:
         os.environ[OURS] = "1"
         print("starting two ranks on this machine's CPU; about half a minute", flush=True)
         return start_ranks(["selftest"], 2, 2)
-    return Selftest().run()
+    return as_a_rank()
 
 
 OURS = "THINWIRE_SELFTEST"
 """Set for the ranks, so that a job's own variables are not taken for theirs."""
 
 
+def as_a_rank() -> int:
+    """Join the other rank, and check. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from thinwire.methods import TABLE
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # missing extras: `thinwire env` names them
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    status = Selftest().run(TABLE)
+    dist.barrier()
+    dist.destroy_process_group()
+    return status
+
+
 class Selftest:
     """The checks on one of two ranks. Rank 0 prints."""
 
     def __init__(self) -> None:
-        import torch
         import torch.distributed as dist
 
         from thinwire.network.comm import GroupComm
         from thinwire.network.ledger import Ledger
         from thinwire.train.job.collective import Collective
 
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")  # missing extras: `thinwire env` names them
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         assert dist.group.WORLD is not None
         self.ranks = Collective(GroupComm(dist.group.WORLD, Ledger()))
-        self.rank, self.began, self.failed, self.passed = dist.get_rank(), time.monotonic(), 0, 0
+        self.began, self.failed, self.passed = time.monotonic(), 0, 0
 
-    def run(self) -> int:
-        import torch.distributed as dist
-
-        from thinwire.methods import TABLE
+    def run(self, methods: Sequence[Any]) -> int:
+        """Check the classes ``methods`` and dense on each engine, then under the laws. Return the exit status."""
         from thinwire.proof.record import small
 
         for engine in ("ddp", "fsdp2"):
             stock = train(engine, None)
             self.check(f"{engine:<6} dense", partial(equals_stock, engine, stock))
-            for cls in TABLE:
+            for cls in methods:
                 if engine in cls.engines and cls.name not in ("dense", "none"):
                     self.check(f"{engine:<6} {cls.name}", partial(learns, engine, partial(small, cls), stock))
-        for cls in TABLE:
+        for cls in methods:
             self.check(f"laws   {cls.name}", partial(obeys, cls))
-        dist.barrier()
-        dist.destroy_process_group()
-        if self.rank == 0:
+        if self.ranks.rank == 0:
             verdict = f"{self.failed} FAILED, {self.passed} well" if self.failed else f"all {self.passed} well"
             print(f"{verdict}, {time.monotonic() - self.began:.0f} s")
         return int(self.failed > 0)
@@ -101,7 +109,7 @@ class Selftest:
         outcomes = self.ranks.share(outcome)
         well = all(fine for fine, _ in outcomes)
         self.passed, self.failed = self.passed + well, self.failed + (not well)
-        if self.rank == 0:
+        if self.ranks.rank == 0:
             text = next((text for fine, text in outcomes if not fine), outcome[1])
             print(f"{'ok' if well else 'FAILED':<7}{name:<20}{text}", flush=True)
 
