@@ -118,7 +118,7 @@ def test_what_an_index_shows_beside_the_description(described: Message) -> None:
 
 def test_what_adapters_and_programs_need_has_a_lower_bound() -> None:
     """The version that was tried. Not for packages that no test here imports."""
-    untried = {"triton", "wandb", "trackio", "datasets", "lm_eval"}
+    untried = {"triton", "wandb", "trackio", "mlflow", "datasets", "lm_eval"}
     names = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}
     for package, extra in EXTRAS.items():
         needed = [line for line in PROJECT["optional-dependencies"][extra] if line.startswith(names.get(package, package))]

@@ -22,6 +22,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "wandb": "wandb",
     "trackio": "trackio",
+    "mlflow": "mlflow",
     "datasets": "hub",
     "accelerate": "hf",
     "peft": "hf",

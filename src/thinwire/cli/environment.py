@@ -45,6 +45,7 @@ PURPOSE = {
     "matplotlib": "pictures of `thinwire compare`",
     "wandb": "`thinwire train --track wandb`",
     "trackio": "`thinwire train --track trackio`",
+    "mlflow": "`thinwire train --track mlflow`",
     "datasets": "text from the Hugging Face hub",
     "accelerate": "the adapter for Accelerate",
     "peft": "fine-tuning with LoRA",
