@@ -1,7 +1,7 @@
 """The project's description for package indexes: README, with links that lead to the repository.
 
-pyproject.toml has everything else. An index shows README without the files beside it, so a link to ``docs/start.md`` would
-be dead there, and the picture missing.
+pyproject.toml has everything else. An index shows README without the files beside it, so a link to ``docs/start.md``
+would be dead there, and the picture missing.
 """
 
 from __future__ import annotations

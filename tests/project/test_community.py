@@ -98,11 +98,15 @@ def test_the_dockerfile_copies_and_runs_what_exists() -> None:
     joined = re.sub(r"\\\n", " ", lines)
     words = [line.split()[0] for line in joined.splitlines() if line and not line.startswith("#")]
     assert words[0] == "FROM" and set(words) <= {"FROM", "RUN", "ARG", "ENV", "COPY", "WORKDIR", "ENTRYPOINT", "CMD"}
-    for command in re.findall(r"\bthinwire ([a-z]+) ?", "\n".join(re.findall(r"^#.*docker run.*$", lines, re.MULTILINE))):
+    for command in re.findall(
+        r"\bthinwire ([a-z]+) ?", "\n".join(re.findall(r"^#.*docker run.*$", lines, re.MULTILINE))
+    ):
         assert command in COMMANDS, command
     pinned = re.search(r"^TORCH +\?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert pinned is not None and f"ARG TORCH={pinned[1]}" in lines
-    assert re.search(r'"/source\[(\w+)\]"', lines)[1] in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]  # type: ignore[index]  # noqa: E501
+    extra = re.search(r'"/source\[(\w+)\]"', lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra is not None and extra[1] in project["optional-dependencies"]
 
 
 def test_the_sites_of_a_change_are_named() -> None:

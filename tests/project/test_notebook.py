@@ -21,8 +21,9 @@ def test_it_runs_with_a_small_model_and_few_steps(tmp_path: Path) -> None:
     program = [sys.executable, "-c", "\n".join(CODE)]
     done = subprocess.run(program, cwd=tmp_path, env=os.environ | small, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"dense +held-out loss \d\.\d+ +sent +[\d.]+ MB \(100\.0% of dense's\)", done.stdout), done.stdout
-    share = re.search(r"trickle\S* +held-out loss \d\.\d+ +sent +[\d.]+ MB \(([\d.]+)% of dense's\)", done.stdout)
+    lines = r": held-out loss \d\.\d+\n    sent [\d.]+ MB, ([\d.]+)% of dense's: \d+ s on"
+    assert re.search(rf"^dense{lines}", done.stdout, re.MULTILINE), done.stdout
+    share = re.search(rf"^trickle\S*{lines}", done.stdout, re.MULTILINE)
     assert share is not None and float(share[1]) < 60, done.stdout
     assert {path.name for path in (tmp_path / "runs" / "notebook").iterdir()} == {"dense", "trickle"}
 

@@ -121,7 +121,9 @@ def test_what_adapters_and_programs_need_has_a_lower_bound() -> None:
     untried = {"triton", "wandb", "trackio", "mlflow", "datasets", "lm_eval"}
     names = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}
     for package, extra in EXTRAS.items():
-        needed = [line for line in PROJECT["optional-dependencies"][extra] if line.startswith(names.get(package, package))]
+        needed = [
+            line for line in PROJECT["optional-dependencies"][extra] if line.startswith(names.get(package, package))
+        ]
         assert needed and (package in untried or all(">=" in line for line in needed)), package
 
 

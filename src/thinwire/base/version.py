@@ -16,6 +16,6 @@ def torch_warning(torch_version: str) -> str | None:
         return None
     newest = ".".join(map(str, NEWEST_TORCH))
     return (
-        f"torch {torch_version} is newer than {newest}, the newest that Thinwire {__version__} was tried with: compare a "
-        f"short run with method 'dense' with the same run without Thinwire, or install torch {newest}"
+        f"torch {torch_version} is newer than {newest}, the newest that Thinwire {__version__} was tried with: compare "
+        f"a short run with method 'dense' with the same run without Thinwire, or install torch {newest}"
     )

@@ -141,7 +141,7 @@ def of_torch() -> tuple[dict[str, Any], list[str]]:
 
 
 def network_interfaces() -> Iterator[dict[str, Any]]:
-    """Yield each interface: name, is it up, its IPv4 address, MTU in bytes, and rate in Mbit/s (None: it tells none)."""
+    """Yield each interface: name, is it up, its IPv4 address, MTU in bytes, rate in Mbit/s (None: it tells none)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
 
@@ -191,7 +191,10 @@ def shown(found: dict[str, Any]) -> str:
         ("python", f"{found['python']}, {found['system']}"),
         ("torch", torch["version"] or "not installed"),
         ("devices", devices),
-        ("backends", ", ".join([*torch.get("backends", []), *([f"NCCL {torch['nccl']}"] if torch.get("nccl") else [])])),
+        (
+            "backends",
+            ", ".join([*torch.get("backends", []), *([f"NCCL {torch['nccl']}"] if torch.get("nccl") else [])]),
+        ),
         *(("network" if at == 0 else "", of) for at, of in enumerate(map(interface_line, found["interfaces"]))),
         ("variables", " ".join(f"{name}={value}" for name, value in found["variables"].items()) or "none that matter"),
         ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),

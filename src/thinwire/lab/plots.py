@@ -40,7 +40,7 @@ COLOURS = {
     "trickle": "#B22222", "sign": "#117733", "local-steps": "#44AA99",
 }  # fmt: skip
 OTHER = "#010101"
-"""The colour of the user's own methods. (Matplotlib leaves pure black out of the file, where DARK could not find it.)"""
+"""The colour of the user's own methods. (Matplotlib leaves pure black out of a file, where DARK cannot find it.)"""
 DARK = {
     PAPER: "#131416", INK: "#D5D7DB", GREY: "#8F939A", GRID: "#32353B", SHADE: "#22252A", OTHER: "#FFFFFF",
     "#1A1A1A": "#F4F4F4", "#5C5C5C": "#B4B4B4", "#7A7A7A": "#9C9C9C", "#0072B2": "#4FA9E6", "#44AA99": "#5CC4B3",
@@ -114,7 +114,7 @@ def save(figure: Figure, path: Path, note: str | None = None) -> None:
 
 
 def _dark_mode() -> str:
-    """Write a style that turns colours into those of DARK: stronger than the ones that Matplotlib gives each element."""
+    """Write a style that turns colours into those of DARK: stronger than those that Matplotlib gives each element."""
     rules = [
         f'[style*="{part}: {light.lower()}"] {{ {part}: {dark} !important }}'
         for light, dark in DARK.items()

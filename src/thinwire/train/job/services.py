@@ -1,4 +1,4 @@
-"""The services of ``--track``: each begins a run or goes on with it, takes numbers by step, and is told how it ended."""
+"""The services of ``--track``: each begins a run or goes on with it, takes numbers by step, and is told its end."""
 
 from __future__ import annotations
 
