@@ -50,13 +50,11 @@ def test_what_is_missing_is_said_with_its_reason_and_command(monkeypatch: pytest
     monkeypatch.setattr(environment, "installed", lambda name: None if name in ("numba", "PyYAML") else "1.0")
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     found = facts()
-    assert (
-        "no numba: fast kernels on CPUs; without it they run as plain torch. pip install 'thinwire[cpu]'"
-        in found["notes"]
+    assert set(found["missing"]) == {"numba", "yaml", "ip"} and "iproute2" in found["missing"]["ip"]
+    assert found["missing"]["numba"] == (
+        "fast kernels on CPUs; without it they run as plain torch: pip install 'thinwire[cpu]'"
     )
-    assert any(note.startswith("no yaml: ") for note in found["notes"])
-    assert any(note.startswith("no ip: ") and "iproute2" in note for note in found["notes"])
-    assert "missing    numba, yaml" in shown(found)
+    assert "missing    numba: fast kernels on CPUs" in shown(found)
 
 
 def test_text_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import thinwire
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import EXTRAS
-from thinwire.base.version import torch_warning
+from thinwire.base.version import __version__, torch_warning
 
 HELP = """usage: thinwire env [--json]
 
@@ -53,10 +52,10 @@ PURPOSE = {
     "lightning": "the adapter for Lightning",
     "lm_eval": "`thinwire eval`",
 }
-"""What each optional package is for, by the name that is imported."""
+"""The use of each optional package, by the name that is imported."""
 DISTRIBUTIONS = {"yaml": "PyYAML", "markdown_it": "markdown-it-py"}
 """Names of packages on an index, where they are others than those that are imported."""
-TOOLS = {"ip": "emulated networks (`thinwire compare`, `thinwire lab`): install iproute2"}
+TOOLS = {"ip": "emulated networks (`thinwire compare`, `thinwire lab`): apt-get install iproute2"}
 VARIABLES = re.compile(
     r"(GLOO|NCCL|OMP|MKL|CUDA|TORCHELASTIC|THINWIRE|TORCH_(DISTRIBUTED|NCCL|CPP))_\w+|RANK|(LOCAL_)?WORLD_SIZE"
 )
@@ -80,12 +79,16 @@ def main(argv: list[str]) -> int:
 def facts() -> dict[str, Any]:
     """Collect what `thinwire env --json` prints."""
     packages = {package: installed(DISTRIBUTIONS.get(package, package)) for package in EXTRAS}
-    notes = [f"no {package}: {PURPOSE[package]}. {command(package)}" for package in EXTRAS if not packages[package]]
-    notes += [f"no {tool}: {purpose}" for tool, purpose in TOOLS.items() if not shutil.which(tool)]
+    missing = {
+        package: f"{PURPOSE[package]}: pip install 'thinwire[{extra}]'"
+        for package, extra in EXTRAS.items()
+        if not packages[package]
+    }
+    missing |= {tool: purpose for tool, purpose in TOOLS.items() if not shutil.which(tool)}
     torch_facts, torch_notes = of_torch()
     interfaces = list(network_interfaces())
     return {
-        "thinwire": {"version": thinwire.__version__, "folder": str(Path(thinwire.__file__).parent)},
+        "thinwire": {"version": __version__, "folder": str(Path(__file__).parents[1])},
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": {"model": processor(), "cores": len(os.sched_getaffinity(0))},
@@ -93,7 +96,8 @@ def facts() -> dict[str, Any]:
         "interfaces": interfaces,
         "variables": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},
         "packages": packages | {"numpy": installed("numpy")},
-        "notes": [*torch_notes, *network_notes(interfaces), *notes],
+        "missing": missing,
+        "notes": [*torch_notes, *network_notes(interfaces)],
     }
 
 
@@ -101,10 +105,6 @@ def installed(distribution: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
     return None
-
-
-def command(package: str) -> str:
-    return f"pip install 'thinwire[{EXTRAS[package]}]'"
 
 
 def processor() -> str:
@@ -185,7 +185,6 @@ def shown(found: dict[str, Any]) -> str:
     else:
         gpus = ", ".join(torch["gpus"]) or "no GPU"
         devices = f"{found['cpu']['cores']} cores ({found['cpu']['model']}), {gpus}"
-    missing = [name for name, version in found["packages"].items() if not version]
     rows = [
         ("thinwire", f"{found['thinwire']['version']} in {found['thinwire']['folder']}"),
         ("python", f"{found['python']}, {found['system']}"),
@@ -195,11 +194,11 @@ def shown(found: dict[str, Any]) -> str:
             "backends",
             ", ".join([*torch.get("backends", []), *([f"NCCL {torch['nccl']}"] if torch.get("nccl") else [])]),
         ),
-        *(("network" if at == 0 else "", of) for at, of in enumerate(map(interface_line, found["interfaces"]))),
+        *column("network", list(map(interface_line, found["interfaces"]))),
         ("variables", " ".join(f"{name}={value}" for name, value in found["variables"].items()) or "none that matter"),
         ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),
-        ("missing", ", ".join(missing) or "nothing"),
-        *(("notes" if at == 0 else "", note) for at, note in enumerate(found["notes"])),
+        *column("missing", [f"{name}: {purpose}" for name, purpose in found["missing"].items()]),
+        *column("notes", found["notes"]),
     ]
     width = max(60, shutil.get_terminal_size().columns)
     return "\n".join(
@@ -207,6 +206,11 @@ def shown(found: dict[str, Any]) -> str:
         for name, text in rows
         if text
     )
+
+
+def column(name: str, lines: list[str]) -> list[tuple[str, str]]:
+    """Pair ``name`` with the first of ``lines``, and nothing with the others."""
+    return list(zip([name, *[""] * len(lines)], lines, strict=False))
 
 
 def interface_line(of: dict[str, Any]) -> str:

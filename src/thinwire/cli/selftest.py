@@ -115,7 +115,7 @@ class Selftest:
 
 
 class Trained:
-    """What a run of :func:`train` left: losses by step, this rank's weights as one vector, the wire's counts."""
+    """The outcome of :func:`train`: losses by step, this rank's weights as one vector, the wire's counts."""
 
     def __init__(self, losses: list[float], weights: Any, sent: float = 0.0, skipped: int = 0) -> None:
         self.losses, self.weights, self.sent, self.skipped = losses, weights, sent, skipped
@@ -134,10 +134,10 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
     from torch.nn import functional as F
     from torch.nn.parallel import DistributedDataParallel
 
-    import thinwire
     from thinwire.network.comm import local
     from thinwire.train.model.decoder import Decoder
     from thinwire.train.model.shapes import ModelConfig
+    from thinwire.wire import compress
 
     rank = dist.get_rank()
     torch.default_generator.manual_seed(0)
@@ -149,7 +149,7 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer_class = torch.optim.AdamW if method is None else method.OPTIMIZER
     optimizer = optimizer_class(model.parameters(), lr=3e-3)
-    wire = None if method is None else thinwire.compress(model, optimizer, method, steps=steps)
+    wire = None if method is None else compress(model, optimizer, method, steps=steps)
     losses = []
     for _ in range(steps):
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

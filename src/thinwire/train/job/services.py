@@ -48,7 +48,7 @@ def _begin_trackio(api: Any, config: Config, run_id: str | None) -> Service:
 
 
 def _begin_mlflow(api: Any, config: Config, run_id: str | None) -> Service:
-    """Where it writes, MLFLOW_TRACKING_URI says. A project is an experiment there; it names runs by itself."""
+    """MLFLOW_TRACKING_URI says where to. A project is an experiment there, and the service names runs by itself."""
     api.set_experiment(config.track_project)
     run = api.start_run(run_id=run_id, run_name=config.out.name)
     if run_id is None:
