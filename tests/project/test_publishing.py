@@ -118,6 +118,15 @@ def test_what_an_index_shows_beside_the_description(described: Message) -> None:
     assert any(of.startswith("Programming Language :: Python :: 3.") for of in described.get_all("Classifier") or [])
 
 
+def test_requirements_are_torch_and_numpy_and_every_extra_brings_what_it_says(described: Message) -> None:
+    needed = described.get_all("Requires-Dist") or []
+    assert {line.partition(">")[0] for line in needed if "extra ==" not in line} == {"torch", "numpy"}
+    names = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}
+    for package, extra in EXTRAS.items():
+        brought = [line for line in needed if line.startswith(names.get(package, package))]
+        assert any(f'extra == "{extra}"' in line for line in brought), f"{package} in [{extra}]"
+
+
 def test_what_adapters_and_programs_need_has_a_lower_bound() -> None:
     """The version that was tried. Not for packages that no test here imports."""
     untried = {"triton", "wandb", "trackio", "mlflow", "datasets", "lm_eval"}
