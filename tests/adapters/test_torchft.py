@@ -1,0 +1,143 @@
+"""Replicas on torchft: what is refused, on a double of its manager; and, where torchft is installed, replicas that die."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from thinwire.adapters import torchft as adapter
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "elastic"
+
+
+class WorldSizeMode(Enum):
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
+
+
+class ProcessGroupGloo:
+    """What torchft calls its group; nobody else is in it here."""
+
+
+class Manager:
+    """The parts of ``torchft.Manager`` that are read, and a run of one replica."""
+
+    def __init__(self) -> None:
+        self._pg: Any = ProcessGroupGloo()
+        self._quorum_id, self._timeout, self._use_async_quorum = 1, timedelta(seconds=5), False
+        self._replica_world_size_mode = WorldSizeMode.DYNAMIC
+        self.functions: dict[str, Any] = {}
+        self.step, self.error = 0, None
+
+    def start_quorum(self) -> None:
+        self.error = None
+
+    def errored(self) -> Any:
+        return self.error
+
+    def report_error(self, error: Exception) -> None:
+        self.error = error
+
+    def participating_rank(self) -> int:
+        return 0
+
+    def num_participants(self) -> int:
+        return 1
+
+    def should_commit(self) -> bool:
+        self.step += self.error is None
+        return self.error is None
+
+    def register_state_dict_fn(self, key: str, take: Any, give: Any) -> None:
+        self.functions[key] = take, give
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
+    double = ModuleType("torchft")
+    modes = SimpleNamespace(WorldSizeMode=WorldSizeMode)
+    double.__dict__.update(Manager=Manager, ProcessGroupGloo=ProcessGroupGloo, manager=modes)
+    monkeypatch.setitem(sys.modules, "torchft", double)
+    return Manager()
+
+
+def compress(manager: Any, model: nn.Module | None = None, **options: Any) -> thinwire.Wire:
+    model = nn.Linear(8, 8) if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    return adapter.compress(model, optimizer, "int8(smallest=0)", manager=manager, **options)
+
+
+REFUSED = {
+    "use_async_quorum": lambda manager: setattr(manager, "_use_async_quorum", True),
+    "FIXED_WITH_SPARES": lambda manager: setattr(manager, "_replica_world_size_mode", WorldSizeMode.FIXED_WITH_SPARES),
+    "ProcessGroupGloo": lambda manager: setattr(manager, "_pg", object()),
+    "torchft 0.2": lambda manager: delattr(manager, "_quorum_id"),
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_a_manager_that_is_not_carried_is_refused_in_one_line(word, manager):
+    REFUSED[word](manager)
+    with pytest.raises(thinwire.ThinwireError, match=word) as error:
+        compress(manager)
+    assert "\n" not in str(error.value)
+
+
+def test_what_else_is_refused(manager):
+    with pytest.raises(thinwire.ThinwireError, match="must be a torchft.Manager"):
+        compress(object())
+    with pytest.raises(thinwire.ThinwireError, match="check_every"):
+        compress(manager, safety=thinwire.Safety(check_every=10))
+    with pytest.raises(thinwire.ThinwireError, match="CPU"):
+        compress(manager, nn.Linear(8, 8, device="meta"))
+
+
+def test_a_run_of_one_replica(manager):
+    """A step counts when the manager says so; else nothing has changed, and the next one does."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    wire = adapter.compress(model, optimizer, "int8(smallest=0)", manager=manager)
+    for counts in (True, False, True):
+        before = [weight.detach().clone() for weight in model.parameters()]
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().sum().backward()
+        if not counts:
+            manager.should_commit = lambda: False
+            manager._pg.abort = lambda: None
+        optimizer.step()
+        vars(manager).pop("should_commit", None)
+        same = all(map(torch.equal, before, model.parameters()))
+        assert same is not counts
+    assert (wire.step, wire.skipped, manager.step) == (3, 1, 2)
+    assert set(manager.functions) == {adapter.KEY}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is not None, reason="torchft is installed")
+def test_the_command_that_installs_torchft_is_named():
+    with pytest.raises(thinwire.ThinwireError, match=r"pip install 'thinwire\[elastic\]'"):
+        compress(object())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+@pytest.mark.parametrize("method", ["trickle(density=0.05, smallest=0)", "local-steps(every=4)"])
+def test_a_replica_that_is_killed_and_comes_back(method, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import kills
+
+    options = argparse.Namespace(
+        seed=1, replicas=3, min_replicas=1, seconds=14, every=4, least=1, most=3, pause=0.02, hidden=32
+    )
+    outcome = kills.run(method, options)
+    assert outcome.kills >= 2 and not outcome.failed
+    assert not outcome.unequal and len(outcome.counted) > 20
