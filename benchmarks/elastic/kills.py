@@ -28,9 +28,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchft.coordination import LighthouseServer
-
 REPLICA = Path(__file__).with_name("replica.py")
+LIGHTHOUSE = """
+import sys, time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(
+    bind="127.0.0.1:0", min_replicas=int(sys.argv[1]), join_timeout_ms=1000, quorum_tick_ms=50,
+    heartbeat_timeout_ms=1000,
+)
+print(server.address().rsplit(":", 1)[1], flush=True)
+time.sleep(1e6)
+"""
 
 
 @dataclass
@@ -118,18 +126,22 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
 
 
+def start_lighthouse(min_replicas: int) -> subprocess.Popen[bytes]:
+    """Start a lighthouse, which prints its port; in a process of its own, since it writes down all that it does."""
+    command = [sys.executable, "-c", LIGHTHOUSE, str(min_replicas)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment())
+
+
 def run(method: str, options: argparse.Namespace) -> Outcome:
     draw = random.Random(options.seed)
-    lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=options.min_replicas, join_timeout_ms=1000, quorum_tick_ms=50,
-        heartbeat_timeout_ms=1000,
-    )  # fmt: skip
+    lighthouse = start_lighthouse(options.min_replicas)
     arguments = ["--until", "1000000", "--pause", str(options.pause), "--hidden", str(options.hidden)]
     arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
     names, back, kills = [f"r{number}" for number in range(options.replicas)], dict[str, float](), 0
     with tempfile.TemporaryDirectory() as folder:
-        address = "http://127.0.0.1:" + lighthouse.address().rsplit(":", 1)[1]
-        replicas = Replicas(Path(folder), address, arguments)
+        assert lighthouse.stdout is not None
+        port = lighthouse.stdout.readline().decode().strip()
+        replicas = Replicas(Path(folder), f"http://127.0.0.1:{port}", arguments)
         try:
             for name in names:
                 replicas.start(name)
@@ -158,7 +170,8 @@ def run(method: str, options: argparse.Namespace) -> Outcome:
             return Outcome(lines, time.time() - began, kills, failed)
         finally:
             replicas.close()
-            lighthouse.shutdown()
+            lighthouse.kill()
+            lighthouse.wait()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Replicas on torchft: what is refused, on a double of its manager; and, where torchft is installed, replicas that die."""
+"""Replicas on torchft: what is refused, on a double of its manager; and, with torchft, replicas that are killed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_manager_that_is_not_carried_is_refused_in_one_line(word, manager):
 
 
 def test_what_else_is_refused(manager):
-    with pytest.raises(thinwire.ThinwireError, match="must be a torchft.Manager"):
+    with pytest.raises(thinwire.ThinwireError, match=r"must be a torchft\.Manager"):
         compress(object())
     with pytest.raises(thinwire.ThinwireError, match="check_every"):
         compress(manager, safety=thinwire.Safety(check_every=10))

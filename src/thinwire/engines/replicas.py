@@ -218,10 +218,11 @@ class Replicas(Engine):
         return self.attempts.meet(late)
 
     def attempt(self, road: Road, exchange: Callable[[int], T]) -> T | None:
+        result: T | None = None
         with self._attempt():
             self._meet()
-            return exchange(road.step)
-        return None
+            result = exchange(road.step)
+        return result
 
     @contextmanager
     def after_vote(self) -> Iterator[None]:

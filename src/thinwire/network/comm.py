@@ -386,7 +386,7 @@ class ManagedComm(GroupComm):
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM  # gloo has no mean
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)  # gloo has no mean
         with self.waiting("all-reduce"):
             self.group.allreduce([tensor], options).wait(self.timeout)
         if op == "mean":

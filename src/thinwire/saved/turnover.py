@@ -66,6 +66,7 @@ class Turnover:
         """``renew`` is called with the new header and run when the membership has changed."""
         self._members, self._comm, self._loop, self._stage, self._run = members, comm, step_loop, stage, run
         self._header, self._renew, self._method = header, renew, stage.method
+        self._engine: Any = step_loop.engine
         self._history: list[tuple[int, int]] = []  # (first step, number) of the attempts that counted
         self._doubt: _Doubt | None = None
         self._received: Mapping[str, Any] | None = None
@@ -150,7 +151,7 @@ class Turnover:
         """Return what a replica that joins needs of this one, on the CPU."""
         values = {key: value for key, value in dump_state(self._method.state).items() if not self._is_own(key)}
         values = {key: value.cpu() for key, value in values.items()}
-        model = self._loop.engine.model
+        model = self._engine.model
         return {
             "about": self._header.dump(), "values": values, "history": list(self._history), "step": self._stage.step,
             "skipped": self._loop.skipped, "flush": self._stage.flush_at, "bound": self._bound(),
@@ -174,7 +175,7 @@ class Turnover:
 
     def _change(self, membership: Membership, received: Mapping[str, Any] | None) -> bool:
         self._comm.take(membership)
-        rank, ranks = self._loop.engine.place
+        rank, ranks = self._engine.place
         hops = (*self._header.hops[:-1], (membership.rank, membership.size, False))
         new = replace(self._header, rank=rank, ranks=ranks, hops=hops)
         values, bound, stale = dump_state(self._method.state), self._bound(), False
@@ -226,7 +227,7 @@ class Turnover:
     def _load(self, received: Mapping[str, Any]) -> bool:
         """Load weights and moments; return whether the weights are others than before."""
         changed = False
-        for name, value in _tensors(self._loop.engine.model):
+        for name, value in _tensors(self._engine.model):
             own, other = local(value).detach(), received["weights"][name]
             if not torch.equal(own.cpu(), other):
                 changed = True
