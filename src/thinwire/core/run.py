@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.core.exchange import Exchange
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,6 @@ class Step:
         number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
         agree: (values) -> are they finite on every rank? Collective, waits for the device; True without a guard.
-        attempt: calls an exchange of a method's own, which ``agree`` is to follow, with the number of optimizer steps
-            taken, and returns its result. Where replicas come and go it first asks who takes part (``number`` may then
-            be another), and returns None if one is lost.
     """
 
     number: int
@@ -140,7 +139,15 @@ class Step:
     weights: Mapping[str, Tensor]
     clip_factor: Tensor | None = None
     agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
-    attempt: Callable[[Callable[[int], Any]], Any] = lambda exchange: exchange(0)
+    around: Callable[[Callable[[int], Any]], Any] | None = None
+
+    def attempt(self, exchange: Callable[[int], T]) -> T | None:
+        """Return ``exchange(number)``, an exchange of a method's own, which ``agree`` is to follow.
+
+        Where replicas come and go (``around``) it first asks who takes part, by which ``number`` may change, and returns
+        None if one is lost.
+        """
+        return exchange(self.number) if self.around is None else self.around(exchange)
 
     @functools.cached_property
     def holders(self) -> dict[str, Holder]:

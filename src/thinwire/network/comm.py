@@ -344,6 +344,11 @@ class GroupComm(Comm):
             out[self.rank].copy_(rows[self.rank])
         return _PeerMessages(self, verb, works)
 
+    @property
+    def limit(self) -> tuple[timedelta, ...]:
+        """The argument of a work's ``wait``, if there is a limit."""
+        return () if self.timeout is None else (self.timeout,)
+
     def _send(self, message: Tensor, peer: int, tag: int) -> Work | None:
         return dist.isend(message, self.ranks[peer], group=self.group, tag=tag)
 
@@ -388,7 +393,7 @@ class ManagedComm(GroupComm):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)  # gloo has no mean
         with self.waiting("all-reduce"):
-            self.group.allreduce([tensor], options).wait(self.timeout)
+            self.group.allreduce([tensor], options).wait(*self.limit)
         if op == "mean":
             tensor.div_(self.size)
 
@@ -412,7 +417,7 @@ class _PeerMessages(Work):
         self._comm, self._verb, self._works = comm, verb, works
 
     def wait(self, *timeout) -> bool:
-        limit = timeout or (() if self._comm.timeout is None else (self._comm.timeout,))
+        limit = timeout or self._comm.limit
         works, self._works = self._works, ()
         for peer, work in works:
             if work is not None:
@@ -491,5 +496,5 @@ def is_of_the_network(error: BaseException) -> bool:
 
 def network_words(error: BaseException) -> str:
     """Return the network's own message, without the place in its source and without its advice."""
-    words = str(error).strip().splitlines()[0].split("This is typically caused")[0]
+    words = (str(error).strip() or type(error).__name__).splitlines()[0].split("This is typically caused")[0]
     return re.sub(r"^\[[^]]*\] *", "", words).strip().rstrip(".")[:200]
