@@ -605,10 +605,12 @@ class Wire:
 
     def stats(self) -> dict:
         """Return the report as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
-        for weights), dense_bytes_per_step, encode_ms, ...; memory_bytes held, memory_planned_bytes at the peak."""
+        for weights), dense_bytes_per_step, encode_ms, ...; memory_bytes held, memory_planned_bytes at the peak; lost
+        (name, step, norm): what waited on each replica that left."""
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
         cut = {} if self._stage.bound is None else self._stage.bound.facts()
-        return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": cut}
+        lost = [] if self.turnover is None else [asdict(loss) for loss in self.turnover.losses]
+        return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": cut, "lost": lost}
 
     def memory_bytes(self) -> int:
         """Count the bytes that this rank holds now for the method: state, workspaces of buckets and codecs, weights."""

@@ -305,6 +305,7 @@ class Report:
             "gradients cut by the bound, so far": f"{cut['cut']}" if cut.get("cut") else None,
             "  norm cut off": f"{cut['norm']:.4g}" if cut.get("cut") else None,
             "skipped steps": str(stats["skipped"]),
+            **{f"lost with a replica, step {loss['step']}": f"{loss['norm']:.4g}" for loss in stats.get("lost", ())},
             "memory held": human(stats["memory_bytes"]),
             "memory at its peak, as planned": None if planned is None else human(planned),
         }
