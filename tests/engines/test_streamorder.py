@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -49,15 +50,17 @@ class Nested(nn.Module):
 
 def build(kind: str) -> nn.Module:
     """``fsdp2-keep`` does not reshard, ``fsdp2-shared`` calls a module twice, ``fsdp2-nested`` has one in another,
-    ``fsdp2-unshard`` asks for weights before the forward pass does."""
+    ``fsdp2-unshard`` asks for weights before the forward pass does, ``hsdp-bf16`` reduces in bfloat16."""
     torch.manual_seed(0)
     blocks = [Nested() if kind == "fsdp2-nested" else Block()]
     blocks += [Block()] * (kind != "fsdp2")
     model = nn.Sequential(*blocks[:1] * (1 + (kind == "fsdp2-shared")), *blocks[1:], nn.Linear(WIDTH, 3))
     if kind == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if kind == "hsdp" else None
+    replicated = kind.startswith("hsdp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicated else None
     mesh = mesh or init_device_mesh("cpu", (4,))
+    fully_shard = partial(sharded, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if "16" in kind else None))
     for block in blocks:
         if isinstance(block, Nested):
             fully_shard(block.inner, mesh=mesh)
@@ -94,6 +97,9 @@ def steps(kind: str, make: Callable[[], methods.Method], *, guard: bool = True, 
             step(spoilt=True)
         handle.load_state_dict(copy.deepcopy(handle.state_dict()))
         step()
+        before = world.syncs.copy()
+        step()
+        world.waited = world.syncs - before
     assert handle.skipped == guard
     world.exposed = handle.ledger.stats()["exposed_ms"]
     handle.close()
@@ -128,6 +134,7 @@ CASES = [
 ]  # fmt: skip
 CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
            if small(cls).card.adds_up or kind != "fsdp2-shared"]
+CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]
@@ -138,13 +145,35 @@ CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2", "fsd
 def test_no_access_is_unordered(kind, cls, knobs):
     world = steps(kind, partial(small, cls, **knobs))
     assert not world.wrong(), "\n".join(world.wrong()[:8])
+    assert sum(world.waited.values()) <= 1, f"the host waits for the guard's flag alone, not at {dict(world.waited)}"
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
 def test_nor_without_the_guard_for_whose_flag_the_host_waits(kind):
-    for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {})):
+    for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {}), (methods.TAGC, {})):
         world = steps(kind, partial(small, cls, **knobs), guard=False)
         assert not world.wrong(), "\n".join(world.wrong()[:8])
+
+
+def test_streams_of_ours_go_before_those_that_compute():
+    """As FSDP2's own do: else the model's large kernels fill the GPU, and a bucket's small ones wait behind them."""
+    made = steps("ddp", methods.Dense).priorities
+    assert {place.partition(":")[0] for place in made} == {"road.py"} and set(made.values()) == {-1}
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="torch 2.13 has it first")
+def test_fsdp2_computes_on_while_a_module_s_gradients_wait_for_their_reduction():
+    """torch keeps one input: the stream that computes would wait for the network before each module. The plan has it."""
+    torch.manual_seed(0)
+    model = build("fsdp2")
+    handle = thinwire.compress(model, torch.optim.AdamW(model.parameters()), "dense", steps=100)
+    with Watch():
+        model(torch.randn(4, WIDTH)).sum().backward()
+    [context] = {group.comm_ctx for _, group in handle.engine.groups}
+    assert context.reduce_scatter_max_input_buffers == 2
+    largest = max(sum(piece.numel for piece in pieces) for pieces in handle.engine.layout().buffers)
+    assert handle.plan.memory_bytes == handle.plan.dry_run.memory.peak + 4 * largest
+    handle.close()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
