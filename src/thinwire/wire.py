@@ -266,8 +266,8 @@ def _check_parameters(model: Any, method: Method) -> None:
     """Refuse a model without memory or gradients, or with gradients that ``method`` does not carry."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ThinwireError(
-            "the model is still on 'meta', and how gradients travel depends on its device: call to_empty(device=...), and "
-            "give its weights their values, before compress()"
+            "the model is still on 'meta', and how gradients travel depends on its device: call to_empty(device=...), "
+            "and give its weights their values, before compress()"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,13 +16,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as sharded
 from torch.nn.parallel import DistributedDataParallel
 
+import dry_cuda
 import thinwire
 from breadth import falls_on
-from streamorder import Watch, World, gpu
+from kernel_access import written
+from streamorder import Stream, Watch, World, gpu, on
 from thinwire import methods, wire
+from thinwire.base import device as devices
+from thinwire.base.random import Pool, Seeds
 from thinwire.core.exchange import bucket_rows
 from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
+from thinwire.ops import backends, quant
 from thinwire.plan import plan
 from thinwire.proof.record import small
 
@@ -60,7 +66,8 @@ def build(kind: str) -> nn.Module:
     replicated = kind.startswith("hsdp")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicated else None
     mesh = mesh or init_device_mesh("cpu", (4,))
-    fully_shard = partial(sharded, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if "16" in kind else None))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if kind == "hsdp-bf16" else None)
+    fully_shard = partial(sharded, mp_policy=policy)
     for block in blocks:
         if isinstance(block, Nested):
             fully_shard(block.inner, mesh=mesh)
@@ -155,15 +162,64 @@ def test_nor_without_the_guard_for_whose_flag_the_host_waits(kind):
         assert not world.wrong(), "\n".join(world.wrong()[:8])
 
 
+def test_two_streams_that_use_one_table_have_a_copy_each():
+    """Seeds, the places of programs, and tables of segments: a copy on one stream is not there yet on another."""
+    world, format, pool = World(), quant.Format(8, 64), Pool([3, 5])
+    drawn = Seeds(((0, 64, 3), (64, 192, 5)), pool)
+    for _ in range(2):
+        with Watch(), on(Stream()):
+            rows = torch.randn(2, 192)
+            quant.quantize(rows, format, torch.empty(2, 192, dtype=torch.int8), torch.empty(2, 3), drawn)
+    assert not world.wrong(), world.wrong()[:4]
+    assert "quant.quantize" not in str(world.syncs)
+
+
+def test_pinned_memory_belongs_to_a_copy_until_that_is_over():
+    """Written through numpy or by torch, or read, by a host that has not waited; and by one that has."""
+    cpu = torch.device("cpu")
+    for touch in (lambda of: of.numpy().fill(1), lambda of: of.fill_(1), lambda of: of.tolist()):
+        for waits in (False, True):
+            world = World()
+            with Watch():
+                pinned, there = devices.host_memory((4,), cpu), torch.ones(4)
+                pinned.copy_(there, non_blocking=True)
+                event = devices.mark(cpu)
+                if waits:
+                    event.synchronize()
+                touch(pinned)
+            assert bool(world.wrong()) is not waits
+
+
+def test_a_launch_writes_where_its_kernel_stores():
+    """Read off the kernels' source: some that go through helpers, additions and other kernels."""
+    with dry_cuda.run():
+        found = {family.rpartition(".")[2]: module for family, module in backends.host_code.get().items()}
+    expected = {
+        "mask._scatter": {"out"}, "mask._gather_keep": {"payload", "residual_out"}, "sparse._pack": {"words"},
+        "sparse._count": {"total", "counts"}, "sparse._list": {"positions", "payload"}, "quant._sum_rows": {"out"},
+        "mask._from_lists": {"words", "bit_offsets"}, "moments._advance": {"next_moment", "gradient", "common_out"},
+        "moments._add_up": {"payload", "residual_out"}, "rows._pack": {"rows"}, "sketch._restore": {"out"},
+    }  # fmt: skip
+    for kernel, names in expected.items():
+        family, name = kernel.split(".")
+        assert written(getattr(found[family], name).function) == names, kernel
+    kernels = [of for module in found.values() for of in vars(module).values() if isinstance(of, dry_cuda._Kernel)]
+    storing = [of for of in kernels if "tl.store(" in inspect.getsource(of.function)]
+    assert len(storing) > 30 and all(written(of.function) for of in storing)
+
+
 def test_streams_of_ours_go_before_those_that_compute():
     """As FSDP2's own do: else the model's large kernels fill the GPU, and a bucket's small ones wait behind them."""
     made = steps("ddp", methods.Dense).priorities
     assert {place.partition(":")[0] for place in made} == {"road.py"} and set(made.values()) == {-1}
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="torch 2.13 has it first")
+SETTABLE = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
+
+
+@pytest.mark.skipif(not SETTABLE, reason="torch has it from 2.13 on")
 def test_fsdp2_computes_on_while_a_module_s_gradients_wait_for_their_reduction():
-    """torch keeps one input: the stream that computes would wait for the network before each module. The plan has it."""
+    """torch keeps one input: the stream that computes would wait for the network at each module. The plan has it."""
     torch.manual_seed(0)
     model = build("fsdp2")
     handle = thinwire.compress(model, torch.optim.AdamW(model.parameters()), "dense", steps=100)

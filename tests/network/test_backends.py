@@ -79,7 +79,7 @@ def test_messages_side_by_side_do_not_count_twice_and_a_step_ends_between_them(m
 
 
 def test_no_device_of_ours_lacks_its_number():
-    """"cuda" alone is the current device: cuda:0 on every rank of a program that does not call set_device()."""
+    """ "cuda" alone is the current device: cuda:0 on every rank of a program that does not call set_device()."""
     sources = Path(thinwire.__file__).parent.rglob("*.py")
     lines = [(path.name, line.strip()) for path in sources for line in path.read_text().splitlines()]
     assert not [found for found in lines if re.search(r"""device[(=]["']cuda["'](?!,)""", found[1])]
@@ -97,7 +97,7 @@ class _Event:
     def synchronize(self) -> None:
         self.over = self.waited = True
 
-    def elapsed_time(self, end: "_Event") -> float:
+    def elapsed_time(self, end: _Event) -> float:
         assert self.over and end.over, "both events must be completed"
         return end.at - self.at
 

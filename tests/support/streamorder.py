@@ -35,7 +35,7 @@ import dry_cuda
 from kernel_access import written as written_by
 from thinwire.base import device as devices
 from thinwire.engines import ddp
-from thinwire.ops import backends
+from thinwire.ops import backends, programs
 from thinwire.ops.moments import Moments
 
 VIEWS = (
@@ -145,7 +145,7 @@ class _Future(torch.futures.Future):
 
 
 def _hook(state, bucket):  # DDP looks at its arguments' names
-    """Thinwire's hook of DDP, which waits for what it hands back when the backward pass is over, as nobody else does."""
+    """Our hook of DDP, which waits for what it hands back when the backward pass is over, as nobody else does."""
     future, main = state.reduce(bucket), World.now.main
     torch.autograd.Variable._execution_engine.queue_callback(lambda: main.merge(future.clock))
     return future
@@ -168,15 +168,18 @@ class World:
     Attributes:
         races: (one access, the other) -> how often. given_away: the same, of memory that was free too early.
         waits: our own places that wait, as "file:line verb". deaf: the one that is ignored.
-        syncs: where the host waited for the device; waited: in the last step. exposed: ms per step, as the ledger has it.
+        syncs: where the host waited for the device; waited: in the last step.
+        exposed: ms per step, as the ledger has it.
         priorities: of streams, by the place that made them. watching: operations are seen.
-        inside: storages that Triton's host code has made so far, while it runs; launched: those that it has launched on.
+        inside: storages that Triton's host code has made, while it runs. launched: those that it has launched on.
     """
 
     now: World
 
     def __init__(self, deaf: str = "") -> None:
         World.now = self
+        for cache in (devices._uploaded, programs._programs_on):  # their tables were made in another world
+            cache.cache_clear()
         self.streams, self.count, self.deaf = 0, 0, deaf
         self.exposed = 0.0
         self.waits: Counter[str] = Counter()
@@ -312,7 +315,8 @@ class World:
         """A kernel is launched on the current stream."""
         if not self.watching:
             return
-        stream, targets, name = self.begin(), written_by(kernel), f"{kernel.__module__.split('.')[-2]}.{kernel.__name__}"
+        stream, targets = self.begin(), written_by(kernel)
+        name = f"{kernel.__module__.split('.')[-2]}.{kernel.__name__}"
         for argument, value in arguments.items():
             if isinstance(value, Tensor):
                 self.touch(value, argument in targets, name, stream)

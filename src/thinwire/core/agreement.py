@@ -149,8 +149,8 @@ _ADVICE = {
     INSTRUCTIONS: "every rank steps weights that all hold, and these would drift apart: set ATEN_CPU_CAPABILITY to the "
     "least of them on all ranks (avx2, say), or shard weights with fully_shard",
     KERNELS: "their last bits differ, and ranks would drift apart: pip install 'thinwire[cpu]' on all hosts or on none",
-    GPU: "their matrix products differ in the last bits, which this method needs equal on all ranks: use GPUs of one kind, "
-    "or another method",
+    GPU: "their matrix products differ in the last bits, which this method needs equal on all ranks: use GPUs of one "
+    "kind, or another method",
 }
 
 
