@@ -56,8 +56,9 @@ def tables(report: str) -> str:
             except ValueError:
                 print(f"passed over, not whole: {line[:60]}", file=sys.stderr)
     cases = [case for case in found if "engine" in case]
-    steps = [[f"`{case['method']}`", case["engine"] if case["sets_device"] else f"{case['engine']}, no set_device()",
-              f"{case['world']}, {case['backend']}", case["what"], *_values(case["result"], "ended waits launches seconds")]
+    unset = {True: "", False: ", no set_device()"}
+    steps = [[f"`{case['method']}`", case["engine"] + unset[case["sets_device"]], f"{case['world']}, {case['backend']}",
+              case["what"], *_values(case["result"], "ended waits launches seconds")]
              for case in cases if case["what"] != "speed"]  # fmt: skip
     speeds = [[f"`{case['method']}`", f"{case['world']}, {case['backend']}", *_values(case["result"], SPEED)]
               for case in cases if case["what"] == "speed"]  # fmt: skip
