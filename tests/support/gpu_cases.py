@@ -43,7 +43,8 @@ METHODS = (
     "dense", "bf16", "int8(smallest=0)", "sdp4bit(smallest=0)", "trickle(density=0.25,smallest=0)",
     "trickle(mask='merged',density=0.25,smallest=0)", "topk(density=0.1,smallest=0)",
     "scape(density=0.25,warmup=2,smallest=0)", "radius(T=2,start=1,density=0.3,smallest=0)",
-    "tagc(theta=0.75,smallest=0)", "powersgd(rank=1,smallest=0)", "onebit-adam(warmup=2,smallest=0)", "local-steps(every=2)", "separate(smallest=0)",
+    "tagc(theta=0.75,smallest=0)", "powersgd(rank=1,smallest=0)",
+    "onebit-adam(warmup=2,smallest=0)", "local-steps(every=2)", "separate(smallest=0)",
 )  # fmt: skip
 TIMED = ("dense", "int8", "sdp4bit", "trickle")
 STEPS, NAN_STEP, SAVED = 6, 2, 4
