@@ -152,7 +152,9 @@ CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2", "fsd
 def test_no_access_is_unordered(kind, cls, knobs):
     world = steps(kind, partial(small, cls, **knobs))
     assert not world.wrong(), "\n".join(world.wrong()[:8])
-    assert sum(world.waited.values()) <= 1, f"the host waits for the guard's flag alone, not at {dict(world.waited)}"
+    # Counters of the user's optimizer are on the host; here, once loaded, they look as if the device had them.
+    waited = {place: count for place, count in world.waited.items() if place != "user"}
+    assert sum(waited.values()) <= 1, f"the host waits for the guard's flag alone, not at {waited}"
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
@@ -243,7 +245,8 @@ def test_every_wait_of_ours_is_needed():
     runs: list[tuple[str, Callable[[], methods.Method], bool]] = [
         ("ddp", partial(small, methods.SCAPE, offload=True), False), ("ddp", partial(small, methods.PowerSGD), True),
         ("fsdp2-shared", partial(small, methods.SDP4Bit), True),
-        ("fsdp2-unshard", partial(small, methods.ZeROPP), True),
+        ("fsdp2-unshard", partial(small, methods.ZeROPP), True), ("ddp", partial(small, methods.TAGC), False),
+        ("hsdp-bf16", methods.Dense, True),
     ]  # fmt: skip
     needed: dict[str, bool] = {}
     for kind, make, guard in runs:

@@ -221,7 +221,7 @@ class World:
     def heeds(self, verb: str) -> bool:
         """Does a wait of ``verb``, asked for here, count? One of ours is noted, and may be left out."""
         place, ours = self.place(3)
-        if ours:
+        if ours and self.watching:
             place = f"{place} {verb}"
             self.waits[place] += 1
         return place != self.deaf
@@ -366,8 +366,9 @@ class _Host(TorchFunctionMode):
         if of is None or of.device.type != "cpu" or name not in (*READ_BY_HOST, "to"):
             return func(*args, **kwargs)
         if name == "to":
-            goes = "device" in kwargs or any(isinstance(word, torch.device | str) for word in args[1:])
-            return _uploaded(of) if goes and world.is_pinned(of) else func(*args, **kwargs)
+            device = next((word for word in (*args[1:], *kwargs.values()) if isinstance(word, torch.device | str)), "meta")
+            goes = torch.device(device).type == "cpu" and world.is_pinned(of)
+            return _uploaded(of) if goes else func(*args, **kwargs)
         if world.is_pinned(of):
             world.touch(of, name == "numpy", name, world.begin(host=True))  # numpy's array may be written to
         elif name in ("tolist", "numpy", "cpu") and not world.is_host(of):  # which no operation shows
