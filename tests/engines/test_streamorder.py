@@ -159,7 +159,8 @@ def test_no_access_is_unordered(kind, cls, knobs):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
 def test_nor_without_the_guard_for_whose_flag_the_host_waits(kind):
-    for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {}), (methods.TAGC, {})):
+    counts = {"feedback": "gradient"}
+    for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {}), (methods.TAGC, counts)):
         world = steps(kind, partial(small, cls, **knobs), guard=False)
         assert not world.wrong(), "\n".join(world.wrong()[:8])
 
@@ -245,8 +246,9 @@ def test_every_wait_of_ours_is_needed():
     runs: list[tuple[str, Callable[[], methods.Method], bool]] = [
         ("ddp", partial(small, methods.SCAPE, offload=True), False), ("ddp", partial(small, methods.PowerSGD), True),
         ("fsdp2-shared", partial(small, methods.SDP4Bit), True),
-        ("fsdp2-unshard", partial(small, methods.ZeROPP), True), ("ddp", partial(small, methods.TAGC), False),
-        ("hsdp-bf16", methods.Dense, True),
+        ("fsdp2-unshard", partial(small, methods.ZeROPP), True), ("hsdp-bf16", methods.Dense, True),
+        ("ddp", partial(small, methods.PowerSGD), False),
+        ("ddp", partial(small, methods.TAGC, feedback="gradient"), False),
     ]  # fmt: skip
     needed: dict[str, bool] = {}
     for kind, make, guard in runs:

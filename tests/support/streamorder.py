@@ -256,7 +256,9 @@ class World:
         return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in self._pinned
 
     def computed(self, tensor: Tensor) -> None:
-        self._computed.add(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        if key in self._touched:  # else it is empty, and nobody would say when its address is another's
+            self._computed.add(key)
 
     def pin(self, tensor: Tensor) -> Tensor:
         self._pinned.add(tensor.untyped_storage()._cdata)
@@ -366,7 +368,10 @@ class _Host(TorchFunctionMode):
         if of is None or of.device.type != "cpu" or name not in (*READ_BY_HOST, "to"):
             return func(*args, **kwargs)
         if name == "to":
-            device = next((word for word in (*args[1:], *kwargs.values()) if isinstance(word, torch.device | str)), "meta")
+            words = (word for word in (*args[1:], *kwargs.values()) if isinstance(word, torch.device | str))
+            device = next(words, "meta")
+            if device == "cpu" and isinstance(device, str) and not world.is_host(of):
+                return _to_host(of)  # a device of ours has a number, or is a tensor's
             goes = torch.device(device).type == "cpu" and world.is_pinned(of)
             return _uploaded(of) if goes else func(*args, **kwargs)
         if world.is_pinned(of):
@@ -376,6 +381,17 @@ class _Host(TorchFunctionMode):
             world.touch(of, False, name, stream)
             world.wait(stream.clock)
         return func(*args, **kwargs)
+
+
+def _to_host(there: Tensor) -> Tensor:
+    """A copy of ``there`` in the host's memory, for which the host waits."""
+    world, stream = World.now, World.now.begin()
+    world.touch(there, False, "to", stream)
+    world.wait(stream.clock)
+    with unseen():
+        copied = world.pin(there.clone())
+    world.born(copied, world.host)
+    return copied
 
 
 def _uploaded(pinned: Tensor) -> Tensor:

@@ -191,11 +191,19 @@ class TAGC(Lossy):
         counts = self.state.get("counts", name)  # of the last step, which those do not know of
         if counts is None:
             return lost_before, peak, sized
-        if (copied := self._copied.get(name)) is not None:
-            copied.synchronize()  # over, unless nobody has waited for the flag of the step that counted
+        self._wait_for_counts(name)
         lost, union, resized = counts.tolist()
         lost_before, peak = lost_before + lost, max(peak, union)
         return (lost_before, 0, peak) if resized or sized < 0 else (lost_before, peak, sized)
+
+    def _wait_for_counts(self, name: str) -> None:
+        if (copied := self._copied.get(name)) is not None:
+            copied.synchronize()  # over, unless nobody has waited for the flag of the step that counted
+
+    def finish(self) -> None:
+        super().finish()
+        for name in self._copied:  # the state has the host's memory
+            self._wait_for_counts(name)
 
     def facts(self) -> dict[str, float]:
         if self.theta == 0:

@@ -183,7 +183,7 @@ class UpdateSpace:
         self._lengths.clear()
 
     def _note_scaled(self, flag: Tensor) -> None:
-        """Send ``flag``, 0-dim, to the host, which reads it in the next step, when it has waited for that step's flag."""
+        """Send ``flag``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
         if not flag.is_meta:
             host = devices.host_memory((), flag.device, torch.bool)
             self._scaled = host.copy_(flag, non_blocking=True), devices.mark(flag.device)
