@@ -288,7 +288,8 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
         )
     if missing:
         raise ThinwireError(
-            f"no optimizer holds {missing[0]}" + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
+            f"no optimizer holds {missing[0]}"
+            + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
             + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
             "wrapping"
         )
@@ -373,6 +374,12 @@ class Wire:
         """Optimizer steps that were skipped because a gradient was not finite or was thrown away: on all ranks, or on
         this rank alone if the method lets ranks go their own ways (local-steps)."""
         return self._step_loop.skipped
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Was the last optimizer step skipped? Do not move a schedule of the learning rate then: its steps would run
+        ahead of the optimizer's. False where this rank skipped it alone (local-steps): the others have stepped."""
+        return self._step_loop.step_was_skipped and not self._step_loop.ended
 
     @property
     def _device(self) -> torch.device:
