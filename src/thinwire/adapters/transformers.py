@@ -57,7 +57,7 @@ class ThinwireCallback(TrainerCallback):
     """
 
     def __init__(self, method: Method | str | None = None, **options: Any) -> None:
-        self.method = os.environ.get("THINWIRE_METHOD", "int8") if method is None else method
+        self.method = (os.environ.get("THINWIRE_METHOD") or "int8") if method is None else method
         self.options = options
         self.trainer: Trainer | None = None
         self.wire: Wire | None = None
@@ -67,7 +67,9 @@ class ThinwireCallback(TrainerCallback):
         """Serve ``trainer``, as ``attach`` describes."""
         callbacks = trainer.callback_handler.callbacks
         if any(isinstance(other, ThinwireCallback) and other is not self for other in callbacks):
-            raise ThinwireError("this Trainer compresses already: attach() once, or one ThinwireCallback")
+            raise ThinwireError(
+                "this Trainer compresses already: attach() once, or one ThinwireCallback; THINWIRE_METHOD adds one"
+            )
         if not hasattr(trainer, "_save_optimizer_and_scheduler"):
             raise ThinwireError("this transformers saves in another way: pip install -U 'thinwire[hf]'")
         self.trainer = trainer
