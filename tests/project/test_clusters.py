@@ -55,7 +55,7 @@ def check_pod(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_jobset_has_what_its_schema_requires_and_reaches_its_first_pod():
-    """jobset.x-k8s.io/v1alpha2: a name and a JobTemplateSpec for each replicated job; pods are named by job and number."""
+    """jobset.x-k8s.io/v1alpha2: jobs have a name and a JobTemplateSpec; pods the name of both."""
     whole = manifest("jobset")
     assert (whole["apiVersion"], whole["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     required(whole["metadata"], name=str)
