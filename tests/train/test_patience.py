@@ -55,10 +55,10 @@ class Link:
         self.clock[0] += self.latency + len(row) / self.rate
 
 
-@pytest.mark.parametrize(("rate", "probes"), [(1e5, 1), (1e6, 2), (1e9, 3)])
+@pytest.mark.parametrize(("rate", "probes"), [(1e4, 1), (1e5, 2), (1e9, 3)])
 def test_a_probe_is_long_enough_for_the_rate_and_short_on_a_slow_link(rate, probes, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(patience.time, "perf_counter", lambda: clock[0])
-    link = Link(clock, 1e-4, rate)
-    assert patience._measure_rate(link) == pytest.approx(rate, rel=0.05)
-    assert link.probes == probes and clock[0] < 0.5
+    link = Link(clock, 1e-3, rate)
+    assert patience._measure_rate(link) == pytest.approx(rate, rel=0.25)
+    assert link.probes == probes and clock[0] < 5

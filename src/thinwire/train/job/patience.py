@@ -11,8 +11,8 @@ import torch
 from thinwire.network.comm import GroupComm
 
 PROBES = (2**14, 2**18, 2**22)
-"""Bytes for each other rank. A larger probe follows one that was over within ``BRIEF_S``, which says little of a rate."""
-BRIEF_S = 0.05
+"""Bytes for each other rank. A larger probe follows one that took less than ``BRIEF_S``, of which delay is a part."""
+BRIEF_S = 0.5
 BYTES_PER_PARAMETER = 12
 """What may be under way at once: gradients there and back, and sharded weights, in float32."""
 MARGIN = 4.0
@@ -28,8 +28,8 @@ class Patience(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"a rank waits {self.seconds:,.0f} s for the others: all values in float32 take about {self.need_s:.3g} s at the "
-            f"{self.rate * 8 / 1e6:,.3g} Mbit/s that were measured"
+            f"a rank waits {self.seconds:,.0f} s for the others: a step of float32 values takes about "
+            f"{self.need_s:.3g} s at the {self.rate * 8 / 1e6:,.3g} Mbit/s that were measured"
         )
 
 
