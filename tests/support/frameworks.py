@@ -108,10 +108,12 @@ def check(train: Callable[..., dict], folder: Path, start: float, *more: Any) ->
 
 def shard_on_cpu(accelerator: Any, plugin: Any = None, **settings: Any) -> None:
     """Let Accelerate shard a model with its own FSDP2 code on a CPU, where it takes DDP: its state is told so."""
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     plugin = plugin or FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False, **settings)
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # whence Accelerate takes it again
 
 
 class Batches(torch.utils.data.Dataset):
