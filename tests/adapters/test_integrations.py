@@ -87,10 +87,12 @@ def _accelerate(rank: int, world: int, folder: str, second: bool, sharded: bool)
         return accelerator.unwrap_model(model), wire
 
     name = "accelerate-fsdp2" if sharded else "accelerate"
-    found = resumed(train, folder) if second else whole(name, train, folder, fixed)
+    found = resumed(name, train, folder) if second else whole(name, train, folder, fixed)
     if second and ALL and not sharded:
         model, _ = train(KEEPS[0], folder, False, False, scaled=True)
-        assert flat(model).tolist() == found["ends"][0], "a GradScaler changes what a method keeps, or what is clipped"
+        assert flat(model).tolist() == found["ends"][KEEPS[0]], (
+            "a GradScaler changes what a method keeps, or what is clipped"
+        )
     return found
 
 
@@ -175,7 +177,7 @@ def _trainer(rank: int, world: int, folder: str, second: bool, sharded: bool) ->
         return trainer.model, thin and thin.wire
 
     name = "trainer-fsdp2" if sharded else "trainer"
-    found = resumed(train, folder) if second else whole(name, train, folder, fixed_gpt2)
+    found = resumed(name, train, folder) if second else whole(name, train, folder, fixed_gpt2)
     sent = [entry["wire_mb"] for entry in logs if "wire_mb" in entry]
     assert sent and min(sent) > 0 and all("exposed_ms" in entry for entry in logs if "wire_mb" in entry)
     return found
@@ -242,7 +244,7 @@ def _lightning(rank: int, world: int, folder: str, second: bool, sharded: bool) 
         return module.net, getattr(strategy, "wire", None)
 
     name = "lightning-fsdp2" if sharded else "lightning"
-    return resumed(train, folder) if second else whole(name, train, folder, fixed)
+    return resumed(name, train, folder) if second else whole(name, train, folder, fixed)
 
 
 @needs("lightning")
@@ -397,7 +399,7 @@ def _torchtitan(rank: int, world: int, folder: str, second: bool) -> dict[str, A
     def fixed(model: nn.Module) -> Tensor:
         return loss(model, 2 * STEPS).detach()
 
-    return resumed(train, folder) if second else whole("torchtitan", train, folder, fixed)
+    return resumed("torchtitan", train, folder) if second else whole("torchtitan", train, folder, fixed)
 
 
 def without_torchtitan() -> str:

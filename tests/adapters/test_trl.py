@@ -68,7 +68,7 @@ def _sft(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]:
             thin.wire.close()
         return trainer.model, thin and thin.wire
 
-    return resumed(train, folder) if second else whole("trl", train, folder, fixed_gpt2)
+    return resumed("trl", train, folder) if second else whole("trl", train, folder, fixed_gpt2)
 
 
 @needs("trl", "datasets")
