@@ -72,7 +72,7 @@ def _loops(rank: int, world: int) -> dict[str, bool]:
             found[name] = torch.equal(_own_loop(rank, wrap(net()), False, scaler), expected)
         lost = [w for w in warned if w.category is ThinwireWarning and "checkpoints do not hold them" in str(w.message)]
         lines = said.getvalue().count(f"THINWIRE_METHOD={METHOD}: topk(")
-        found[name] &= len(lost) == lines == (rank == 0) and not environment._first_forward
+        found[name] &= len(lost) == lines == (rank == 0) and not environment._hooks
     environment.start()
     found["by itself"] = torch.equal(_own_loop(rank, wrap(net()), True, scaler), expected)
     os.environ["THINWIRE_METHOD"] = "intt8"
@@ -158,7 +158,8 @@ def test_torch_calls_it_by_the_entry_point_and_without_the_variable_it_does_noth
     lines = [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
     installed.joinpath("entry_points.txt").write_text("\n".join(lines))
     program = (
-        "from transformers.trainer import DEFAULT_CALLBACKS as c; from torch.nn.modules import module as m; "
+        "from transformers.trainer import DEFAULT_CALLBACKS as c; import torch; from torch.nn.modules import module as m; "
+        "torch.nn.Linear(1, 1); "
         "print([each.__module__ for each in c if 'thinwire' in each.__module__], len(m._global_forward_pre_hooks))"
     )
     path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT / "src"), os.environ.get("PYTHONPATH")]))

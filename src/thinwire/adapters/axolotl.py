@@ -1,8 +1,8 @@
 """Axolotl, by its config file alone.
 
-    plugins:
-      - thinwire.adapters.axolotl.ThinwirePlugin
-    thinwire_method: int8
+plugins:
+  - thinwire.adapters.axolotl.ThinwirePlugin
+thinwire_method: int8
 """
 
 from __future__ import annotations

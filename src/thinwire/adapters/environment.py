@@ -16,7 +16,6 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -29,37 +28,52 @@ def start() -> None:
     """Watch for what trains, if the variable names a method."""
     if not os.environ.get(VARIABLE):
         return
-    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.nn.modules.module import register_module_forward_pre_hook, register_module_parameter_registration_hook
 
-    sys.meta_path.insert(0, _Watch({"transformers.trainer": _add_callback, "accelerate.accelerator": _before_loading}))
-    _first_forward.append(register_module_forward_pre_hook(_compress_trained))
+    watch = _Watch()
+    sys.meta_path.insert(0, watch)
+    _hooks.append(register_module_forward_pre_hook(_compress_trained))
+    _hooks.append(register_module_parameter_registration_hook(lambda *made: watch.look()))
 
 
-_first_forward: list[Any] = []
-"""The handle of the hook on all modules, until a model is compressed."""
+_hooks: list[Any] = []
+"""The handles of hooks on all modules, until a model is compressed."""
 
 
 class _Watch(MetaPathFinder):
-    """Calls ``then[name](module)`` at the end of the import of a module."""
+    """Notices, once each, that a module of interest has been imported.
 
-    def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
-        self.then = then
-        for name in [name for name in then if name in sys.modules]:
-            then.pop(name)(sys.modules[name])
+    Where torch is first imported by such a module, that one is half done: it is looked at when a model is being made.
+    """
+
+    def __init__(self) -> None:
+        self.awaited = {
+            "transformers.trainer": ("DEFAULT_CALLBACKS", _add_callback),
+            "accelerate.accelerator": ("Accelerator", _before_loading),
+        }
+        self.look()
+
+    def look(self) -> None:
+        """Look at the modules that are there and whole."""
+        for name, (last, then) in list(self.awaited.items()):
+            if hasattr(sys.modules.get(name), last):
+                del self.awaited[name]
+                then(sys.modules[name])
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        then = self.then.pop(name, None)
-        if then is None:
+        if name not in self.awaited:
             return None
+        sys.meta_path.remove(self)  # it is asked but once for a module
         spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_call(module: ModuleType) -> None:
+            def execute_and_look(module: ModuleType) -> None:
                 execute(module)
-                then(module)
+                self.look()
 
-            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_look  # type: ignore[method-assign]
         return spec
 
 
@@ -78,11 +92,14 @@ def _add_callback(trainer: ModuleType) -> None:
 
 def _before_loading(accelerator: ModuleType) -> None:
     """Compress an Accelerator's models before it loads their state, so that it loads the wire's, too."""
+    import torch
+
     load_state = accelerator.Accelerator.load_state
 
     def compress_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:
         for model in self._models:
-            _compress(model)
+            wrapped = (outer for outer in _alive(torch.nn.parallel.DistributedDataParallel) if outer.module is model)
+            _compress(next(wrapped, model))  # of DDP they keep what is inside
         return load_state(self, *args, **kwargs)
 
     accelerator.Accelerator.load_state = compress_and_load
@@ -102,12 +119,16 @@ def _compress_trained(module: Any, inputs: Any) -> None:
 def _compress(model: Any) -> None:
     """Compress ``model`` as whoever trains it needs it, unless it is already, or nobody steps it yet."""
     import torch
+    from torch.distributed.fsdp import FSDPModule
 
     from thinwire.base.errors import ThinwireWarning
     from thinwire.core.step import unwrapped
     from thinwire.wire import Wire, compress
 
     gc.collect()
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # an evaluation leaves weights whole, and the optimizer has the shards
     weights = {id(weight) for weight in model.parameters()}
     opened = [optimizer for outer in _alive(torch.optim.Optimizer) for optimizer in unwrapped(outer)]
     holders = {id(o): o for o in opened if any(id(w) in weights for group in o.param_groups for w in group["params"])}
@@ -115,14 +136,15 @@ def _compress(model: Any) -> None:
     compressed = any(wire.engine.model is inner for wire in _alive(Wire))
     if not holders and not compressed:
         return
-    while _first_forward:
-        _first_forward.pop().remove()
+    while _hooks:
+        _hooks.pop().remove()
     if compressed:
         return
     method, optimizers = os.environ[VARIABLE], list(holders.values())
     library = sys.modules.get("accelerate")
+    bare = getattr(model, "module", model)
     accelerators = [] if library is None else _alive(library.Accelerator)
-    accelerator = next((each for each in accelerators if any(known is model for known in each._models)), None)
+    accelerator = next((each for each in accelerators if any(known in (model, bare) for known in each._models)), None)
     if accelerator is not None:
         from thinwire.adapters import accelerate
 
