@@ -246,7 +246,7 @@ class FSDP2(ShardedEngine):
 
     @staticmethod
     def renew(model: Any) -> None:
-        """Put torch's own communication objects back in place of a closed engine's, and shards in place of whole weights.
+        """Put back torch's own communication objects for those of a closed engine, and shards for whole weights.
 
         A forward pass without a backward one, an evaluation say, leaves weights whole; the optimizer has the shards.
         """
