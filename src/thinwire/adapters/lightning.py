@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -84,7 +84,7 @@ class _Compressed(ParallelStrategy):
     def teardown(self) -> None:
         if self.wire is not None:
             self.wire.close()
-            vars(self.lightning_module).pop("lr_scheduler_step", None)
+            self.lightning_module.__dict__.pop("lr_scheduler_step", None)
         super().teardown()
 
 
@@ -134,12 +134,9 @@ class ThinwireModelParallelStrategy(_Compressed, ModelParallelStrategy):
 
     def _wrapped(self) -> nn.Module:
         assert self.model is not None
-        roots: list[nn.Module] = []
-        inside: set[int] = set()
-        for module in self.model.modules():  # parents first
-            if isinstance(module, FSDPModule) and id(module) not in inside:
-                roots.append(module)
-                inside.update(map(id, module.modules()))
+        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        inside = {id(part) for module in sharded for part in list(cast(nn.Module, module).modules())[1:]}
+        roots = [cast(nn.Module, module) for module in sharded if id(module) not in inside]
         if len(roots) != 1:
             raise ThinwireError(
                 f"{len(roots)} modules of the LightningModule are sharded side by side: call fully_shard() on one that "
