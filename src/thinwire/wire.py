@@ -105,9 +105,8 @@ def compress(
         return _compress_by_choice(method, model, optimizer, steps, options)
     engine_class, wrapped = _engine_class(model)
     engine_class.renew(wrapped)
-    device = next(model.parameters()).device
-    comms = [GroupComm.aside(group, device) for group in engine_class.process_groups(wrapped)]
-    with Agreement(comms, None if stages is None else GroupComm.aside(stages, device)) as agreement:
+    comms = [GroupComm.aside(group, _device_of(model)) for group in engine_class.process_groups(wrapped)]
+    with Agreement(comms, None if stages is None else GroupComm.aside(stages, _device_of(model))) as agreement:
         optimizers, inside = tuple(unwrapped(optimizer)), None if intra is None else resolve(intra)
         settings = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
         wire = _join(engine_class, wrapped, settings, agreement)
@@ -176,9 +175,12 @@ class Options:
         facts = describe_settings(settings | shared) | model_facts(model)
         facts |= optimizer_facts(self.optimizers, model) | engine_class.facts(model)
         replicated = engine_class is DDP or len(groups) > 1
-        device = next(model.parameters()).device
-        facts = host_facts(self.method, self.optimizers, device, replicated=replicated) | facts
+        facts = host_facts(self.method, self.optimizers, _device_of(model), replicated=replicated) | facts
         return facts, describe_settings(shared)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _require(value: object, kind: type, rule: str) -> None:
@@ -199,7 +201,7 @@ def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Ag
             f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
         )
     if options.safety.checksum:
-        _seal(engine, next(model.parameters()).device.type)
+        _seal(engine, _device_of(model).type)
     inner = _intra(engine, method, options.intra)
     run = Run(
         {parameter.name: parameter for parameter in engine.parameters.values()}, engine.hops[-1], options.steps,
