@@ -82,7 +82,7 @@ test-frameworks: export OMP_NUM_THREADS ?= 1
 test-frameworks: VENV := .venv-frameworks
 test-frameworks:
 	$(MAKE) setup VENV=$(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval]" "torchtitan<0.3" "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval]" "torchtitan<0.3" trl "$(TORCH)"
 	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/adapters tests/project/test_examples.py \
 		$(addprefix tests/train/test_,export.py finetune.py evaluation.py)
 

@@ -251,4 +251,4 @@ def _shard_group(model: nn.Module) -> GroupComm | None:
             "under a manager a replica is one rank, or fully_shard over a 1-D mesh of its own ranks: replicas are "
             "the manager's, so leave the 'replicate' dimension out of the mesh"
         )
-    return GroupComm.aside(mesh.get_group())
+    return GroupComm.aside(mesh.get_group(), torch.device("cpu"))

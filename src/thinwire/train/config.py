@@ -173,7 +173,7 @@ class Config:
     threads: Count = 1
     """CPU threads per rank."""
     timeout: Seconds = 120.0
-    """Seconds to wait for the other ranks."""
+    """Seconds to wait for the other ranks; more where the link, measured at the start, needs longer for a step."""
     file_timeout: Seconds = 3600.0
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
