@@ -126,9 +126,9 @@ class ManagerMembers(Members):
         if number != self._membership.number:
             comm = ManagedComm(manager._pg, Ledger(), manager._timeout)
             comm.take(Membership.apart(rank, size, number))
-            own = torch.frombuffer(bytearray(self._name.encode()), dtype=torch.uint8)
-            names = torch.zeros(size, len(own), dtype=torch.uint8)
-            comm.all_gather(names, own)
+            name = torch.frombuffer(bytearray(self._name.encode()), dtype=torch.uint8)
+            names = torch.zeros(size, len(name), dtype=torch.uint8)
+            comm.all_gather(names, name)
             self._membership = Membership.apart(rank, size, number, [bytes(row.tolist()).decode() for row in names])
         return self._membership
 

@@ -48,7 +48,7 @@ class Attempts(Protocol):
     @property
     def behind(self) -> bool: ...
 
-    def meet(self, late: FailedExchange | None) -> bool: ...
+    def meet(self, unsent: FailedExchange | None) -> bool: ...
 
     def waiting(self) -> float: ...
 
@@ -66,7 +66,7 @@ class Replicas(Engine):
     Attributes:
         members: who takes part. inside: the group of this replica's ranks; None: it is one rank.
         attempts: what happens to the wire's state around an attempt; set by ``wire.join``.
-        failed: the error of the attempt under way, if it has failed. late: that of what was sent after the last vote.
+        failed: the error of the attempt under way, if it has failed. unsent: that of what was sent after the last vote.
     """
 
     attempts: Attempts
@@ -83,7 +83,7 @@ class Replicas(Engine):
         self.hops = (AllReduce(across, divide="before" if self.inside is None else "after"),)
         self.comms = [across]
         self.failed: FailedExchange | None = None
-        self.late: FailedExchange | None = None
+        self.unsent: FailedExchange | None = None
         self.void = False
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._weights = [weight for weight in model.parameters() if id(weight) in self.parameters]
@@ -190,9 +190,9 @@ class Replicas(Engine):
             return verdict == 0, verdict == 2
         if verdict < 3:
             with self._attempt():
-                own = torch.tensor([verdict, self.attempts.waiting(), *self.attempts.branch], dtype=torch.float64)
-                rows = own.new_zeros(self.across.size, len(own))
-                self.across.all_gather(rows, own)
+                row = torch.tensor([verdict, self.attempts.waiting(), *self.attempts.branch], dtype=torch.float64)
+                rows = row.new_zeros(self.across.size, len(row))
+                self.across.all_gather(rows, row)
                 verdict, waiting = float(rows[:, 0].max()), rows[:, 1].tolist()
                 branches = [tuple(branch) for branch in rows[:, 2:].tolist()]
                 if len(set(branches)) > 1:  # some went on while others, who count as many steps, took them again
@@ -214,8 +214,8 @@ class Replicas(Engine):
         return self._road.last.method.card.alone(self._road.step)
 
     def _meet(self) -> bool:
-        late, self.late = self.late, None
-        return self.attempts.meet(late)
+        unsent, self.unsent = self.unsent, None
+        return self.attempts.meet(unsent)
 
     def attempt(self, road: Road, exchange: Callable[[int], T]) -> T | None:
         result: T | None = None
@@ -229,7 +229,7 @@ class Replicas(Engine):
         try:
             yield
         except FailedExchange as error:
-            self.late = error
+            self.unsent = error
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:

@@ -83,11 +83,11 @@ class Turnover:
 
     # Around an attempt.
 
-    def meet(self, late: FailedExchange | None = None) -> bool:
+    def meet(self, unsent: FailedExchange | None = None) -> bool:
         """Ask who takes part, and go on as they say. Return whether gradients were taken at weights that are gone.
 
-        ``late``: the error of what the method sent when its last step counted already. Others may have received it, so
-        all have to find it anew: the change of the membership sees to it, or else this attempt fails, and changes it.
+        ``unsent``: the error of what the method sent when its last step counted already. Others may have received it,
+        so all have to find it anew: a change of the membership sees to it, or else this attempt fails, and changes it.
 
         Raises:
             FailedExchange: a replica was lost meanwhile.
@@ -97,11 +97,11 @@ class Turnover:
         try:
             self._method.finish()
         except FailedExchange as error:
-            late = error
+            unsent = error
         membership = self._members.ask()
         if self.met and membership.number == self._comm.membership.number and self._received is None:
-            if late is not None:
-                raise late
+            if unsent is not None:
+                raise unsent
             self.asked, self.behind = True, False
             return False
         received, self._received = self._received, None
@@ -186,9 +186,9 @@ class Turnover:
             peer = Header.load("about", received["about"])
             if unlike := new.unlike_run(peer):
                 raise ThinwireError(f"this replica does not fit the run that it wants to join: {unlike}")
-            own = self._own_rows(received["history"], received["step"], values)
-            others = {key: value for key, value in received["values"].items() if key not in own}
-            values = regroup(others, peer, new, self._method) | regroup(own, self._header, new, self._method)
+            own_rows = self._own_rows(received["history"], received["step"], values)
+            peer_values = {key: value for key, value in received["values"].items() if key not in own_rows}
+            values = regroup(peer_values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
             step, skipped, flush = received["step"], received["skipped"], received["flush"]
             bound, self._history = received["bound"], list(received["history"])
             stale = self._load(received)
@@ -228,19 +228,19 @@ class Turnover:
         """Load weights and moments; return whether the weights are others than before."""
         changed = False
         for name, value in _tensors(self._engine.model):
-            own, other = local(value).detach(), received["weights"][name]
-            if not torch.equal(own.cpu(), other):
+            weight, peer_weight = local(value).detach(), received["weights"][name]
+            if not torch.equal(weight.cpu(), peer_weight):
                 changed = True
-                own.copy_(other)
+                weight.copy_(peer_weight)
         for optimizer, state in zip(self._run.optimizers, received["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         return changed
 
     def _count_losses(self, membership: Membership) -> None:
-        before, after = set(self._comm.membership.names), set(membership.names)
-        for name in before - after:
+        former, present = set(self._comm.membership.names), set(membership.names)
+        for name in former - present:
             self._losses[name] = Loss(name, self._stage.step, self._norms.get(name, 0.0))
-        for name in after:
+        for name in present:
             self._losses.pop(name, None)
 
 

@@ -309,9 +309,9 @@ class LocalSteps(Method):
         for name, weight in step.weights.items():
             local(weight.detach()).copy_(self._anchors[name].detach())
 
-    def _average_moves(self, step: Step, taken: int) -> list[Tensor]:
-        """Average D (l. 10-11) after ``taken`` steps; return its norm on this rank, 0-dim, and the mean, (P,)."""
-        self._round = (taken + self._missed - self.first) // self.every
+    def _average_moves(self, step: Step, number: int) -> list[Tensor]:
+        """Average D (l. 10-11) after ``number`` steps; return its norm on this rank, 0-dim, and the mean, (P,)."""
+        self._round = (number + self._missed - self.first) // self.every
         if not self._buckets:
             self._buckets = self._make_buckets()
         moved = self._differences(step)
