@@ -257,6 +257,13 @@ def test_the_smallest_full_run(tmp_path):
     assert from_yaml(tmp_path / "run/config.yaml").method == "bf16"
     assert (summary["method"], summary["world_size"], summary["steps"]) == ("bf16", 2, 20)
     assert summary["valid_loss"] < summary["first_valid_loss"] - 1
+    with (tmp_path / "run/valid_losses.csv").open() as file:
+        windows = list(csv.DictReader(file))
+    targets = sum(int(row["targets"]) for row in windows)
+    assert len(windows) > 16 and len({row["window"] for row in windows}) == len(windows)
+    assert targets == summary["valid_tokens"] <= 0.51 * summary["tokens_per_parameter"] * summary["parameters"]
+    mean = sum(int(row["targets"]) * float(row["loss"]) for row in windows) / targets
+    assert mean == pytest.approx(summary["valid_loss"], abs=1e-6)
     assert len([row for row in rows if "loss" in row]) == 20
     with (tmp_path / "run/metrics.csv").open() as file:
         tracked = list(csv.DictReader(file))

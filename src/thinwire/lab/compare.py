@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -25,6 +26,8 @@ from thinwire.lab.link import Network, share
 from thinwire.lab.run import launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
+WINDOWS = "valid_losses.csv"
+"""In a run's folder, if its program writes it: window, targets, loss."""
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is too high."""
 
@@ -275,7 +278,8 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        windows = read_windows(directory / WINDOWS)
+    except (OSError, ValueError, KeyError) as error:
         raise ThinwireError(f"no readable run in {directory}: {error}") from None
     if not math.isfinite(verdict.final_loss(summary)):
         raise ThinwireError("it diverged: its loss is not finite")
@@ -284,8 +288,17 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         "seconds": outcome.seconds,
         "summary": summary,
         "rows": [row for row in rows if "loss" in row],  # rows of steps, without rows of evaluations
+        "windows": windows,
         "node_totals": None if outcome.traffic is None else [traffic._asdict() for traffic in outcome.traffic],
     }
+
+
+def read_windows(path: Path) -> dict[int, tuple[float, float]]:
+    """Read a run's losses on held-out text, window -> (targets, mean loss); {}: it wrote none."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {int(row["window"]): (float(row["targets"]), float(row["loss"])) for row in csv.DictReader(file)}
 
 
 def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str | None, ranks_per_node: int) -> Run:
@@ -378,9 +391,9 @@ def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None
 
 
 def for_json(value: Any) -> Any:
-    """Return the report without the rows of metrics.jsonl, and named tuples as dictionaries."""
+    """Return the report without steps' rows and windows' losses, and named tuples as dictionaries."""
     if isinstance(value, dict):
-        return {key: for_json(item) for key, item in value.items() if key != "rows"}
+        return {key: for_json(item) for key, item in value.items() if key not in ("rows", "windows")}
     if hasattr(value, "_asdict"):
         return value._asdict()
     return [for_json(item) for item in value] if isinstance(value, list) else value
