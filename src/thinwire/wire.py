@@ -289,7 +289,8 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
         )
     if missing:
         raise ThinwireError(
-            f"no optimizer holds {missing[0]}" + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
+            f"no optimizer holds {missing[0]}"
+            + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
             + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
             "wrapping"
         )

@@ -102,7 +102,9 @@ def test_one_seed_is_told_apart_by_the_same_windows():
     noise = [draw.gauss(0.0, 0.02) for _ in dense]
     mean = statistics.fmean(noise)
     pairs = {
-        gap: [(with_windows([a * (1 + gap) + b - mean for a, b in zip(dense, noise, strict=True)]), with_windows(dense))]
+        gap: [
+            (with_windows([a * (1 + gap) + b - mean for a, b in zip(dense, noise, strict=True)]), with_windows(dense))
+        ]
         for gap in (0.0, 0.01)
     }
     error = 0.02 / math.sqrt(2000) / 2.0

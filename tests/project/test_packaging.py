@@ -52,9 +52,9 @@ def test_requirements_are_torch_and_numpy_and_every_extra_brings_what_it_says():
     assert core == {"torch", "numpy"}
     names = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}
     for package, extra in extras.EXTRAS.items():
-        assert any(
-            line.startswith(names.get(package, package)) and f'extra == "{extra}"' in line for line in needed
-        ), f"{package} in [{extra}]"
+        assert any(line.startswith(names.get(package, package)) and f'extra == "{extra}"' in line for line in needed), (
+            f"{package} in [{extra}]"
+        )
 
 
 def test_importing_thinwire_imports_neither_torch_nor_extras():

@@ -930,9 +930,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     ]  # fmt: skip
 
     def train(out: str, dies_at: int = -1) -> list[int]:
-        return ranks.run(
-            _train, 2, free_port(), [*words, "--out", f"{tmp_path}/{out}"], dies_at, LOCAL_WORLD_SIZE="2"
-        )
+        return ranks.run(_train, 2, free_port(), [*words, "--out", f"{tmp_path}/{out}"], dies_at, LOCAL_WORLD_SIZE="2")
 
     assert train("whole") == [0, 0]
     with pytest.raises(AssertionError, match="returned nothing"):

@@ -15,7 +15,7 @@ from thinwire.train.job.progress import Display
 
 STAND_IN = {
     # wandb/sdk/wandb_init.py and wandb_run.py of 0.21
-    "wandb": '''
+    "wandb": """
 def init(entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None, group=None,
          mode=None, resume=None, settings=None):
     calls.append(("init", dict(project=project, dir=dir, id=id, name=name, config=config, resume=resume)))
@@ -30,9 +30,9 @@ class Run:
     def finish(self, exit_code=None, quiet=None):
         calls.append(("finish", exit_code))
 calls = []
-''',
+""",
     # trackio/__init__.py and run.py of 0.43
-    "trackio": '''
+    "trackio": """
 def init(project, name=None, group=None, space_id=None, server_url=None, dataset_id=None, bucket_id=None, config=None,
          resume="never", settings=None, private=None, embed=True):
     calls.append(("init", dict(project=project, name=name, config=config, resume=resume)))
@@ -44,7 +44,7 @@ class Run:
     def finish(self):
         calls.append(("finish",))
 calls = []
-''',
+""",
 }
 
 

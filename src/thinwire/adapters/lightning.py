@@ -1,6 +1,6 @@
 """Lightning: its DDP strategy with compression. The LightningModule stays as it is.
 
-    Trainer(strategy=ThinwireStrategy("int8"), ...)
+Trainer(strategy=ThinwireStrategy("int8"), ...)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Hugging Face Trainer, with its own checkpoints, resuming, accumulation, clipping, bf16, gradient checkpointing.
 
-    trainer = Trainer(...)
-    attach(trainer, "int8")
-    trainer.train()
+trainer = Trainer(...)
+attach(trainer, "int8")
+trainer.train()
 """
 
 from __future__ import annotations

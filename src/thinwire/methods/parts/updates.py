@@ -278,7 +278,10 @@ class UpdateSpace:
         steps = self._count_gradients(bucket)
         names = [segment.name for segment in bucket.segments]
         betas = torch.tensor(
-            [0.0 if name in self.matrices else float(group["betas"][1]) for name, group in zip(names, groups, strict=True)],
+            [
+                0.0 if name in self.matrices else float(group["betas"][1])
+                for name, group in zip(names, groups, strict=True)
+            ],
             dtype=torch.float64,
         )
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
