@@ -220,7 +220,8 @@ def measured(data: Iterable[Run]) -> str:
             continue
         table.writerow((
             row.method, row.regime, row.text, row.ranks, parameters[row.model], row.steps, len(row.losses),
-            f"{row.gap:.2f}", "nan" if row.error is None else f"{row.error:.2f}", f"{row.tokens_per_parameter or 0:.2f}",
+            f"{row.gap:.2f}", "nan" if row.error is None else f"{row.error:.2f}",
+            f"{row.tokens_per_parameter or 0:.2f}",
         ))  # fmt: skip
     return out.getvalue()
 

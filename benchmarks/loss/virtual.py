@@ -476,7 +476,7 @@ Rates = Callable[[int], float]
 
 
 class Played:
-    """A run of ``config.ranks`` virtual ranks, as that of ``thinwire train`` on DDP, which can be saved and gone back to.
+    """A run of ``config.ranks`` virtual ranks, as that of ``thinwire train`` on DDP, which can be saved and put back.
 
     Attributes:
         turn: steps that are done. found: what the run gave so far.

@@ -105,7 +105,7 @@ def test_muon_and_adamw_on_every_engine():
 
 
 def _handed_over(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
-    """Muon's momentum after ``wire.hand_over()``, and that of dense Muon, of the same gradients, none of them clipped."""
+    """Muon's momentum after ``wire.hand_over()``, and that of dense Muon, of the same gradients, none clipped."""
     momenta = []
     for method in (SPEC, "dense"):
         model, pair, wire = begun("ddp", world, method=method)

@@ -141,8 +141,8 @@ class Config:
     eval_every: CountOrZero = 100
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: CountOrZero = 64
-    """Held-out sequences per evaluation, over all ranks (0: no evaluation). The one at the end takes all, up to 2 million
-    tokens and half as many as were trained on; valid_losses.csv has their losses one by one."""
+    """Held-out sequences per evaluation, over all ranks (0: no evaluation). The one at the end takes all, up to 2
+    million tokens and half as many as were trained on; valid_losses.csv has their losses one by one."""
     checkpoints: bool = True
     """Save at the end, and on SIGTERM or Ctrl-C before ending."""
     checkpoint_every: CountOrZero = 0

@@ -225,7 +225,7 @@ class Trainer:
         return loss
 
     def _window_losses(self, number: int) -> list[held_out.WindowLoss]:
-        """Compute the losses of ``number`` held-out windows, as many on each rank (fewer by a remainder). Collective."""
+        """Compute the losses of ``number`` held-out windows, less what ranks cannot share evenly. Collective."""
         comm, valid = self.ranks.comm, self.inputs.valid
         indices = held_out.positions(valid, max(1, number // comm.size) * comm.size)[comm.rank :: comm.size]
         self.runner.eval()

@@ -22,7 +22,8 @@ Matrices that the user's ``torch.optim.Muon`` holds take Muon's step of this ran
 (``parts/muon.py``). Send three values of a hundred then (``trickle:muon``) and take twice the rate of dense Muon.
 
 A share of what is sent is delivered, and the rest goes on waiting: at a density of 0.01 all is delivered, at 0.05 a
-fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there. Muon's steps are delivered whole, too.
+fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there.
+Muon's steps are delivered whole, too.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class UpdateSpace:
         ``read_state`` returns the method's state; ``instead`` returns what an error advises where there is no Adam.
 
         Raises:
-            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay; Muon's, and a rank holds part of a matrix.
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay; Muon, and a rank holds part of a matrix.
         """
         self._read_state, self._run, self._momentum = read_state, run, updates.beta1
         self._name = f"{method} with feedback='updates'"
