@@ -1,4 +1,4 @@
-"""What a gather of sharded weights sends: nothing, the weights, or a method's message, and when; on ranks as threads."""
+"""What a gather of sharded weights sends: nothing, the weights, or a method's message, and when; on threads."""
 
 from __future__ import annotations
 
