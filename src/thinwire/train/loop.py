@@ -324,8 +324,8 @@ class Trainer:
 
     def _conclude(self, first_loss: float) -> dict[str, Any]:
         """Evaluate, write the run's last files, and show the result; return the summary. Collective."""
-        config, losses = self.config, []
-        stats = self.wire.stats()
+        config, stats = self.config, self.wire.stats()
+        losses: list[held_out.WindowLoss] = []
         if config.eval_sequences:
             self.evaluate()
             trained = config.steps * self.tokens_per_step

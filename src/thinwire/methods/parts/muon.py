@@ -91,11 +91,11 @@ class Orthogonal:
         inside, count = self._run.inside, parameter.local
         whole = flat if inside is None else _gather(inside, flat[:count])
         rows, columns = parameter.shape
-        step = orthogonal(
-            whole[: parameter.numel].view(rows, columns), group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+        beyond = len(whole) - parameter.numel  # padding; below 0 when kernels are compiled, on a lone rank's part
+        matrix = F.pad(whole, (0, -beyond)).view(rows, columns)
+        step = orthogonal(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
         step.mul_(float(group["lr"]) * SCALES[group["adjust_lr_fn"]](rows, columns))
-        steps = F.pad(step.reshape(-1), (0, len(whole) - parameter.numel))
+        steps = F.pad(step.reshape(-1), (0, beyond))
         if inside is not None:
             steps = F.pad(steps.view(inside.ranks, count)[inside.rank], (0, len(flat) - count))
         gradients.zero_()
