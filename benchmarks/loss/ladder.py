@@ -42,8 +42,6 @@ from torch import nn
 import ladder_tables
 import regimes
 import virtual
-from thinwire.core.names import describe
-from thinwire.methods import resolve
 from thinwire.train.config import Config, from_arguments
 from thinwire.train.data.windows import Windows
 from thinwire.train.job import held_out
@@ -90,41 +88,25 @@ class Job:
     def config(self, steps: int) -> Config:
         return from_arguments([
             *MODELS[self.model].split(), "--method", regimes.with_smallest(self.method), "--ranks", str(self.ranks),
-            "--batch-size", str(self.sequences // self.ranks), "--lr", str(self.lr), "--seed", str(self.seed),
+            "--batch-size", str(self.sequences // self.ranks), "--lr", str(self.beside or self.lr), "--seed", str(self.seed),
             "--steps", str(steps), "--ranks-per-node", "1", "--clip", str(self.clip),
             "--weight-decay", str(WEIGHT_DECAY), "--betas", str(self.beta1), str(BETA2),
-            "--optimizer", regimes.OPTIMIZERS[resolve(self.method).OPTIMIZER.__name__],
+            "--optimizer", self.optimizer, *(["--muon-lr", str(self.lr)] if self.optimizer == "muon" else []),
         ])  # fmt: skip
 
     def rate(self, length: int | None) -> Callable[[int], float]:
-        """The rate by step, of the run that ends after ``length`` steps; None: of the trunk."""
+        """AdamW's rate by step, of the run that ends after ``length`` steps; None: of the trunk."""
+
+        top = self.beside or self.lr
 
         def at(step: int) -> float:
             if step < self.warmup:
-                return self.lr * (step + 1) / self.warmup
+                return top * (step + 1) / self.warmup
             if length is None or step < (first := branch(length)):
-                return self.lr
-            return self.lr * (1 - (1 - LOWEST) * (step + 1 - first) / (length - first))
+                return top
+            return top * (1 - (1 - LOWEST) * (step + 1 - first) / (length - first))
 
         return at
-
-    def make(self, model: nn.Module, config: Config) -> Sequence[torch.optim.Optimizer]:
-        if self.optimizer == "adamw":
-            return virtual.one_optimizer(model, config)
-        weights, roles = dict(model.named_parameters()), describe(model)
-        hidden = [name for name, of in weights.items() if of.dim() == 2 and roles[id(of)].role == "matrix"]
-        rest = [of for name, of in weights.items() if name not in hidden]
-        groups = [
-            {"params": [of for of in rest if of.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-            {"params": [of for of in rest if of.dim() < 2], "weight_decay": 0.0},
-        ]
-        adamw = torch.optim.AdamW(groups, lr=self.beside, betas=(self.beta1, BETA2))
-        for group in adamw.param_groups:
-            group["share"] = self.beside / self.lr
-        muon = torch.optim.Muon(
-            [weights[name] for name in hidden], lr=self.lr, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
-        )
-        return muon, adamw
 
     @property
     def key(self) -> str:
@@ -164,7 +146,7 @@ class Life:
             for name in regimes.TEXTS[job.text]
         )
         self.tokens_per_step = job.sequences * config.sequence_length
-        self.played = virtual.Played(config, self.train, batched=True, make=job.make)
+        self.played = virtual.Played(config, self.train, batched=True)
 
     def file(self, length: int | None) -> Path:
         """Of the played ranks of the trunk (None), or of the branch that ends after ``length`` steps."""

@@ -36,7 +36,7 @@ from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows, batches
-from thinwire.train.job.setup import make_optimizer
+from thinwire.train.job.setup import make_optimizers, set_rate
 from thinwire.train.model.decoder import Decoder
 
 FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
@@ -103,31 +103,20 @@ def reduced(values: Sequence[Tensor], op: str) -> Tensor:
     return result.div_(size) if op == "mean" else result
 
 
-MakeOptimizers = Callable[[nn.Module, Config], Sequence[torch.optim.Optimizer]]
-
-
-def one_optimizer(model: nn.Module, config: Config) -> Sequence[torch.optim.Optimizer]:
-    return (make_optimizer(model, config),)
-
-
 class Replica:
     """A model and its optimizer: one for all ranks where nobody but the optimizer writes to them, else one for each."""
 
-    def __init__(self, config: Config, vocabulary: int, start: dict[str, Tensor] | None,
-                 make: MakeOptimizers = one_optimizer) -> None:  # fmt: skip
+    def __init__(self, config: Config, vocabulary: int, start: dict[str, Tensor] | None) -> None:
         torch.manual_seed(config.seed)
         self.model = Decoder(config.shape(vocabulary))
         self.weights = dict(self.model.named_parameters())
-        self.optimizers = tuple(make(self.model, config))
+        self.optimizers = make_optimizers(self.model, config)
         self.norm = self.factor = torch.empty(())
         self._clipped = self._stepped = -1
         self.load(start or {})
 
     def rate(self, rate: float) -> None:
-        """Of each group with a "share" that share of ``rate``."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group.get("share", 1.0)
+        set_rate(self.optimizers, rate)
 
     def clip(
         self, turn: int, gradients: dict[str, Tensor], most: float, moves: Collection[str] = (),
@@ -490,14 +479,13 @@ class Played:
         vocabulary: int = 256,
         batched: bool = False,
         start: dict[str, Tensor] | None = None,
-        make: MakeOptimizers = one_optimizer,
     ) -> None:
-        """As :func:`train`. ``make``: the optimizers of a model."""
+        """As :func:`train`."""
         self.config, self.turn, self._windows = config, 0, windows
         self._size, self._batch = config.ranks or 1, config.batch_size
         method = resolve(config.method)
         shared = method.rank_equal and not acts_in_steps(method)
-        self.replicas = [Replica(config, vocabulary, start, make) for _ in range(1 if shared else self._size)]
+        self.replicas = [Replica(config, vocabulary, start) for _ in range(1 if shared else self._size)]
         model = self.replicas[0].model
         self._gradients = Gradients(self._size, model, buckets_of(model, *windows.batch(0, self._batch)))
         self._world = World(self._size)

@@ -81,13 +81,13 @@ def test_rates_rise_stay_and_fall_at_the_end_of_each_length():
 
 
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
-    life = virtual.Replica(MUON.config(10), 256, None, MUON.make)
+    life = virtual.Replica(MUON.config(10), 256, None)
     muon, adamw = life.optimizers
     names = {id(weight): name for name, weight in life.weights.items()}
     held = {names[id(weight)] for group in muon.param_groups for weight in group["params"]}
     assert held and all("blocks" in name and name.endswith("weight") and "norm" not in name for name in held)
     life.rate(1e-3)
-    assert [group["lr"] for group in (*muon.param_groups, *adamw.param_groups)] == pytest.approx([1e-3, 5e-4, 5e-4])
+    assert [group["lr"] for group in (*muon.param_groups, *adamw.param_groups)] == pytest.approx([2e-3, 1e-3, 1e-3])
 
 
 def test_a_crash_is_a_line(place, monkeypatch, capsys):

@@ -526,7 +526,7 @@ def test_ddp_s_buckets_and_sgd_are_as_the_config_says(tmp_path):
             config = Config(method=method, bucket_mb=size)
             engine = setup.wrap(torch.nn.Linear(4096, 4096), config, ranks, False)
             assert engine.bucket_bytes_cap == int(held * 2**20)
-        optimizer = setup.make_optimizer(engine, Config(optimizer="sgd", lr=0.5))
+        (optimizer,) = setup.make_optimizers(engine, Config(optimizer="sgd", lr=0.5))
         assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0
     finally:
         torch.distributed.destroy_process_group()

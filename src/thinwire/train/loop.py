@@ -34,7 +34,16 @@ from thinwire.train.job import held_out
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
-from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, rebuild_buckets, wrap
+from thinwire.train.job.setup import (
+    Inputs,
+    Ranks,
+    join_ranks,
+    make_optimizers,
+    read_inputs,
+    rebuild_buckets,
+    set_rate,
+    wrap,
+)
 from thinwire.train.job.signals import note_signals
 from thinwire.train.model.decoder import Decoder
 from thinwire.wire import Wire, compress
@@ -130,7 +139,7 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in net.parameters())
         self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
         self.bf16, self.net = bf16, net if config.engine == "ddp" else wrap(net, config, ranks, bf16)
-        self.optimizer = make_optimizer(self.net, config)
+        self.optimizers = make_optimizers(self.net, config)
         self.sequences_per_step = ranks.comm.size * config.batch_size * config.accumulate
         self.tokens_per_step = round(self.sequences_per_step * inputs.train.targets_per_window)
         self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
@@ -156,7 +165,7 @@ class Trainer:
             rebuild_buckets(self.model, self.inputs.train, config, self.ranks, self.cast)
         self.wire = compress(
             self.model,
-            self.optimizer,
+            self.optimizers,
             method,
             two_level=config.two_level,
             intra=config.intra,
@@ -172,7 +181,7 @@ class Trainer:
         """Try methods on the first text, which the run then begins with. Collective."""
         config, knobs = self.config, (self.config.two_level, self.config.intra, self.config.bucket_mb)
         auto = Auto(lambda wire: self._take_step(), config.largest_loss, config.cluster, bool(config.init))
-        training = Training(self.net, config.engine, [self.optimizer], config.steps, *knobs)
+        training = Training(self.net, config.engine, self.optimizers, config.steps, *knobs)
         choice, self.sequences = choose(auto, training, self.start, predictor), 0
         return choice
 
@@ -182,7 +191,7 @@ class Trainer:
 
     def restore(self, resumed: ResumedState) -> None:
         """Restore weights, moments, the method's state and the place in the text. Collective."""
-        self.collective.do(lambda: resumed.restore(model=self.model, optimizer=self.optimizer, wire=self.wire))
+        self.collective.do(lambda: resumed.restore(model=self.model, optimizers=self.optimizers, wire=self.wire))
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
 
     def run(self) -> dict[str, Any]:
@@ -257,12 +266,13 @@ class Trainer:
 
     def _take_step(self) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; return this rank's loss and the gradients' norm."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate(self.step)
+        set_rate(self.optimizers, self.config.learning_rate(self.step))
         loss = self._accumulate_gradients()
         norm = self.wire.clip_grad_norm_(self.config.clip or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
     def _accumulate_gradients(self) -> Tensor:
@@ -308,7 +318,7 @@ class Trainer:
         if final and self.streak == 1 and outcome.skipped == 1:
             good = all(self.collective.gather(lambda: _is_finite(self.model)))
         self.checkpoints.save(
-            self.step, self.sequences, model=self.model, optimizer=self.optimizer, wire=self.wire, good=good
+            self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.wire, good=good
         )
 
     def _stop(self, number: int) -> NoReturn:
@@ -373,7 +383,7 @@ class Trainer:
         row = {
             "step": self.step,
             "loss": loss,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.optimizers[-1].param_groups[0]["lr"],
             "grad_norm": norm,
             "step_ms": 1e3 * seconds,
             "wall_s": self.wall_s,
