@@ -88,8 +88,8 @@ class Job:
     def config(self, steps: int) -> Config:
         return from_arguments([
             *MODELS[self.model].split(), "--method", regimes.with_smallest(self.method), "--ranks", str(self.ranks),
-            "--batch-size", str(self.sequences // self.ranks), "--lr", str(self.beside or self.lr), "--seed", str(self.seed),
-            "--steps", str(steps), "--ranks-per-node", "1", "--clip", str(self.clip),
+            "--batch-size", str(self.sequences // self.ranks), "--lr", str(self.beside or self.lr),
+            "--seed", str(self.seed), "--steps", str(steps), "--ranks-per-node", "1", "--clip", str(self.clip),
             "--weight-decay", str(WEIGHT_DECAY), "--betas", str(self.beta1), str(BETA2),
             "--optimizer", self.optimizer, *(["--muon-lr", str(self.lr)] if self.optimizer == "muon" else []),
         ])  # fmt: skip

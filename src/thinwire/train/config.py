@@ -110,9 +110,9 @@ class Config:
     accumulate: Count = 1
     """Micro-batches per optimizer step."""
     optimizer: Literal["adamw", "adams", "sgd", "muon"] | None = None
-    """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (dgc). muon:
-    torch.optim.Muon for the hidden matrices, in steps of AdamW's size, and adamw for the rest. Default: what the method
-    is made for, of most adamw."""
+    """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (dgc).
+    muon: torch.optim.Muon for the hidden matrices, in steps of AdamW's size, and adamw for the rest. Default: what the
+    method is made for, of most adamw."""
     lr: Rate | None = None
     """Learning rate at the top of the schedule. Default: 2e-3, or for models wider than 256 less, as one over the width
     (512: 5e-4); 2e-5 with --init, 2e-4 with --lora."""
