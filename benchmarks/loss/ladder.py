@@ -57,6 +57,7 @@ MODELS = {
 DECAY, LOWEST = 0.2, 0.1
 """Share of a length in which the rate falls, and the share of it that is left at the end."""
 BETA2, WEIGHT_DECAY = 0.95, 0.1
+clock = time.monotonic
 CHUNK = 20
 """Steps between two looks at the clock."""
 AGAIN = 75
@@ -128,7 +129,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where texts, results and played ranks are, and until when to run (seconds of ``time.monotonic``)."""
+    """Where texts, results and played ranks are, and until when to run (seconds of ``clock``)."""
 
     corpora: Path
     data: Path
@@ -169,7 +170,7 @@ class Life:
         """Raise OutOfTime, with the ranks saved, if there is none left."""
         played, rate = self.played, self.job.rate(length)
         while played.turn < until and not played.found.diverged:
-            if time.monotonic() > self.place.until:
+            if clock() > self.place.until:
                 self.save(length)
                 raise OutOfTime
             played.run(min(played.turn + CHUNK, until), rate)
@@ -300,7 +301,7 @@ def main() -> int:
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    until = time.monotonic() + 60 * args.minutes
+    until = clock() + 60 * args.minutes
     place = Place(args.corpora.resolve(), args.data.resolve(), args.out.resolve(), until)
     for job in jobs_of(args):
         try:

@@ -299,27 +299,20 @@ class UpdateSpace:
         direction(values, second, second_out, first, first_out, segments, lr=lrs, scale=scale, beta1=beta1)
 
     def _count_gradients(self, bucket: Bucket) -> Tensor:
-        """Count this gradient; return how many each tensor's average then holds, (tensors,) on the host.
-
-        Raises:
-            ThinwireError: a loaded state has another optimizer's average of a parameter.
-        """
+        """Count this gradient; return how many each tensor's average then holds, (tensors,) on the host."""
         none = torch.zeros(())
-        counts: list[Tensor] = []
-        for segment in bucket.segments:
-            kind = self._counter(segment.name)
-            if self._state.get("seen" if kind == "turned" else "turned", segment.name) is not None:
-                raise ThinwireError(
-                    f"{self._name}: the state of {segment.name} was saved while another optimizer held it (Muon's "
-                    "momentum is no second moment): give it to that one, or begin with a fresh state"
-                )
-            count = self._state.get(kind, segment.name)
-            counts.append((none if count is None else count.cpu()) + 1)
-            self._state.put(kind, segment.name, counts[-1])
-        return torch.stack(counts)
+        kinds = [(self._counter(segment.name), segment.name) for segment in bucket.segments]
+        counts = [self._state.get(*kind) for kind in kinds]
+        steps = torch.stack([none if count is None else count.cpu() for count in counts]) + 1
+        for kind, count in zip(kinds, steps, strict=True):
+            self._state.put(*kind, count)
+        return steps
 
     def _counter(self, name: str) -> str:
-        """Name the state that counts the gradients of ``name``: "turned" for Muon's, of which it keeps a momentum."""
+        """Name the state that counts the gradients of ``name``: "turned" for Muon's, whose "second" is a momentum.
+
+        So no saved state with second moments is taken for one with momenta: it lacks an entry.
+        """
         return "turned" if name in self.matrices else "seen"
 
     def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
