@@ -35,6 +35,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from thinwire.lab.verdict import interval
 from thinwire.methods import TABLE
 from thinwire.train.checkpoint import run_settings as differences
 
@@ -162,11 +163,24 @@ def loss(method: str, where: Regime | str = MAIN) -> Loss | None:
     """What exactly ``method`` costs in a regime, or in a setting of loss/training.py; None: not run there."""
     if isinstance(where, str):
         row = next((row for row in of("loss", where) if form(row["method"]) == method), None)
-        return row and Loss(float(row["gap_percent"]), float(row["share_percent"]), 1 + bool(row["seed1"]))
+        if row is None:
+            return None
+        share = float(row["share_percent"])
+        return Loss(float(row["gap_percent"]), share, 1 + bool(row["seed1"]), seeds_error(row))
     found, dense = regime_row(method, where), regime_row(partner_of(method), where)
     if found is None or dense is None or found.gap is None or found.gap == math.inf:
         return None
     return Loss(found.gap, found.share_all or 0.0, len(found.losses.keys() & dense.losses.keys()), found.error)
+
+
+def seeds_error(row: Row) -> float | None:
+    """Half of the 95% interval of a row's gap over its seeds, percent; None: there are not two."""
+    dense = next((other for other in of("loss", row["setting"]) if other["optimizer"] == row["optimizer"]
+                  and name_of(other["method"]) == "dense"), None)  # fmt: skip
+    seeds = [seed for seed in ("seed0", "seed1") if dense is not None and row[seed] and dense[seed]]
+    if dense is None or len(seeds) < 2:
+        return None
+    return interval([100 * (float(row[seed]) / float(dense[seed]) - 1) for seed in seeds]).half
 
 
 def partner_of(method: str) -> str:
@@ -272,7 +286,10 @@ def losses(name: str) -> str:
     for row in of("loss", name):
         seeds = ", ".join(value for value in (row["seed0"], row["seed1"]) if value)
         sent = f"{row['sent_mb']} MB | {row['share_percent']}% | {row['skipped']}" if row["sent_mb"] else "- | - | -"
-        lines.append(f"| {row['label']} | `{row['method']}` | {seeds} | {row['gap_percent']}% | {sent} |")
+        gap = f"{row['gap_percent']}%"
+        if name_of(row["method"]) != "dense":
+            gap += regime_tables.error_of(seeds_error(row))
+        lines.append(f"| {row['label']} | `{row['method']}` | {seeds} | {gap} | {sent} |")
     return "\n".join(lines)
 
 
