@@ -3,8 +3,9 @@
     python benchmarks/loss/training.py --corpus peps-train.txt.xz --valid peps-valid.txt.xz --out runs/training
     python benchmarks/loss/training.py ... --only "radius:paper-d0.5(smallest=16384)" --seeds 0
 
-Every run is a ``thinwire train`` of its own; a gap's ± is half of a 95% interval, as in ``thinwire compare``; a run that is there already is not repeated, so the table can be made in
-pieces, and --table prints it without training. On a GPU: --preset gpt-125m --steps 5000 --batch-size 16.
+Every run is a ``thinwire train`` of its own; a run that is there already is not repeated, so the table can be made in
+pieces, and --table prints it without training. A gap's ± is half of a 95% interval, as in ``thinwire compare``. On a
+GPU: --preset gpt-125m --steps 5000 --batch-size 16.
 """
 
 from __future__ import annotations
