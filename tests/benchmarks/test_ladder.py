@@ -80,7 +80,7 @@ def test_rates_rise_stay_and_fall_at_the_end_of_each_length():
     assert [ten(step) for step in (7, 8, 9)] == pytest.approx([4e-3, 4e-3 * 0.55, 4e-4])
 
 
-def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(place):
     life = virtual.Replica(MUON.config(10), 256, None)
     muon, adamw = life.optimizers
     names = {id(weight): name for name, weight in life.weights.items()}

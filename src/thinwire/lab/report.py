@@ -97,7 +97,7 @@ def cells(run: Run, columns: Sequence[str]) -> list[str]:
 
 def title(report: dict[str, Any]) -> str:
     seeds = f", {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
-    ended = next((run for run in report["runs"] if not run["failed"]), None)
+    ended = next((run for run in reversed(report["runs"]) if not run["failed"]), None)
     long = f"{report['steps']} steps" if ended is None else verdict.length(report, ended)
     return f"{report['preset']}, {long}{seeds}, {network(report)}"
 

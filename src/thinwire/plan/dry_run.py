@@ -333,7 +333,7 @@ class Playback:
 
     def _double(self, road: Road, run: Run) -> Road:
         on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
-        stages = []
+        stages: list[Stage] = []
         for hop, stage in enumerate(road.stages, 1):
             method, exchange = replace(stage.method), on_comm(stage.exchange, self._comm(stage.exchange.comm))
             method.state = CountedState(method.card.offloaded_kinds, None if on_cpu else self._watch)
