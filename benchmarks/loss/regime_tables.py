@@ -102,7 +102,7 @@ def _rows_of(setting: tuple[Any, ...], methods: dict[str, list[Run]]) -> list[Ro
             Row(
                 *setting, method, lr, mine[lr], tried,
                 gap=None if span is None else span.mean,
-                error=None if span is None or not span.half else span.half,
+                error=None if span is None or not 0 < span.half < math.inf else span.half,
                 tokens_per_parameter=_tokens(runs),
                 gap_same_lr=None if same_lr is None else same_lr.mean,
                 share=_share(ended, "bytes_compressed"),
