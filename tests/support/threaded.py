@@ -88,11 +88,14 @@ def reduce_on_threads(
 
 
 class FlatMuon(torch.optim.Muon):
-    """torch's Muon for virtual ranks, whose weights are flat; a method that steps them itself never calls it."""
+    """torch's Muon for virtual ranks, whose weights are flat. It steps none: that is left to the method."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3, **settings: Any) -> None:
         defaults = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))], lr=lr, **settings).defaults
         torch.optim.Optimizer.__init__(self, parameters, defaults)
+
+    def _init_group(self, *lists: Any) -> bool:
+        return False
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
