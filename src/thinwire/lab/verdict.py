@@ -150,7 +150,7 @@ def line(report: dict[str, Any]) -> str:
             continue
         than = "" if good else " than dense"
         pace = f"{speed.mean:.1f}x faster{than}" if speed.low > 1 else f"as fast as dense ({speed.mean:.2f}x)"
-        good.append(f"{run['method']}: {pace}, {_loss_words(gap)}")
+        good.append(f"{run['method']}: {pace}, {_loss_words(gap, seeds)}")
     words = [*_ceiling(runs[SILENT]), *good, *bad, *failed] or ["dense alone was run"]
     if good or bad:
         words.append(f"losses are after {length(report, dense)}" + ", of one seed" * (seeds == 1))
@@ -176,8 +176,9 @@ def _loss(gap: Span) -> str:
     return percent(gap.mean) + (f" ± {100 * gap.half:.1f}%" if gap.half else "")
 
 
-def _loss_words(gap: Span) -> str:
-    if not gap.half or not gap.low <= 0 <= gap.high:
+def _loss_words(gap: Span, seeds: int) -> str:
+    known = gap.half > 0 or seeds > 1
+    if not known or not gap.low <= 0 <= gap.high:
         return f"loss {_loss(gap)}"
     if gap.half <= SAME:
         return f"same loss ({_loss(gap)})"
