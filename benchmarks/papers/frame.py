@@ -199,8 +199,8 @@ def perform(paper: Paper, experiment: Experiment, settings: Settings) -> int:
         writer = csv.DictWriter(file, list(result.rows[0]))
         writer.writeheader()
         writer.writerows(result.rows)
-    draw(result, out / "picture.png", f"{paper.title}, {experiment.name}")
-    print(f"{text}\n\n{out}: table.md, table.csv, picture.png")
+    draw(result, out / "picture.svg", f"{paper.title}, {experiment.name}")
+    print(f"{text}\n\n{out}: table.md, table.csv, picture.svg")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
+from thinwire.base.version import __version__
 
 COMMANDS = {
     "train": ("thinwire.train.cli:main", "train a language model, on ranks of this machine, torchrun, srun or mpirun"),
@@ -27,6 +28,8 @@ COMMANDS = {
     "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "print text that a trained model goes on with"),
     "export": ("thinwire.train.checkpoint.trained_model:export_main", "write a trained model as a Hugging Face folder"),
     "eval": ("thinwire.train.checkpoint.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
+    "env": ("thinwire.cli.environment:main", "show versions, devices, networks and what is missing: for bug reports"),
+    "selftest": ("thinwire.cli.selftest:main", "try this installation on two ranks of this machine, for half a minute"),
     "methods": ("thinwire.methods:main", "list the methods and their knobs"),
     "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers, beside its figures"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands and flags, for bash or zsh"),
@@ -42,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  {command:<12}{text}")
         return 0 if argv else 2
     if argv[0] == "--version":
-        from importlib.metadata import version
-
-        print(version("thinwire"))
+        print(__version__)
         return 0
     word, *arguments = argv
     try:

@@ -137,11 +137,11 @@ class Config:
     """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
     ranks_per_node: Count | None = None
     """Treat the ranks started here as nodes of this many ranks (to try two levels). Default: all on one node."""
-    track: tuple[Literal["csv", "wandb", "trackio"], ...] = ()
+    track: tuple[Literal["csv", "wandb", "trackio", "mlflow"], ...] = ()
     """Trackers to which rank 0 sends the numbers of metrics.jsonl too: csv (metrics.csv in --out), wandb (Weights &
-    Biases), trackio. One or more."""
+    Biases), trackio, mlflow. One or more; what is not named is not written."""
     track_project: str = "thinwire"
-    """The project's name there."""
+    """The project's name there; with mlflow, the experiment's."""
     eval_every: CountOrZero = 100
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: CountOrZero = 64
@@ -178,7 +178,7 @@ class Config:
     threads: Count = 1
     """CPU threads per rank."""
     timeout: Seconds = 120.0
-    """Seconds to wait for the other ranks."""
+    """Seconds to wait for the other ranks; more where the link, measured at the start, needs longer for a step."""
     file_timeout: Seconds = 3600.0
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 

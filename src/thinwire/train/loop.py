@@ -32,6 +32,7 @@ from thinwire.train.config import Config
 from thinwire.train.data.windows import IGNORED
 from thinwire.train.job import held_out
 from thinwire.train.job.collective import Collective
+from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.setup import (
@@ -137,6 +138,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         net = (inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))).to(ranks.device)
         self.parameters = sum(parameter.numel() for parameter in net.parameters())
+        self.patience = fit_timeout(ranks.comm, self.parameters, config.timeout)
         self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
         self.bf16, self.net = bf16, net if config.engine == "ddp" else wrap(net, config, ranks, bf16)
         self.optimizers = make_optimizers(self.net, config)
@@ -366,7 +368,7 @@ class Trainer:
         write(config.out / "config.yaml", config.to_yaml())
         by_method = config.optimizer is None and config.optimizer_name != "adamw"
         optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method
-        write(config.out / "plan.txt", f"{self.wire.plan}\noptimizer: {optimizer}\n")
+        write(config.out / "plan.txt", f"{self.wire.plan}\noptimizer: {optimizer}\n{self.patience}\n")
 
     def _headline(self) -> str:
         config, ranks, family = self.config, self.ranks, self.checkpoints.description["family"]
