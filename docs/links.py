@@ -1,6 +1,6 @@
 """Does every link within a built site lead somewhere?
 
-python docs/links.py FOLDER         # exit status 1, and a line for each that does not
+    python docs/links.py FOLDER         # exit status 1, and a line for each that does not
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Page(HTMLParser):
 
 
 def broken(folder: Path) -> list[str]:
-    """ "page: link" for each link to a file or place that is not in ``folder``. Links to elsewhere are not followed."""
+    """"page: link" for each link to a file or place that is not in ``folder``. Links to elsewhere are not followed."""
     pages = {path: Page(path.read_text()) for path in sorted(folder.resolve().rglob("*.html"))}
     found = []
     for path, page in pages.items():

@@ -100,7 +100,9 @@ def trained(
     }
 
 
-def remembered(settings: Settings, job: regimes.Job, make: Make, file: str = "runs.jsonl") -> Run:
+def remembered(
+    settings: Settings, job: regimes.Job, make: Make, file: str = "runs.jsonl"
+) -> Run:
     """Return the run of ``job`` from ``file`` in ``settings.out``; ``make(job, folder of the texts)`` if it is new."""
     folder = corpora(settings)
     for run in read(settings.out / file):

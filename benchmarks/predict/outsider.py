@@ -1,7 +1,7 @@
 """``thinwire`` with one more method, ``twice``, that nothing in the package knows: is it predicted like the others?
 
-python benchmarks/predict/outsider.py train --method twice     # any command of thinwire
-python benchmarks/predict/draws.py --rates 125 --methods twice # held against the lab
+    python benchmarks/predict/outsider.py train --method twice     # any command of thinwire
+    python benchmarks/predict/draws.py --rates 125 --methods twice # held against the lab
 """
 
 from __future__ import annotations
