@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 from thinwire.lab import verdict
-from thinwire.lab.compare import WINDOWS, read_windows
 
 METHODS = {
     "dense": "dense",
@@ -108,7 +107,7 @@ def table(args: argparse.Namespace, methods: dict[str, str]) -> str:
         for seed in args.seeds:
             file = directory(label, seed, args) / "summary.json"
             if file.exists():
-                windows = read_windows(file.with_name(WINDOWS))
+                windows = verdict.read_windows(file.with_name(verdict.WINDOWS))
                 run = {"seed": seed, "windows": windows, "summary": json.loads(file.read_text())}
                 found.setdefault(label, []).append(run)
     dense = {(o, run["seed"]): run for o, name in REFERENCE.items() for run in found.get(name, [])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -28,8 +27,6 @@ from thinwire.lab.link import Network, share
 from thinwire.lab.run import launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
-WINDOWS = "valid_losses.csv"
-"""In a run's folder, if its program writes it: window, targets, loss."""
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is too high."""
 
@@ -281,7 +278,7 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        windows = read_windows(directory / WINDOWS)
+        windows = verdict.read_windows(directory / verdict.WINDOWS)
     except (OSError, ValueError, KeyError) as error:
         raise ThinwireError(f"no readable run in {directory}: {error}") from None
     if not math.isfinite(verdict.final_loss(summary)):
@@ -294,14 +291,6 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         "windows": windows,
         "node_totals": None if outcome.traffic is None else [traffic._asdict() for traffic in outcome.traffic],
     }
-
-
-def read_windows(path: Path) -> dict[int, tuple[float, float]]:
-    """Read a run's losses on held-out text, window -> (targets, mean loss); {}: it wrote none."""
-    if not path.exists():
-        return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        return {int(row["window"]): (float(row["targets"]), float(row["loss"])) for row in csv.DictReader(file)}
 
 
 def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str | None, ranks_per_node: int) -> Run:

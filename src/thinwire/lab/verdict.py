@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 SILENT = "none"  # the method that exchanges nothing
@@ -22,6 +24,8 @@ T95 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
+WINDOWS = "valid_losses.csv"
+"""In a run's folder, if its program writes it: window, targets, loss."""
 NORMAL95 = 1.96
 BLOCKS = 128
 """Stretches of held-out text whose mean losses are compared (fewer: safer where text is alike over long stretches)."""
@@ -50,6 +54,14 @@ def interval(values: Sequence[float]) -> Span:
         return Span(mean, mean, mean)
     half = T95[min(len(values) - 1, len(T95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
     return Span(mean, mean - half, mean + half)
+
+
+def read_windows(path: Path) -> dict[int, tuple[float, float]]:
+    """Read a run's losses on held-out text, window -> (targets, mean loss); {}: it wrote none."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {int(row["window"]): (float(row["targets"]), float(row["loss"])) for row in csv.DictReader(file)}
 
 
 def final_loss(summary: dict[str, Any]) -> float:
