@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
+from thinwire.base.terminal import say
 from thinwire.train.checkpoint.format import Checkpoint, read_newest
 from thinwire.train.checkpoint.state import read_whole_tensors
 from thinwire.train.config import Config, from_yaml
@@ -93,7 +94,7 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Print text that a trained model goes on with."""
+    """Let a trained model continue a text."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, or of one of its checkpoints."""
@@ -106,6 +107,7 @@ class SampleOptions:
     top_k: int = 50
     """Draw among so many likeliest tokens; 0: among all."""
     seed: int = 0
+    """Another seed: another text."""
 
 
 @dataclass(frozen=True)
@@ -171,5 +173,5 @@ def export_main(argv: list[str]) -> int:
     trained = read(options.run)
     trained.export(options.folder, adapter=options.adapter)
     loader = "peft.AutoPeftModelForCausalLM" if options.adapter else "transformers.AutoModelForCausalLM"
-    print(f"{trained.path} (step {trained.step}) is in {options.folder}: {loader}.from_pretrained('{options.folder}')")
+    say(f"{trained.path} (step {trained.step}) is in {options.folder}: {loader}.from_pretrained('{options.folder}')")
     return 0

@@ -31,6 +31,7 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
+from thinwire.base.terminal import note, say
 from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, split_spans
 from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
 
@@ -238,8 +239,9 @@ class Options:
 
 def main(argv: list[str]) -> int:
     options: Any = read_options(Options, argv, "thinwire tokenize")
+    note(f"tokenizing {' '.join(options.corpus)} with {options.tokenizer}")
     meta = tokenize(options.corpus, options.tokenizer, options.out)
-    print(
+    say(
         f"{meta['train']['tokens']:,} tokens to train on and {meta['valid']['tokens']:,} held out, "
         f"{meta['dtype']}, vocabulary {meta['vocabulary']:,}: thinwire train --corpus {options.out}"
     )
