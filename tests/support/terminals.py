@@ -40,7 +40,8 @@ class Seen(NamedTuple):
 
     @property
     def widest(self) -> str:
-        return max(self.lines, key=len)
+        """The widest line that stood there at any time."""
+        return max(re.split(r"[\r\n]+", CODES.sub("", self.output)), key=len)
 
     @property
     def cursor_shown(self) -> bool:

@@ -33,13 +33,16 @@ class Progress:
         self.steps, self._left = steps, Counter(labels)
         self._seconds: dict[str, list[float]] = {}
         self._dense = 0.0  # seconds of a dense run, estimated from the silent one
+        self._begun = ""  # what stands on the line already
 
     @contextmanager
     def run(self, label: str, name: str, metrics: Path) -> Iterator[Callable[[], None]]:
         """Show a run, called ``name``; yield what is to be called while it trains and writes ``metrics``."""
         self._left -= Counter([label])
+        self._begun = f"compare: {name} ... "
         if columns(sys.stderr) is None:
-            print(f"compare: {name} ...", end=" ", file=sys.stderr, flush=True)
+            print(self._begun, end="", file=sys.stderr, flush=True)
+            self._begun = ""
             try:
                 yield lambda: None
             except KeyboardInterrupt:
@@ -48,8 +51,8 @@ class Progress:
             return
         console = Console(stderr=True, highlight=False, markup=False)
         rest = TextColumn("then " + self.rest if sum(self._left.values()) and self._seconds else "", markup=False)
-        parts = TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), MofNCompleteColumn(), rest
-        with Bar(*parts, console=console, transient=True, expand=True) as bar:
+        parts = TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(), rest
+        with Bar(*parts, console=console, transient=True) as bar:
             task, seen = bar.add_task(name, total=self.steps), 0.0
 
             def watch() -> None:
@@ -59,7 +62,6 @@ class Progress:
                     bar.update(task, completed=steps_in(metrics))
 
             yield watch
-        print(f"compare: {name} ...", end=" ", file=sys.stderr, flush=True)
 
     def ended(self, label: str, run: Run, cluster: Cluster) -> None:
         """Note the seconds of a finished ``run``, and say how long the others take."""
@@ -68,14 +70,11 @@ class Progress:
             rate, sent = cluster.link.rate, run["summary"].get("dense_bytes_per_step", 0) * cluster.ranks_per_node
             self._dense = run["seconds"] + (self.steps * sent * 8 / rate if rate else 0.0)
         rest = self.rest
-        print(f"{run['seconds']:.1f} s" + (f"; then {rest}" if rest else ""), file=sys.stderr)
+        say(f"{self._begun}{run['seconds']:.1f} s" + (f"; then {rest}" if rest else ""), sys.stderr)
 
     def failed(self, label: str) -> None:
         """Note that the method of ``label`` has failed: it is not run again."""
-        if columns(sys.stderr) is None:
-            print("failed", file=sys.stderr)
-        else:
-            say(f"compare: {label} failed", sys.stderr)
+        say(f"{self._begun}failed", sys.stderr)
         del self._left[label]
 
     @property
@@ -85,7 +84,7 @@ class Progress:
         count = sum(self._left.values())
         if not count:
             return ""
-        unknown = known.get(DENSE, self._dense)
+        unknown = known.get(DENSE) or self._dense or max(known.values(), default=0.0)
         total = sum(number * known.get(label, unknown) for label, number in self._left.items())
         words = f"{total:.0f} s" if total < 90 else f"{total / 60:.0f} min"
         bounded = unknown > known.get(SILENT, 0.0) and not set(self._left) <= set(known)

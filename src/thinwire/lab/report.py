@@ -109,7 +109,7 @@ def title(report: dict[str, Any]) -> str:
     return f"{report['preset']}, {report['steps']} steps{seeds}, {network(report)}"
 
 
-def table(report: dict[str, Any], columns: Sequence[str], lines: box.Box = box.SIMPLE_HEAD) -> Table:
+def table(report: dict[str, Any], columns: Sequence[str] = ALL, lines: box.Box = box.SIMPLE_HEAD) -> Table:
     """Make the table of ``report``. Only the names of methods are broken where the width is short."""
     out = Table(title=title(report), title_justify="left", box=lines)
     for index, name in enumerate(columns):

@@ -164,8 +164,23 @@ def sample_main(argv: list[str]) -> int:
         trained.model(), prompt.long(), options.tokens, temperature=options.temperature, top_k=options.top_k,
         seed=options.seed, end=end,
     )  # fmt: skip
-    print(tokenizer.decode([*prompt.tolist(), *tokens]))
+    for text in _growing(tokenizer, prompt.tolist(), tokens):
+        print(text, end="", flush=True)
+    print()
     return 0
+
+
+def _growing(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """Yield the text of ``prompt`` and then what ``tokens`` add to it, letter by letter as soon as one is complete."""
+    shown = tokenizer.decode(prompt)
+    yield shown
+    for token in tokens:
+        prompt.append(token)
+        text = tokenizer.decode(prompt)
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(prompt)[len(shown) :]
 
 
 def export_main(argv: list[str]) -> int:

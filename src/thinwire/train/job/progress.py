@@ -72,14 +72,14 @@ class Display:
         self._trackers: list[Log] = []
         self._console = _Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
         bar = (
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[values]}"),
         )
         # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
         has_bar = rank == 0 and sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
-        self._progress = Progress(*bar, console=self._console, disable=not has_bar, expand=True)
+        self._progress = Progress(*bar, console=self._console, disable=not has_bar)
         self._task = self._progress.add_task("", total=config.steps, completed=start, values="first evaluation")
         self.wall_s, self.write_error = 0.0, ""
 
