@@ -156,6 +156,7 @@ def main(argv: list[str]) -> int:
         return 0
     paper = load(argv[0])
     if len(argv) == 1 or argv[1] in ("-h", "--help"):
+        print(f"usage: thinwire paper {paper.name} EXPERIMENT [options]\n")
         say(listed(paper), indent=" " * 22)
         return 0
     if argv[1] not in paper.experiments:

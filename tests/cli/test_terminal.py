@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tyro
@@ -19,8 +20,10 @@ import ranks
 import terminals
 from patience import PATIENCE
 from terminals import COLUMNS, Seen
+from thinwire.base.errors import ThinwireError
 from thinwire.base.help import field_docs, list_options
 from thinwire.base.knobs import knob_docs, knobs_of
+from thinwire.base.options import read_options
 from thinwire.base.terminal import fold, fold_command
 from thinwire.cli.doctor import Doctor
 from thinwire.cli.lab import LabRun
@@ -241,3 +244,26 @@ def test_an_early_ctrl_c_leaves_one_clean_line(tmp_path: Path, text: str, second
     assert last.startswith("thinwire: ") or "thinwire: interrupted" in seen.lines or "ended by SIGINT" in seen.output, (
         seen
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "line"),
+    [
+        (Config, "--steps", "--steps needs a value"), (Config, "--betas 0.9", "--betas needs 2 values"),
+        (Config, "--steps many", "--steps is a whole number, got 'many'"),
+        (Config, "--layers 1.5", "--layers is a whole number, got '1.5'"),
+        (Config, "--lr x", "--lr is a number, got 'x'"),
+        (Config, "--stpes 3", "thinwire x does not know '--stpes': did you mean --steps?"),
+        (Config, "--steps 3 4", "thinwire x does not know '4': see its --help"),
+        (Config, "--engine pipe", "--engine is one of ddp, fsdp2, hsdp, got 'pipe'"),
+        (EvalOptions, "run", "thinwire x needs --tasks TEXT ...: Names of tasks or groups, or files (.yaml) that "
+         "describe one."),
+        (ExportOptions, "run", "thinwire x needs FOLDER: The folder to write."),
+        (ExportOptions, "", "thinwire x needs RUN and FOLDER: Folder of a run, or of one of its checkpoints."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_said_in_one_line(kind: type, words: str, line: str) -> None:
+    for width in ("40", "200"):
+        with pytest.raises(ThinwireError) as caught, mock.patch.dict(os.environ, COLUMNS=width):
+            read_options(kind, words.split(), "thinwire x")
+        assert str(caught.value) == line

@@ -157,7 +157,7 @@ def test_a_narrow_terminal_has_the_columns_that_matter_whole() -> None:
     found["runs"] += [dict(found["runs"][2], method=long), dict(found["runs"][2], method="bf16", failed="no memory")]
     brief, wide = (in_text(reports.fitting(found, width), width) for width in (80, 200))
     assert max(map(len, brief.splitlines())) <= 80 and "…" not in brief + wide
-    rows = {row.split()[0]: row.split()[1:] for row in brief.splitlines() if row.startswith(" ")}
+    rows = {row.split()[0]: row.split()[1:] for row in brief.splitlines() if row.strip()}
     assert rows["method"] == ["faster", "loss", "to", "dense", "sent/step"]
     assert rows[long] == rows["int8"] == ["1.98x", "4.0950", "±", "0.1906", "+0.2%", "±", "0.1%", "1", "kB"]
     assert rows["bf16"] == ["failed", "-", "-", "-"]

@@ -65,7 +65,7 @@ def on_terminal(
     after: Callable[[str, float], int | None] = lambda seen, seconds: None,
     limit: float = 120,
 ) -> Seen:
-    """Run ``run`` in a fork with a terminal. ``after``: what was seen, and seconds so far -> a byte to type, or None."""
+    """Run ``run`` in a fork with a terminal. ``after``: what was seen, seconds so far -> a byte to type, or None."""
     pid, master = pty.fork()
     if pid == 0:
         status = 99

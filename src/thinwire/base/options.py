@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import tyro
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.help import Option, print_help
+from thinwire.base.help import Option, list_options, print_help
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_NO_NUMBER = re.compile(
+    r"Error parsing (\S+): .*(?:invalid literal for int|could not convert string to (float)).*: (.*)"
+)
 T = TypeVar("T")
 
 
@@ -38,11 +44,27 @@ def read_options(
         with contextlib.redirect_stderr(printed):
             return cli(kind, args=arguments, prog=program, add_help=False, **defaults)
     except SystemExit:
-        raise ThinwireError((f"{source}: " if source else "") + _unboxed(printed.getvalue())) from None
+        line = explain(printed.getvalue(), kind, program)
+        raise ThinwireError((f"{source}: " if source else "") + line) from None
 
 
-def _unboxed(printed: str) -> str:
-    """Turn tyro's boxed explanation into one line."""
-    words = " ".join(line.strip("│╭╮╰╯─ \n") for line in printed.splitlines())
-    words = " ".join(words.split())
-    return words.removeprefix("Parsing error ").removeprefix("Unrecognized options ") or "cannot read the command line"
+def explain(printed: str, kind: type, program: str) -> str:
+    """Turn what tyro ``printed``, a box, into one line on what is wrong with the words for ``kind``."""
+    rows = [line.strip("│ ") for line in _COLOURS.sub("", printed).splitlines() if line.startswith("│")]
+    rule = next((number for number, row in enumerate(rows) if set(row) == {"─"}), len(rows))
+    said = " ".join(" ".join(rows[:rule]).split())  # what is below the rule is a part of the help
+    options = [option for group in list_options(kind).values() for option in group]
+    if said.startswith("Missing from"):
+        missing = [option for option in options if option.required and option.text in said]
+        return f"{program} needs {' and '.join(option.typed for option in missing)}: {missing[0].text}"
+    if found := re.match(r"Unrecognized options: ([^\s,]+)", said):
+        flags = [flag for option in options for flag in re.findall(r"--[\w-]+", option.typed)]
+        near = difflib.get_close_matches(found[1].partition("=")[0], flags, 1)
+        return f"{program} does not know '{found[1]}': " + (f"did you mean {near[0]}?" if near else "see its --help")
+    if found := re.match(r"Missing value for argument '(.*?)'. Expected (\d+)", said):
+        return f"{found[1]} needs {'a value' if found[2] == '1' else found[2] + ' values'}"
+    if found := _NO_NUMBER.search(said):
+        return f"{found[1]} is a {'' if found[2] else 'whole '}number, got {found[3]}"
+    if found := re.match(r"invalid choice (.*) for argument '(.*)'. Expected one of \((.*?),?\)", said):
+        return f"{found[2]} is one of {found[3].replace(chr(39), '')}, got {found[1]}"
+    return said or "the command line cannot be read"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -58,6 +62,26 @@ def begin_line(stream: TextIO) -> None:
     """Leave the line that a Ctrl-C is shown on, or a progress bar stands on, before a message."""
     if columns(stream) is not None:
         os.write(stream.fileno(), b"\n")  # a signal's handler may call this while the stream itself is written to
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process inside, where nothing is to be cleaned up: imports may swallow a KeyboardInterrupt."""
+    main = threading.current_thread() is threading.main_thread()
+    mine = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if mine:
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        if mine and signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: object) -> None:
+    begin_line(sys.stderr)
+    os.write(2, b"thinwire: interrupted\n")
+    os._exit(128 + number)
 
 
 def lost_readers() -> list[TextIO]:

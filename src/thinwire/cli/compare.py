@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
-from thinwire.base.terminal import note
+from thinwire.base.terminal import ends_at_once, note
 from thinwire.cli.lab import split
 from thinwire.lab.compare import Comparison, compare
 from thinwire.train.config import from_arguments
@@ -26,7 +26,9 @@ def compare_main(argv: list[str]) -> int:
     settings = read_options(Comparison, options, "thinwire compare", rest="[-- options of thinwire train]")
     note("loading torch, checking the settings")
     settings = replace(settings, extra=tuple(extra), command=shlex.join(["thinwire", "compare", *argv]))
-    return compare(replace(settings, first_seed=check_flags(settings)))
+    with ends_at_once():
+        first_seed = check_flags(settings)
+    return compare(replace(settings, first_seed=first_seed))
 
 
 def check_flags(settings: Comparison) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
-from thinwire.base.terminal import note
+from thinwire.base.terminal import ends_at_once, note
 from thinwire.cli.lab import split
 from thinwire.train.cli import begin_rank, run_ranks, under_torchrun
 
@@ -65,7 +65,8 @@ def doctor_main(argv: list[str]) -> int:
     config = from_arguments(["--preset", settings.preset, *extra])
     if not under_torchrun():
         note(f"loading torch, starting the ranks, then measuring: {settings.seconds:g} s in all")
-    config.check()
+    with ends_at_once():
+        config.check()
     names = settings.names()
     command = shlex.join(["thinwire", "train", "--preset", settings.preset, *extra, "--method"])
 

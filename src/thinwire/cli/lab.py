@@ -28,7 +28,9 @@ class LabRun(Network):
 
 def lab_main(argv: list[str]) -> int:
     """Run ``thinwire lab run ... -- COMMAND``. Return the exit status."""
-    word, *rest = argv or [""]
+    if not argv:
+        raise ThinwireError("thinwire lab has one word, run: thinwire lab run -- COMMAND (thinwire lab run --help)")
+    word, *rest = argv
     if word in ("-h", "--help"):
         rest = argv
     elif word != "run":

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.base.terminal import begin_line, lost_readers, say, silence
+from thinwire.base.terminal import begin_line, ends_at_once, lost_readers, say, silence
 
 COMMANDS = {
     "train": ("thinwire.train.cli:main", "train a language model on several ranks"),
@@ -86,7 +86,9 @@ def run_command(argv: list[str]) -> int:
         raise ThinwireError(f"unknown command '{word}'; {guess}")
     module, function = COMMANDS[word][0].split(":")
     try:
-        return getattr(importlib.import_module(module), function)(arguments)
+        with ends_at_once():
+            run = getattr(importlib.import_module(module), function)
+        return run(arguments)
     except ModuleNotFoundError as error:
         raise extras.missing(error) from None
 

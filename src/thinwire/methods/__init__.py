@@ -9,7 +9,7 @@ from inspect import getdoc
 from typing import Any, NamedTuple
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import knob_docs, knobs_of, own_knobs_of, read_arguments, unknown_knob
+from thinwire.base.knobs import knob_docs, knobs_of, read_arguments, unknown_knob
 from thinwire.base.terminal import say
 from thinwire.core.method import Method as Method
 from thinwire.core.method import Parameter as Parameter
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
     if "--json" in argv:
         print(json.dumps([_described(entry) for entry in entries], indent=2, default=str))
     elif cls is not None:
-        say(_page(entries[0]))
+        say(_page(entries[0]), indent="")
     else:
         for entry in entries:
             say(f"{entry.name:<12}{entry.does.replace('``', '')}\n{'':<12}{entry.promise}", indent=" " * 12)
@@ -176,19 +176,22 @@ def _described(entry: Listed) -> dict[str, Any]:
     }
 
 
+def _place(cls: type[Method], knob: str) -> int:
+    """Return the place of the class that has ``knob``, from ``cls`` to what it is made of."""
+    return next(place for place, base in enumerate(cls.__mro__) if knob in vars(base).get("__annotations__", ()))
+
+
 def _page(entry: Listed) -> str:
     """Write a page on one method: what it does, promises, and takes."""
     name, cls, does, promise = entry
     lines = [f"{name}: {does.replace('``', '')}", "", f"promise: {promise}", f"engines: {', '.join(cls.engines)}"]
     texts = knob_docs(cls)
-    example = next(iter(own_knobs_of(cls)), None)
-    if example is not None:
-        value = getattr(cls(), example)
-        written = value if isinstance(value, str | int | float) else "..."
-        lines.append(f'written: {name}, or with knobs in parentheses: "{name}({example}={written!r})"')
-    lines += ["", "Knobs"] if texts else ["", "It has no knobs."]
-    for knob in knobs_of(cls):
-        lines.append(f"  {knob.name} ({knob.default!r}): {texts[knob.name]}")
+    knobs = sorted(knobs_of(cls), key=lambda knob: _place(cls, knob.name))
+    if knobs:
+        lines += [f'written: {name}, or with knobs: "{name}({knobs[0].name}={knobs[0].default!r})"', ""]
+    lines += ["Knobs, each with its default"] if knobs else ["", "It has no knobs."]
+    for knob in knobs:
+        lines += [f"  {knob.name}={knob.default!r}", f"      {texts[knob.name]}"]
     lines += ["", "Presets"] if cls.PRESETS else []
     for preset, values in cls.PRESETS.items():
         settings = ", ".join(f"{knob}={value!r}" for knob, value in values.items()) or "the defaults"

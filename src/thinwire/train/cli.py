@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
-from thinwire.base.terminal import SHOW_CURSOR, begin_line, columns, note, say
+from thinwire.base.terminal import SHOW_CURSOR, begin_line, columns, ends_at_once, note, say
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config
@@ -33,7 +33,8 @@ def main(argv: list[str]) -> int:
     config = from_arguments(argv)
     if not under_torchrun():
         note("loading torch, then starting the ranks: some seconds")
-    config.check()
+    with ends_at_once():
+        config.check()
 
     def work() -> None:
         from thinwire.train.loop import train
@@ -62,7 +63,8 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], object]) ->
     if not under_torchrun():
         if line := forgotten_srun(os.environ):
             say(f"thinwire: {line}", sys.stderr)
-        ranks = config.ranks or _default_ranks(config.device)
+        with ends_at_once():
+            ranks = config.ranks or _default_ranks(config.device)
         per_node = config.ranks_per_node or ranks
         if ranks % per_node:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")

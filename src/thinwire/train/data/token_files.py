@@ -197,6 +197,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     """
     if (folder / META).exists():
         raise ThinwireError(f"{folder} holds token files already: name another folder")
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
@@ -216,6 +217,10 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         write(folder / META, json.dumps(meta, indent=2) + "\n")
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
+    except ThinwireError:
+        if made:
+            shutil.rmtree(folder)
+        raise
     return meta
 
 
