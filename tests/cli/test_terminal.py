@@ -23,7 +23,7 @@ from terminals import COLUMNS, Seen
 from thinwire.base.errors import ThinwireError
 from thinwire.base.help import field_docs, list_options
 from thinwire.base.knobs import knob_docs, knobs_of
-from thinwire.base.options import read_options
+from thinwire.base.options import explain, read_options
 from thinwire.base.terminal import fold, fold_command
 from thinwire.cli.doctor import Doctor
 from thinwire.cli.lab import LabRun
@@ -267,3 +267,11 @@ def test_what_cannot_be_read_is_said_in_one_line(kind: type, words: str, line: s
         with pytest.raises(ThinwireError) as caught, mock.patch.dict(os.environ, COLUMNS=width):
             read_options(kind, words.split(), "thinwire x")
         assert str(caught.value) == line
+
+
+def test_tyros_box_is_read_with_and_without_lines_to_draw() -> None:
+    boxes = (
+        "╭─ Missing argument ─╮\n│ Missing value for  │\n│ argument '--steps'. Expected 1 values. │\n│ ── │\n│ x │\n╰─╯",
+        " Missing argument \n ------- \n  Missing value for \n  argument '--steps'. Expected 1 values. \n ---\n  x\n",
+    )
+    assert {explain(box, Config, "thinwire train") for box in boxes} == {"--steps needs a value"}

@@ -50,9 +50,11 @@ def read_options(
 
 def explain(printed: str, kind: type, program: str) -> str:
     """Turn what tyro ``printed``, a box, into one line on what is wrong with the words for ``kind``."""
-    rows = [line.strip("│ ") for line in _COLOURS.sub("", printed).splitlines() if line.startswith("│")]
-    rule = next((number for number, row in enumerate(rows) if set(row) == {"─"}), len(rows))
-    said = " ".join(" ".join(rows[:rule]).split())  # what is below the rule is a part of the help
+    rows = [row for line in _COLOURS.sub("", printed).splitlines() if (row := line.strip("│╭╮╰╯ "))]
+    rules = [number for number, row in enumerate(rows) if not row.strip("─-")]
+    begin = 2 if 1 in rules else 1  # below the title, which has a rule where the terminal has no lines to draw
+    end = next((number for number in rules if number >= begin), len(rows))  # then comes a part of the help
+    said = " ".join(" ".join(rows[begin:end]).split())
     options = [option for group in list_options(kind).values() for option in group]
     if said.startswith("Missing from"):
         missing = [option for option in options if option.required and option.text in said]
