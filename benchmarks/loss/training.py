@@ -157,7 +157,7 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
             right.set_ylabel("above dense at the same step, %")
         for axes in grid[-1]:
             axes.set_xlabel("optimizer steps")
-        plots.save(figure, Path(args.out) / f"training-{args.engine}.png")
+        plots.save(figure, Path(args.out) / f"training-{args.engine}.svg")
 
 
 def main() -> None:

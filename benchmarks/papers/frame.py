@@ -203,11 +203,11 @@ def perform(paper: Paper, experiment: Experiment, settings: Settings) -> int:
         writer = csv.DictWriter(file, list(result.rows[0]))
         writer.writeheader()
         writer.writerows(result.rows)
-    draw(result, out / "picture.png", f"{paper.title}, {experiment.name}")
+    draw(result, out / "picture.svg", f"{paper.title}, {experiment.name}")
     width = columns()
     if width is not None and any(len(line) > width for line in markdown(result.rows)):
         text = text.replace("\n".join(markdown(result.rows)), "\n\n".join(map(record, result.rows)))
-    say(f"{text}\n\n{out}: table.md, table.csv, picture.png")
+    say(f"{text}\n\n{out}: table.md, table.csv, picture.svg")
     return 0
 
 

@@ -23,7 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
-from thinwire.base.extras import load, version
+from thinwire.base.extras import load
+from thinwire.base.version import __version__, torch_warning
 from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts
 from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
@@ -110,6 +111,8 @@ def compress(
         settings = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
         wire = _join(engine_class, wrapped, settings, agreement)
     wire.attach()
+    if wire.engine.rank == 0:
+        _warn_of_torch(torch.__version__)
     _warn_of_plan(wire)
     return wire
 
@@ -166,7 +169,7 @@ class Options:
             "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE") if two_level else None,
         }  # fmt: skip
         shared = {
-            "guard": safety.guard, "max_skipped": safety.max_skipped, "steps": self.steps, "thinwire": version(),
+            "guard": safety.guard, "max_skipped": safety.max_skipped, "steps": self.steps, "thinwire": __version__,
             "torch": torch.__version__,
         }  # fmt: skip
         facts = describe_settings(settings | shared) | model_facts(model)
@@ -213,6 +216,12 @@ def _warn_of_plan(wire: Wire) -> None:
     with suppress(ThinwireError, NotImplementedError, RuntimeError):  # all ranks will refuse in a step what it refuses
         warning = wire.plan.warning if wire.engine.rank == 0 else None
     if warning:
+        warnings.warn(warning, ThinwireWarning, stacklevel=3)
+
+
+@functools.cache  # once per process
+def _warn_of_torch(torch_version: str) -> None:
+    if warning := torch_warning(torch_version):
         warnings.warn(warning, ThinwireWarning, stacklevel=3)
 
 
@@ -288,7 +297,8 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
         )
     if missing:
         raise ThinwireError(
-            f"no optimizer holds {missing[0]}" + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
+            f"no optimizer holds {missing[0]}"
+            + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
             + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
             "wrapping"
         )
@@ -373,6 +383,12 @@ class Wire:
         """Optimizer steps that were skipped because a gradient was not finite or was thrown away: on all ranks, or on
         this rank alone if the method lets ranks go their own ways (local-steps)."""
         return self._step_loop.skipped
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Was the last optimizer step skipped? Do not move a schedule of the learning rate then: its steps would run
+        ahead of the optimizer's. False where this rank skipped it alone (local-steps): the others have stepped."""
+        return self._step_loop.step_was_skipped and not self._step_loop.ended
 
     @property
     def _device(self) -> torch.device:

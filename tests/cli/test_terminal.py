@@ -271,7 +271,7 @@ def test_what_cannot_be_read_is_said_in_one_line(kind: type, words: str, line: s
 
 def test_tyros_box_is_read_with_and_without_lines_to_draw() -> None:
     boxes = (
-        "╭─ Missing argument ─╮\n│ Missing value for  │\n│ argument '--steps'. Expected 1 values. │\n│ ── │\n│ x │\n╰─╯",
+        "╭─ Missing argument\n│ Missing value for  │\n│ argument '--steps'. Expected 1 values. │\n│ ─ │\n│ x │\n╰─╯",
         " Missing argument \n ------- \n  Missing value for \n  argument '--steps'. Expected 1 values. \n ---\n  x\n",
     )
     assert {explain(box, Config, "thinwire train") for box in boxes} == {"--steps needs a value"}

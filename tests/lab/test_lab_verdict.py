@@ -119,10 +119,10 @@ def test_when_dense_s_loss_was_reached():
 
 def test_the_page_is_escaped_and_whole(tmp_path):
     found = report(dense=[(200.0, 2.0)], **{"<b>": [(100.0, 2.0)]})
-    (tmp_path / "a_b.png").write_bytes(b"\x89PNG")
-    page = reports.page(found, [tmp_path / "a_b.png"])
+    (tmp_path / "a_b.svg").write_bytes(b"<svg/>")
+    page = reports.page(found, [tmp_path / "a_b.svg"])
     assert "<b>" not in page and "&lt;b&gt;: 2.0x faster" in page and "--out '&lt;&amp;&gt;'" in page
-    assert 'src="data:image/png;base64,iVBORw==" alt="a b"' in page
+    assert 'src="data:image/svg+xml;base64,PHN2Zy8+" alt="a b"' in page
     assert "http" not in page and "NO rate limit" in page
 
 

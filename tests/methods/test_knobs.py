@@ -452,7 +452,7 @@ def test_a_comparison_shows_what_is_compressed_and_why_so_little():
               "seeds": [], "verdict": "", "command": "", "machine": "",
               "runs": [run("none"), run("int8", compressed_values=0.0, note=note),
                        run("int8(group=64)", compressed_values=0.0, note=note)]}  # fmt: skip
-    written = comparison.markdown(report, [Path("a.png")])
+    written = comparison.markdown(report, [Path("a.svg")])
     rows = [line for line in written.partition("## All columns")[2].splitlines() if line.startswith("| ")]
     column = rows[0].split(" | ").index("compressed values")
     assert [row.split(" | ")[column] for row in rows[1:]] == ["-", "0.0%", "0.0%"]

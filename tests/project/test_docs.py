@@ -115,7 +115,7 @@ def test_a_changed_figure_makes_a_page_and_a_picture_stale(figures: ModuleType) 
     readme = (ROOT / "README.md").read_text()
     with mock.patch.object(figures, "read", other):
         assert figures.fresh(readme) != readme
-        assert figures.shown(figures.HERE / "tradeoff.png") != figures.digest("tradeoff.png")
+        assert figures.shown(figures.HERE / "tradeoff.svg") != figures.digest("tradeoff.svg")
 
 
 def test_every_method_has_its_row_and_every_measurement_its_command(figures: ModuleType) -> None:

@@ -38,15 +38,15 @@ class Option(NamedTuple):
     required: bool = False
 
 
-def print_help(kind: type, program: str, rest: str = "", more: Sequence[Option] = ()) -> None:
+def print_help(kind: type, program: str, after: str = "", extra: Sequence[Option] = ()) -> None:
     """Print usage, description and options of ``program``, a dataclass ``kind``. Arguments as for ``read_options``."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     groups = list_options(kind)
     required = [option.typed for options in groups.values() for option in options if option.required]
-    console.print(fold(" ".join(filter(None, ["usage:", program, *required, "[options]", rest])), width, " " * 7))
+    console.print(fold(" ".join(filter(None, ["usage:", program, *required, "[options]", after])), width, " " * 7))
     console.print(f"\n{_description(kind, width)}")
-    groups.setdefault(OTHERS if len(groups) < 2 else "Other", []).extend([*more, Option("-h, --help", "Print this.")])
+    groups.setdefault(OTHERS if len(groups) < 2 else "Other", []).extend([*extra, Option("-h, --help", "Print this.")])
     for title, options in groups.items():
         console.print(f"\n{title}", style="bold")
         for option in options:
@@ -89,11 +89,11 @@ def _option(field: Field[Any], hint: Any, text: str, positional: bool) -> Option
         return Option(typed, text, required=True)
     if _stripped(hint) is bool and field.default is not None:
         typed = f"{flag}, --no-{flag[2:]}" if field.default else flag
-        return Option(typed, text + f" (default: {'on' if field.default else 'off'})" * field.default)
+        return Option(typed, text + " (default: on)" * bool(field.default))
     required = field.default is MISSING and field.default_factory is MISSING
     shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
-    known = not required and field.default not in (None, ()) and shown.strip()
-    return Option(f"{flag} {value}", text + f" (default: {shown})" * bool(known), required)
+    has_default = not required and field.default not in (None, ()) and shown.strip()
+    return Option(f"{flag} {value}", text + f" (default: {shown})" * bool(has_default), required)
 
 
 def _stripped(hint: Any) -> Any:

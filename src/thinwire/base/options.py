@@ -22,21 +22,21 @@ T = TypeVar("T")
 
 
 def read_options(
-    kind: type[T], arguments: list[str], program: str, *, default: T | None = None, source: str = "", rest: str = "",
-    more: Sequence[Option] = (),
+    kind: type[T], arguments: list[str], program: str, *, default: T | None = None, source: str = "", after: str = "",
+    extra: Sequence[Option] = (),
 ) -> T:  # fmt: skip
     """Read the options of ``program``, a dataclass ``kind``, from ``arguments``; print its help if they ask for it.
 
     Args:
         source: the file that the options come from, for error messages.
-        rest: what may follow the options, for the help. more: options for the help that are read elsewhere.
+        after: what may follow the options, for the help. extra: options for the help that are read elsewhere.
 
     Raises:
         ThinwireError: they cannot be read; in place of tyro's exit.
         SystemExit: the help was printed.
     """
     if {"-h", "--help"} & set(arguments):
-        print_help(kind, program, rest, more)
+        print_help(kind, program, after, extra)
         raise SystemExit(0)
     printed, defaults = io.StringIO(), {} if default is None else {"default": default}
     cli: Any = tyro.cli
@@ -54,19 +54,19 @@ def explain(printed: str, kind: type, program: str) -> str:
     rules = [number for number, row in enumerate(rows) if not row.strip("─-")]
     begin = 2 if 1 in rules else 1  # below the title, which has a rule where the terminal has no lines to draw
     end = next((number for number in rules if number >= begin), len(rows))  # then comes a part of the help
-    said = " ".join(" ".join(rows[begin:end]).split())
+    message = " ".join(" ".join(rows[begin:end]).split())
     options = [option for group in list_options(kind).values() for option in group]
-    if said.startswith("Missing from"):
-        missing = [option for option in options if option.required and option.text in said]
+    if message.startswith("Missing from"):
+        missing = [option for option in options if option.required and option.text in message]
         return f"{program} needs {' and '.join(option.typed for option in missing)}: {missing[0].text}"
-    if found := re.match(r"Unrecognized options: ([^\s,]+)", said):
+    if match := re.match(r"Unrecognized options: ([^\s,]+)", message):
         flags = [flag for option in options for flag in re.findall(r"--[\w-]+", option.typed)]
-        near = difflib.get_close_matches(found[1].partition("=")[0], flags, 1)
-        return f"{program} does not know '{found[1]}': " + (f"did you mean {near[0]}?" if near else "see its --help")
-    if found := re.match(r"Missing value for argument '(.*?)'. Expected (\d+)", said):
-        return f"{found[1]} needs {'a value' if found[2] == '1' else found[2] + ' values'}"
-    if found := _NO_NUMBER.search(said):
-        return f"{found[1]} is a {'' if found[2] else 'whole '}number, got {found[3]}"
-    if found := re.match(r"invalid choice (.*) for argument '(.*)'. Expected one of \((.*?),?\)", said):
-        return f"{found[2]} is one of {found[3].replace(chr(39), '')}, got {found[1]}"
-    return said or "the command line cannot be read"
+        near = difflib.get_close_matches(match[1].partition("=")[0], flags, 1)
+        return f"{program} does not know '{match[1]}': " + (f"did you mean {near[0]}?" if near else "see its --help")
+    if match := re.match(r"Missing value for argument '(.*?)'. Expected (\d+)", message):
+        return f"{match[1]} needs {'a value' if match[2] == '1' else match[2] + ' values'}"
+    if match := _NO_NUMBER.search(message):
+        return f"{match[1]} is a {'' if match[2] else 'whole '}number, got {match[3]}"
+    if match := re.match(r"invalid choice (.*) for argument '(.*)'. Expected one of \((.*?),?\)", message):
+        return f"{match[2]} is one of {match[3].replace(chr(39), '')}, got {match[1]}"
+    return message or "the command line cannot be read"

@@ -23,7 +23,7 @@ OURS = {
 def compare_main(argv: list[str]) -> int:
     """Run ``thinwire compare ... [-- flags of thinwire train]``. Return the exit status."""
     options, extra = split(argv)
-    settings = read_options(Comparison, options, "thinwire compare", rest="[-- options of thinwire train]")
+    settings = read_options(Comparison, options, "thinwire compare", after="[-- options of thinwire train]")
     note("loading torch, checking the settings")
     settings = replace(settings, extra=tuple(extra), command=shlex.join(["thinwire", "compare", *argv]))
     with ends_at_once():

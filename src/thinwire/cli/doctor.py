@@ -59,7 +59,7 @@ def doctor_main(argv: list[str]) -> int:
     from thinwire.train.config import from_arguments
 
     options, extra = split(argv)
-    settings = read_options(Doctor, options, "thinwire doctor", rest="[-- options of thinwire train]")
+    settings = read_options(Doctor, options, "thinwire doctor", after="[-- options of thinwire train]")
     if any(word.partition("=")[0] in ("--method", "--out", "--preset") for word in extra):
         raise ThinwireError("write --methods, --out and --preset before --: they are the doctor's own")
     config = from_arguments(["--preset", settings.preset, *extra])

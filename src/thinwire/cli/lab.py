@@ -36,7 +36,7 @@ def lab_main(argv: list[str]) -> int:
     elif word != "run":
         raise ThinwireError(f"unknown word '{word}' after 'thinwire lab'; there is: run (thinwire lab run --help)")
     options, command = split(rest)
-    settings = read_options(LabRun, options, "thinwire lab run", rest="-- COMMAND")
+    settings = read_options(LabRun, options, "thinwire lab run", after="-- COMMAND")
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
         outcome = launch(cluster, command)
         if outcome.failed_rank is not None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import begin_line, ends_at_once, lost_readers, say, silence
+from thinwire.base.version import __version__
 
 COMMANDS = {
     "train": ("thinwire.train.cli:main", "train a language model on several ranks"),
@@ -25,6 +26,8 @@ COMMANDS = {
     "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "let a trained model continue a text"),
     "export": ("thinwire.train.checkpoint.trained_model:export_main", "write a trained model as a Hugging Face folder"),
     "eval": ("thinwire.train.checkpoint.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
+    "env": ("thinwire.cli.environment:main", "show versions, devices and what is missing: for bug reports"),
+    "selftest": ("thinwire.cli.selftest:main", "try this installation on two ranks here, for half a minute"),
     "methods": ("thinwire.methods:main", "list the methods; methods NAME: what each of its knobs does"),
     "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands, for bash or zsh"),
@@ -75,9 +78,7 @@ def run_command(argv: list[str]) -> int:
             print(f"  {command:<12}{text}")
         return 0 if argv else 2
     if argv[0] == "--version":
-        from importlib.metadata import version
-
-        print(version("thinwire"))
+        print(__version__)
         return 0
     word, *arguments = argv
     if word not in COMMANDS:

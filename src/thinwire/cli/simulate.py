@@ -107,10 +107,10 @@ def simulate_main(argv: list[str]) -> int:
 
         options.out.mkdir(parents=True, exist_ok=True)
         if options.links:
-            written.append(pictures.links(simulation, options.out / "links.png"))
+            written.append(pictures.links(simulation, options.out / "links.svg"))
         if ranks_to_draw:
             curves = at_scale(job, methods, ranks_to_draw, strong=options.strong)
-            written.append(pictures.scale(job, curves, options.out / "scale.png", strong=options.strong))
+            written.append(pictures.scale(job, curves, options.out / "scale.svg", strong=options.strong))
     if options.json:
         print(json.dumps(simulation.to_json() | {"written": [str(path) for path in written]}, indent=2))
     else:

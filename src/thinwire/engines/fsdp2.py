@@ -246,7 +246,13 @@ class FSDP2(ShardedEngine):
 
     @staticmethod
     def renew(model: Any) -> None:
-        """Put torch's own communication objects back in place of those of a closed engine."""
+        """Put back torch's own communication objects for those of a closed engine, and shards for whole weights.
+
+        A forward pass without a backward one, an evaluation say, leaves weights whole; the optimizer has the shards.
+        """
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         for _, group in param_groups(model):
             link = group._reduce_scatter_comm
             if isinstance(link, GroupLink) and link.engine.closed:

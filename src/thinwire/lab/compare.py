@@ -11,6 +11,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from tyro.conf import Fixed, Suppress
 from thinwire.base import terminal
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
+from thinwire.base.version import __version__
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network, share
@@ -229,14 +231,15 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Describe processor, operating system and Python."""
+    """Describe processor, operating system, and the versions of Python, torch and Thinwire."""
     model = platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} x {model}, {system}, torch {metadata.version('torch')}, Thinwire {__version__}"
 
 
 def _write(report: dict[str, Any], out: Path) -> None:

@@ -30,7 +30,7 @@ class Progress:
     """
 
     def __init__(self, steps: int, labels: Sequence[str]) -> None:
-        self.steps, self._left = steps, Counter(labels)
+        self.steps, self._ahead = steps, Counter(labels)
         self._seconds: dict[str, list[float]] = {}
         self._dense = 0.0  # seconds of a dense run, estimated from the silent one
         self._begun = ""  # what stands on the line already
@@ -38,7 +38,7 @@ class Progress:
     @contextmanager
     def run(self, label: str, name: str, metrics: Path) -> Iterator[Callable[[], None]]:
         """Show a run, called ``name``; yield what is to be called while it trains and writes ``metrics``."""
-        self._left -= Counter([label])
+        self._ahead -= Counter([label])
         self._begun = f"compare: {name} ... "
         if columns(sys.stderr) is None:
             print(self._begun, end="", file=sys.stderr, flush=True)
@@ -50,15 +50,18 @@ class Progress:
                 raise
             return
         console = Console(stderr=True, highlight=False, markup=False)
-        rest = TextColumn("then " + self.rest if sum(self._left.values()) and self._seconds else "", markup=False)
-        parts = TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(), rest
-        with Bar(*parts, console=console, transient=True) as bar:
-            task, seen = bar.add_task(name, total=self.steps), 0.0
+        outlook = TextColumn(
+            "then " + self.outlook if sum(self._ahead.values()) and self._seconds else "", markup=False
+        )
+        name_column = TextColumn("{task.description}", markup=False)
+        fields = name_column, BarColumn(bar_width=16), MofNCompleteColumn(), outlook
+        with Bar(*fields, console=console, transient=True) as bar:
+            task, looked = bar.add_task(name, total=self.steps), 0.0
 
             def watch() -> None:
-                nonlocal seen
-                if (now := time.monotonic()) > seen + LOOK_S:
-                    seen = now
+                nonlocal looked
+                if (clock := time.monotonic()) > looked + LOOK_S:
+                    looked = clock
                     bar.update(task, completed=steps_in(metrics))
 
             yield watch
@@ -69,25 +72,25 @@ class Progress:
         if label == SILENT:
             rate, sent = cluster.link.rate, run["summary"].get("dense_bytes_per_step", 0) * cluster.ranks_per_node
             self._dense = run["seconds"] + (self.steps * sent * 8 / rate if rate else 0.0)
-        rest = self.rest
-        say(f"{self._begun}{run['seconds']:.1f} s" + (f"; then {rest}" if rest else ""), sys.stderr)
+        outlook = self.outlook
+        say(f"{self._begun}{run['seconds']:.1f} s" + (f"; then {outlook}" if outlook else ""), sys.stderr)
 
     def failed(self, label: str) -> None:
         """Note that the method of ``label`` has failed: it is not run again."""
         say(f"{self._begun}failed", sys.stderr)
-        del self._left[label]
+        del self._ahead[label]
 
     @property
-    def rest(self) -> str:
+    def outlook(self) -> str:
         """The number of runs that are left, and about how long they take: as long as dense where nothing is known."""
-        known = {label: statistics.fmean(seconds) for label, seconds in self._seconds.items()}
-        count = sum(self._left.values())
+        timed = {label: statistics.fmean(seconds) for label, seconds in self._seconds.items()}
+        count = sum(self._ahead.values())
         if not count:
             return ""
-        unknown = known.get(DENSE) or self._dense or max(known.values(), default=0.0)
-        total = sum(number * known.get(label, unknown) for label, number in self._left.items())
+        untimed = timed.get(DENSE) or self._dense or max(timed.values(), default=0.0)
+        total = sum(number * timed.get(label, untimed) for label, number in self._ahead.items())
         words = f"{total:.0f} s" if total < 90 else f"{total / 60:.0f} min"
-        bounded = unknown > known.get(SILENT, 0.0) and not set(self._left) <= set(known)
+        bounded = untimed > timed.get(SILENT, 0.0) and not set(self._ahead) <= set(timed)
         return f"{count} more, about {words}" + " at most" * bounded
 
 

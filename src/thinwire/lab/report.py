@@ -169,7 +169,7 @@ def explained(report: dict[str, Any]) -> list[str]:
 
 
 def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """Write report.md."""
+    """Write report.md. The first of ``pictures`` stands before the table, the others behind it."""
 
     def bullets(lines: Sequence[str]) -> str:
         return "\n".join(f"* {line}" for line in lines)
@@ -180,11 +180,11 @@ def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
         )
         return "\n".join([head, "|---" + "|---:" * (len(columns) - 1) + "|", *rows])
 
+    shown = [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
     loopback = "**No network was emulated: the ranks ran on plain loopback without a rate limit.**"
     blocks = [
         f"# {title(report)}", f"**{report['verdict']}**", "" if report["emulated_network"] else loopback,
-        grid(SHORT), bullets(notes(report)),
-        *(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures),
+        *shown[:1], grid(SHORT), bullets(notes(report)), *shown[1:],
         "## All columns", grid(ALL), bullets(explained(report)),
         "## How it was measured", f"`{report['command']}`", report["machine"],
     ]  # fmt: skip
@@ -203,7 +203,7 @@ h1 + p { font-size: 1.2rem; border-left: 4px solid #0072b2; padding-left: 1rem }
 table { display: block; overflow-x: auto; border-collapse: collapse }
 th, td { padding: .3rem .6rem; font-size: .85rem; white-space: nowrap; border-bottom: 1px solid #8884 }
 td { font-variant-numeric: tabular-nums }
-img { max-width: 100%; background: white; margin: .5rem 0 }
+img { max-width: 100%; border-radius: .4rem; margin: .5rem 0 }
 code { overflow-wrap: anywhere }
 li { font-size: .9rem }
 </style>
@@ -217,5 +217,5 @@ def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(report, pictures))
     for path in pictures:
         data = base64.b64encode(path.read_bytes()).decode()
-        body = body.replace(f'src="{path.name}"', f'src="data:image/png;base64,{data}"')
+        body = body.replace(f'src="{path.name}"', f'src="data:image/svg+xml;base64,{data}"')
     return PAGE.substitute(title=html.escape(title(report)), body=body)

@@ -176,9 +176,9 @@ def _described(entry: Listed) -> dict[str, Any]:
     }
 
 
-def _place(cls: type[Method], knob: str) -> int:
+def _depth(cls: type[Method], knob: str) -> int:
     """Return the place of the class that has ``knob``, from ``cls`` to what it is made of."""
-    return next(place for place, base in enumerate(cls.__mro__) if knob in vars(base).get("__annotations__", ()))
+    return next(depth for depth, base in enumerate(cls.__mro__) if knob in vars(base).get("__annotations__", ()))
 
 
 def _page(entry: Listed) -> str:
@@ -186,7 +186,7 @@ def _page(entry: Listed) -> str:
     name, cls, does, promise = entry
     lines = [f"{name}: {does.replace('``', '')}", "", f"promise: {promise}", f"engines: {', '.join(cls.engines)}"]
     texts = knob_docs(cls)
-    knobs = sorted(knobs_of(cls), key=lambda knob: _place(cls, knob.name))
+    knobs = sorted(knobs_of(cls), key=lambda knob: _depth(cls, knob.name))
     if knobs:
         lines += [f'written: {name}, or with knobs: "{name}({knobs[0].name}={knobs[0].default!r})"', ""]
     lines += ["Knobs, each with its default"] if knobs else ["", "It has no knobs."]

@@ -263,6 +263,11 @@ class GroupComm(Comm):
         """Count the released subsets of ``group``: as many on all ranks."""
         return sum(map(len, _IDLE.get(group, {}).values()))
 
+    def wait_up_to(self, limit: timedelta) -> None:
+        """Wait ``limit`` for a rank from now on, here and in groups that are made of this one."""
+        _set_timeout(self.group, limit)
+        self.timeout = timeout_of(self.group)
+
     def patient(self, seconds: float) -> GroupComm:
         """Make a gloo group of the same ranks, for CPU tensors, that waits ``seconds`` for a rank. Collective.
 
@@ -406,11 +411,14 @@ def _inherit_timeout(group: dist.ProcessGroup) -> None:
     ``init_device_mesh`` does not pass on ``init_process_group(timeout=...)``.
     """
     whole, limit = timeout_of(dist.group.WORLD), timeout_of(group)  # type: ignore[arg-type]
-    if whole is None or limit is None or limit not in _DEFAULTS:
-        return
+    if whole is not None and limit is not None and limit in _DEFAULTS:
+        _set_timeout(group, whole)
+
+
+def _set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
     for backend in _backends(group):
         if hasattr(backend, "_set_default_timeout"):
-            backend._set_default_timeout(whole)
+            backend._set_default_timeout(limit)
 
 
 _DEFAULTS = [getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")]

@@ -159,7 +159,7 @@ class Stop:
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
-        self.processes, self.number, self._came, self._said = processes, 0, 0.0, False
+        self.processes, self.number, self._came, self._announced = processes, 0, 0.0, False
 
     def pass_on(self, number: int, frame: object) -> None:
         """Pass a first signal on to the ranks; end this process, and so them, at a second one."""
@@ -172,8 +172,8 @@ class Stop:
 
     def check(self) -> None:
         """Say what is being waited for, if ranks that are in a step have not ended at once."""
-        if self.number and not self._said and time.monotonic() > self._came + PATIENCE_S:
-            self._said = True
+        if self.number and not self._announced and time.monotonic() > self._came + PATIENCE_S:
+            self._announced = True
             say("thinwire: ending after this step, which saves the run; Ctrl-C again: at once", sys.stderr)
 
 

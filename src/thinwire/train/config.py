@@ -163,11 +163,11 @@ class Config:
     """Folder for the run's files: settings, plan, metrics, report, checkpoints."""
     overwrite: bool = False
     """Start afresh in a folder that holds a run; that run is removed."""
-    track: tuple[Literal["csv", "wandb", "trackio"], ...] = ()
+    track: tuple[Literal["csv", "wandb", "trackio", "mlflow"], ...] = ()
     """Send the numbers of metrics.jsonl to trackers, too: csv (metrics.csv in --out), wandb (Weights & Biases),
-    trackio."""
+    trackio, mlflow."""
     track_project: str = "thinwire"
-    """Name of the project at the tracker."""
+    """Name of the project at the tracker; with mlflow, of the experiment."""
 
     eval_every: CountOrZero = 100
     """Steps between evaluations, besides those at the start and at the end; 0: only those two."""
@@ -197,7 +197,7 @@ class Config:
     check_every: CountOrZero = 0
     """Steps between comparisons of the weights of all ranks, by hashes; 0: never."""
     timeout: Seconds = 120.0
-    """Seconds to wait for the other ranks."""
+    """Seconds to wait for the other ranks; more where the link, measured at the start, needs longer for a step."""
     file_timeout: Seconds = 3600.0
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
@@ -370,4 +370,4 @@ def from_arguments(arguments: list[str], source: str = "") -> Config:
             default = from_yaml(Path(name))
             del arguments[i : i + (1 if "=" in word else 2)]
             break
-    return read_options(Config, arguments, "thinwire train", default=default, source=source, more=[CONFIG])
+    return read_options(Config, arguments, "thinwire train", default=default, source=source, extra=[CONFIG])

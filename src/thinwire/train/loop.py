@@ -32,6 +32,7 @@ from thinwire.train.checkpoint.store import Checkpoints
 from thinwire.train.config import Config
 from thinwire.train.data.windows import IGNORED, batches
 from thinwire.train.job.collective import Collective
+from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, rebuild_buckets, wrap
@@ -130,6 +131,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         net = (inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))).to(ranks.device)
         self.parameters = sum(parameter.numel() for parameter in net.parameters())
+        self.patience = fit_timeout(ranks.comm, self.parameters, config.timeout)
         self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
         self.bf16, self.net = bf16, net if config.engine == "ddp" else wrap(net, config, ranks, bf16)
         self.optimizer = make_optimizer(self.net, config)
@@ -351,7 +353,7 @@ class Trainer:
         write(config.out / "config.yaml", config.to_yaml())
         by_method = config.optimizer is None and config.optimizer_name != "adamw"
         optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method
-        write(config.out / "plan.txt", f"{self.wire.plan.text()}\noptimizer: {optimizer}\n")
+        write(config.out / "plan.txt", f"{self.wire.plan.text()}\noptimizer: {optimizer}\n{self.patience}\n")
 
     def _headline(self) -> str:
         config, ranks, family = self.config, self.ranks, self.checkpoints.description["family"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.extras import version
+from thinwire.base.version import __version__
 from thinwire.methods import AUTO, resolve
 from thinwire.train.config import SHAPE, Config
 from thinwire.train.model.shapes import ModelConfig
@@ -80,7 +80,7 @@ def describe_run(
         "method": config.method if config.chooses else str(resolve(config.method)),
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{sharing} x {world_size // sharing}",
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
-        "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": version(),
+        "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": __version__,
     }  # fmt: skip
     return {name: list(value) if isinstance(value := settings[name], tuple) else value for name in TABLE}
 
