@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import re
 import shlex
 import statistics
@@ -25,7 +23,7 @@ from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network, share
 from thinwire.lab.progress import Progress
-from thinwire.lab.run import launch, open_cluster, say
+from thinwire.lab.run import describe_machine, launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
@@ -216,7 +214,7 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
         **{name: getattr(settings, name) for name in own},
         "seeds": list(settings.seed_numbers),
         "extra": list(settings.extra),
-        "machine": machine(),
+        "machine": describe_machine(),
         "link": settings.parse_link().text,
         "distance": link.distance,
         "delay_s": link.delay,
@@ -228,18 +226,6 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
         "forwarded": cluster.forwarded(),
         "emulated_network": cluster.emulated,
     }
-
-
-def machine() -> str:
-    """Describe processor, operating system, and the versions of Python, torch and Thinwire."""
-    model = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
-    return f"{os.cpu_count()} x {model}, {system}, torch {metadata.version('torch')}, Thinwire {__version__}"
 
 
 def _write(report: dict[str, Any], out: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import signal
 import subprocess
 import sys
@@ -148,3 +150,15 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         kill_group(process, signal.SIGKILL)
         process.wait()
+
+
+def describe_machine() -> str:
+    """Describe processor, operating system, and the versions of Python, torch and Thinwire."""
+    model = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} x {model}, {system}, torch {metadata.version('torch')}, Thinwire {__version__}"
