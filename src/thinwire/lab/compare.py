@@ -9,7 +9,6 @@ import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +17,6 @@ from tyro.conf import Fixed, Suppress
 from thinwire.base import terminal
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
-from thinwire.base.version import __version__
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network, share

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import IO
 
 from thinwire.base import terminal
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import POLL_S, Bytes, wait
+from thinwire.base.version import __version__
 from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
 from thinwire.lab.link import Link
 

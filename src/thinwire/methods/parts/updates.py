@@ -108,7 +108,7 @@ class UpdateSpace:
         # For each tensor in this step: (sum_S (mean g)^2, sum_S mean g^2), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # norm of the first values of each c, and how many
-        self._scaled: Tensor | None = None
+        self._scaled: tuple[Tensor, Any] | None = None  # the flag on the host, and the event after which it is there
 
     @property
     def names(self) -> Collection[str]:
@@ -179,13 +179,23 @@ class UpdateSpace:
         self._scaled = None
         if probes:
             lengths, sent = torch.stack(_lengths(probes)), torch.stack(sent_lengths)
-            self._scaled = ((lengths - sent).abs() > 0.01 * sent).any()
+            self._note_scaled(((lengths - sent).abs() > 0.01 * sent).any())
         self._lengths.clear()
+
+    def _note_scaled(self, flag: Tensor) -> None:
+        """Send ``flag``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
+        if not flag.is_meta:
+            host = devices.host_memory((), flag.device, torch.bool)
+            self._scaled = host.copy_(flag, non_blocking=True), devices.mark(flag.device)
 
     def refuse_scaled(self) -> None:
         """Raise ThinwireError if something scaled the previous step: see ``take_steps``."""
-        if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
-            self._scaled = None
+        if self._scaled is None:
+            return
+        (scaled, copied), self._scaled = self._scaled, None
+        if copied is not None:
+            copied.synchronize()  # over, unless nobody has waited for the step's flag
+        if bool(scaled):
             raise ThinwireError(
                 f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
                 "it: clip with wire.clip_grad_norm_, which leaves steps alone"
