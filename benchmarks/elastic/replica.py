@@ -94,7 +94,7 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
         if step > before:
             line["hash"] = digest(model)
         if wire is not None and wire.turnover.losses:
-            line["lost"] = round(sum(loss.norm**2 for loss in wire.turnover.losses) ** 0.5, 6)
+            line["lost"] = round(sum(loss.norm**2 for loss in wire.turnover.losses.values()) ** 0.5, 6)
         print(json.dumps(line), flush=True)
     seconds = time.time() - began
     print(json.dumps({"replica": options.name, "done": True, "seconds": round(seconds, 2)}), flush=True)

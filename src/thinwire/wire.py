@@ -352,8 +352,8 @@ class Wire:
         self._run = run
         self._hooks: list[RemovableHandle] = []
         self._state = method.state = State(method.card.offloaded_kinds)
-        rank, ranks = engine.place if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
-        self._about = Header.of_run(rank, ranks, engine, run, method, inner, safety.outlier_clip)
+        place = (0, 1) if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
+        self._about = Header.of_run(*place, engine, run, method, inner, safety.outlier_clip)
         self._stages = None if options.stages is None else GroupComm(options.stages, ledger, device=self._device)
         self._guard = Guard([*engine.comms, *([] if self._stages is None else [self._stages])], safety.guard)
         stages = [
@@ -624,7 +624,7 @@ class Wire:
         (name, step, norm): what waited on each replica that left."""
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
         cut = {} if self._stage.bound is None else self._stage.bound.facts()
-        lost = [] if self.turnover is None else [asdict(loss) for loss in self.turnover.losses]
+        lost = [] if self.turnover is None else [loss._asdict() for loss in self.turnover.losses.values()]
         return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": cut, "lost": lost}
 
     def memory_bytes(self) -> int:

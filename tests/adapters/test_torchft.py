@@ -120,7 +120,7 @@ def test_a_run_of_one_replica(manager):
         same = all(map(torch.equal, before, model.parameters()))
         assert same is not counts
     assert (wire.step, wire.skipped, manager.step) == (3, 1, 2)
-    assert set(manager.functions) == {adapter.KEY}
+    assert set(manager.functions) == {"thinwire"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is not None, reason="torchft is installed")

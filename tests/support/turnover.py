@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import LostRank
-from thinwire.core.members import Give, Members, Take
 from thinwire.core.method import Method
 from thinwire.core.safety import Safety
 from thinwire.core.state import dump_state, written_rows
 from thinwire.engines.replicas import Replicas
+from thinwire.network.comm import Membership
 from thinwire.network.ledger import Ledger
-from thinwire.network.membership import Membership
 from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.wire import Options, Wire, join
 
@@ -77,7 +76,7 @@ class FaultyComm(ThreadComm):
         raise Killed if fault.deadly else LostRank(self.rank, [], "swap", 0.0, "a lost message")
 
 
-class ScriptedMembers(Members):
+class ScriptedMembers:
     """Members that are told by the schedule who takes part.
 
     Attributes:
@@ -106,7 +105,7 @@ class ScriptedMembers(Members):
     def fall_behind(self) -> None:
         self.step = 0
 
-    def offer(self, give: Give, take: Take) -> None:
+    def offer(self, give: Any, take: Any) -> None:
         self.give, self.take = give, take
 
 
@@ -267,7 +266,7 @@ class Run:
         source = max(self.replicas, key=lambda replica: replica.members.step)
         stale = []
         for rank, replica in enumerate(self.replicas):
-            replica.members.membership = Membership.apart(rank, len(names), self._number, names)
+            replica.members.membership = Membership(rank, tuple(range(len(names))), self._number, tuple(names))
             behind = replica.members.step < source.members.step
             stale.append(behind and not torch.equal(replica.weights, source.weights))
             if behind:

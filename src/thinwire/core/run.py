@@ -145,9 +145,7 @@ class Step:
     def attempt(self, exchange: Callable[[int], T]) -> T | None:
         """Return ``exchange(number)``, an exchange of a method's own, which ``agree`` is to follow.
 
-        Where replicas come and go (``around``) it first asks who takes part, by which ``number`` may change, and
-        returns None if one is lost.
-        """
+        Where replicas come and go (``around``), ``number`` may be another one then; None: a replica was lost."""
         return exchange(self.number) if self.around is None else self.around(exchange)
 
     @functools.cached_property

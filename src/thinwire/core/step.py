@@ -321,8 +321,8 @@ class StepLoop:
             self.state.rollback(resting, kinds=self.method.card.promise.waits)
 
     def _step(self) -> Step:
-        around = functools.partial(self.engine.attempt, self.road)
-        return Step(self.road.step, self.optimizers, self.weights, self.clip_factor, self._agree, around)
+        around, number = functools.partial(self.engine.attempt, self.road), self.road.step
+        return Step(number, self.optimizers, self.weights, self.clip_factor, self._agree, around)
 
     def _agree(self, values: Iterable[Tensor]) -> bool:
         """Agree, for a method, whether all ``values`` are finite on all ranks."""

@@ -13,10 +13,11 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.base.errors import DamagedMessage, LostRank, ThinwireError
+from thinwire.base.errors import DamagedMessage, LostRank
 from thinwire.network.checksum import seal, unseal
 from thinwire.network.ledger import Ledger
-from thinwire.network.membership import Membership
 
 Work = dist.Work
 """A collective under way; ``wait()`` completes it."""
@@ -39,13 +39,24 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
+class Membership(NamedTuple):
+    """Who takes part: this is rank ``rank``; rank r is on node ``nodes[r]``.
+
+    Where replicas come and go, a later membership has a larger ``number``, the same on all ranks, and ``names`` are the
+    replicas' in rank order; a process that starts again has another name.
+    """
+
+    rank: int
+    nodes: tuple[int, ...]
+    number: int = 0
+    names: tuple[str, ...] = ()
+
+
 class Comm(ABC):
     """A group of ranks: this is ``rank`` of ``size``; rank r is ``ranks[r]`` in the job, and on node ``nodes[r]``.
 
-    All ranks call the same verbs in the same order, which never depends on data or on the rank.
-
-    Attributes:
-        membership: who takes part. It changes only through ``take``, between two steps, where replicas come and go.
+    All ranks call the same verbs in the same order, which never depends on data or on the rank. Who takes part is the
+    value ``membership``, which changes only through ``take``, between two steps, where replicas come and go.
     """
 
     def __init__(self, rank: int, nodes: Sequence[int], ledger: Ledger) -> None:
@@ -54,10 +65,11 @@ class Comm(ABC):
 
     def take(self, membership: Membership) -> None:
         """Go on as ``membership`` says; nothing may be under way."""
-        self.membership = membership
-        self.ranks: Sequence[int] = range(membership.size)
-        self.rank, self.size, self.nodes = membership.rank, membership.size, membership.nodes
-        self.one_node = membership.one_node
+        self.membership, self.rank, self.nodes = membership, membership.rank, membership.nodes
+        self.size = len(self.nodes)
+        self.ranks: Sequence[int] = range(self.size)
+        self.one_node = len(set(self.nodes)) == 1
+        self._peers = Counter(self.link(peer) for peer in range(self.size) if peer != self.rank)
 
     checksums = False
     """Append a checksum to every row that one rank sends another (:mod:`thinwire.network.checksum`)."""
@@ -66,7 +78,7 @@ class Comm(ABC):
 
     def link(self, peer: int) -> str:
         """Name the link from this rank to ``peer``."""
-        return self.membership.link(peer)
+        return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
@@ -135,7 +147,7 @@ class Comm(ABC):
     def _count_peers(self, kind: str, nbytes: float) -> None:
         """Count ``nbytes`` to every other rank."""
         self.ledger.call(kind)
-        for link, peers in self.membership.peers.items():
+        for link, peers in self._peers.items():
             self.ledger.count(link, peers * nbytes)
 
     @contextmanager
@@ -352,11 +364,6 @@ class GroupComm(Comm):
             out[self.rank].copy_(rows[self.rank])
         return _PeerMessages(self, verb, works)
 
-    @property
-    def limit(self) -> tuple[timedelta, ...]:
-        """The argument of a work's ``wait``, if there is a limit."""
-        return () if self.timeout is None else (self.timeout,)
-
     def _send(self, message: Tensor, peer: int, tag: int) -> Work | None:
         return dist.isend(message, self.ranks[peer], group=self.group, tag=tag)
 
@@ -365,14 +372,12 @@ class GroupComm(Comm):
 
 
 class ManagedComm(GroupComm):
-    """The verbs on a gloo group outside of ``torch.distributed``'s own, which somebody else makes anew when ranks come
-    or go (torchft's ``ProcessGroup``): ``take`` then says who takes part.
+    """The verbs on torchft's gloo group, which is made anew when ranks come or go: ``take`` then says who takes part.
 
-    Every rank counts as a node of its own. Any error of the group is a lost rank.
+    Any error of the group is a lost rank. ``timeout``: how long a rank waits for the others.
     """
 
     def __init__(self, group: Any, ledger: Ledger, timeout: timedelta) -> None:
-        """``timeout``: how long a rank waits for the others."""
         self.group, self.device, self.timeout = group, torch.device("cpu"), timeout
         Comm.__init__(self, 0, [0], ledger)
         self._point_to_point = self.reduce_scatter_is_all_reduce = True
@@ -388,8 +393,8 @@ class ManagedComm(GroupComm):
         try:
             yield
         except (RuntimeError, AssertionError) as error:  # an assertion: the group is gone
-            others = [rank for rank in range(self.size) if rank != self.rank] if peer is None else [peer]
-            raise LostRank(self.rank, others, verb, time.monotonic() - began, network_words(error)) from None
+            lost = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
+            raise LostRank(self.rank, lost, verb, time.monotonic() - began, network_words(error)) from None
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Work | None:
         return self.group.send([message], peer, tag)
@@ -401,12 +406,9 @@ class ManagedComm(GroupComm):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)  # gloo has no mean
         with self.waiting("all-reduce"):
-            self.group.allreduce([tensor], options).wait(*self.limit)
+            self.group.allreduce([tensor], options).wait(self.timeout)  # type: ignore[arg-type]
         if op == "mean":
             tensor.div_(self.size)
-
-    def _reduce_scatter(self, out: Tensor, rows: Tensor, op: str) -> None:
-        raise ThinwireError("a managed group shards nothing: replicas hold whole parts of the weights")
 
 
 class _PeerMessages(Work):
@@ -425,7 +427,7 @@ class _PeerMessages(Work):
         self._comm, self._verb, self._works = comm, verb, works
 
     def wait(self, *timeout) -> bool:
-        limit = timeout or self._comm.limit
+        limit = timeout or (() if self._comm.timeout is None else (self._comm.timeout,))
         works, self._works = self._works, ()
         for peer, work in works:
             if work is not None:

@@ -150,26 +150,21 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
             if entry.resized != "anew":
                 moved[key] = value
             continue
-        served = entry.served
         whole = torch.zeros(_length(old, name), dtype=torch.float32, device=value.device)
-        for row, start, count in _row_spans(old, name, value.shape, served):
+        for row, start, count in _row_spans(old, name, value.shape, entry.served):
             whole[start : start + count] = value[row, :count]
-        target, share = (f"{kind.removesuffix('server')}residual/{name}", old.hops[-1][1]) if served else (key, 1)
-        rows = share * _cut_rows(whole, new, name, on_wire)
-        moved[target] = moved[target] + rows if target in moved else rows
+        residual = f"{kind.removesuffix('server')}residual/{name}"
+        target, share = (residual, old.hops[-1][1]) if entry.served else (key, 1)
+        rows = 1 if on_wire else new.hops[-1][1]
+        values_of_rank = whole[: new.parameters[name][1]]
+        span = share * torch.nn.functional.pad(values_of_rank, (0, -len(values_of_rank) % rows)).view(rows, -1)
+        moved[target] = moved[target] + span if target in moved else span
     return moved
 
 
 def kind_of(kinds: Mapping[str, StateKind], kind: str) -> StateKind:
     """Return the properties of ``kind``: those of the first name or pattern that fits it."""
     return next((entry for pattern, entry in kinds.items() if fnmatchcase(kind, pattern)), StateKind())
-
-
-def _cut_rows(whole: Tensor, header: Header, name: str, on_wire: bool) -> Tensor:
-    """Cut ``whole`` (numel or more,) into the rows (R, span) of a bucket on ``header``'s rank, which gets all of it."""
-    rows, local = 1 if on_wire else header.hops[-1][1], header.parameters[name][1]
-    values = whole[:local]
-    return torch.nn.functional.pad(values, (0, -local % rows)).view(rows, -1)
 
 
 def has_rows(key: str) -> bool:
