@@ -20,7 +20,6 @@ html_css_files = ["site.css"]
 html_copy_source = True
 copybutton_prompt_text = "$ "
 copybutton_exclude = ".linenos, .gp, .go"
-viewcode_follow_imported_members = False
 exclude_patterns = ["data"]
 highlight_language = "text"
 myst_heading_anchors = 4
