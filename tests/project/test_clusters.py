@@ -193,6 +193,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
+SchedulerParameters=batch_sched_delay=0
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -248,6 +249,7 @@ def _shell(command: list[str], environment: dict[str, str]) -> str:
 
 
 @pytest.mark.skipif(bool(lacking()), reason=lacking())
+@pytest.mark.skipif(not ALL, reason="SLURM's daemons take their time: THINWIRE_TESTS=all")
 def test_a_job_of_slurm_trains_on_all_its_tasks(tmp_path):
     """The script of examples/clusters, whose two nodes are two tasks of the one that is here."""
     program = tmp_path / "bin" / "thinwire"
@@ -256,21 +258,15 @@ def test_a_job_of_slurm_trains_on_all_its_tasks(tmp_path):
     program.chmod(0o755)
     with slurm(tmp_path) as environment:
         environment["PATH"] = f"{program.parent}:{environment['PATH']}"
-        command = [
-            "sbatch",
-            "--wait",
-            "--nodes=1",
-            "--ntasks=2",
-            "--ntasks-per-node=2",
-            "--overcommit",
-            f"--chdir={tmp_path}",
-            f"--output={tmp_path}/job.out",
-            str(CLUSTERS / "slurm.sh"),
-            "--method=int8",
-            "--preset=tiny",
-            "--steps=2",
-        ]
-        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 * PATIENCE)
-        printed = (tmp_path / "job.out").read_text() if (tmp_path / "job.out").exists() else ""
-    assert job.returncode == 0, job.stdout + job.stderr + printed
+        asked = ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--overcommit", f"--chdir={tmp_path}"]
+        job = _shell(
+            ["sbatch", "--parsable", f"--output={tmp_path}/job.out", *asked, str(CLUSTERS / "slurm.sh"),
+             "--method=int8", "--preset=tiny", "--steps=2"], environment,
+        ).strip()  # fmt: skip
+        deadline = time.monotonic() + 240 * PATIENCE
+        while "COMPLETED" not in (state := _shell(["scontrol", "--oneliner", "show", "job", job], environment)):
+            printed = (tmp_path / "job.out").read_text() if (tmp_path / "job.out").exists() else ""
+            assert time.monotonic() < deadline and "FAILED" not in state, f"{state}\n{printed}"
+            time.sleep(0.3)
+        printed = (tmp_path / "job.out").read_text()
     assert "2 ranks on 1 node" in printed and LAST.search(printed), printed

@@ -44,7 +44,7 @@ RECORDS = ("log.md", "runs.md", "speed.md")
 """Pages of what was measured, in the words of its day: a method or knob in them may have left the library."""
 PAST = re.compile(
     r"bf16-acc32|fp8|demo|frozen-adam|mask='shared'|:shared|choosers|:recommended|:ls1|:diloco|:sparseloco|factored|payload|clip="
-    r"|update='printed'|estimator='(?:srht|orthonormal|shrunk)'|restart="
+    r"|direction=|update='printed'|estimator='(?:srht|orthonormal|shrunk)'|restart="
 )
 """What may be in them without being there today."""
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.base.device import streams, upload
+from thinwire.base import device as devices
+from thinwire.base.device import upload
 
 
 def seed_of(seed: int, name: str, step: int = 0) -> int:
@@ -48,7 +49,7 @@ class Pool:
 
     def keys(self, device: torch.device) -> Tensor:
         """Return the keys (m,) int32 on ``device``, in the order of ``seeds``."""
-        backend = streams(device)  # another stream cannot rely on this one's copy
+        backend = devices.streams(device)  # another stream cannot rely on this one's copy
         stream = device if backend is None else backend.current_stream(device)
         if stream not in self._keys:
             self._keys[stream] = upload([key_of(seed) for seed in self.seeds], device)

@@ -278,7 +278,8 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        windows = verdict.read_windows(directory / verdict.WINDOWS)
+    except (OSError, ValueError, KeyError) as error:
         raise ThinwireError(f"no readable run in {directory}: {error}") from None
     if not math.isfinite(verdict.final_loss(summary)):
         raise ThinwireError("it diverged: its loss is not finite")
@@ -287,6 +288,7 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         "seconds": outcome.seconds,
         "summary": summary,
         "rows": [row for row in rows if "loss" in row],  # rows of steps, without rows of evaluations
+        "windows": windows,
         "node_totals": None if outcome.traffic is None else [traffic._asdict() for traffic in outcome.traffic],
     }
 
@@ -381,9 +383,9 @@ def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None
 
 
 def for_json(value: Any) -> Any:
-    """Return the report without the rows of metrics.jsonl, and named tuples as dictionaries."""
+    """Return the report without steps' rows and windows' losses, and named tuples as dictionaries."""
     if isinstance(value, dict):
-        return {key: for_json(item) for key, item in value.items() if key != "rows"}
+        return {key: for_json(item) for key, item in value.items() if key not in ("rows", "windows")}
     if hasattr(value, "_asdict"):
         return value._asdict()
     return [for_json(item) for item in value] if isinstance(value, list) else value

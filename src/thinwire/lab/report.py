@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt  # rich brings it
 from rich import box
 from rich.table import Table
 
-from thinwire.lab import framing
+from thinwire.lab import framing, verdict
 from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
 from thinwire.plan.plan import human
 
@@ -46,7 +46,7 @@ def _gap(run: Run) -> str:
     span = run["loss_gap"]
     if span is None or run["method"] in (SILENT, DENSE):
         return "-"
-    return percent(span.mean) + _spread(run, span, ".1%")
+    return percent(span.mean) + (f" ± {span.half:.1%}" if span.half else "")
 
 
 def _spread(run: Run, span: Span | None, digits: str) -> str:
@@ -97,7 +97,9 @@ def cells(run: Run, columns: Sequence[str]) -> list[str]:
 
 def title(report: dict[str, Any]) -> str:
     seeds = f", {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
-    return f"{report['preset']}, {report['steps']} steps{seeds}, {network(report)}"
+    ended = next((run for run in reversed(report["runs"]) if not run["failed"]), None)
+    long = f"{report['steps']} steps" if ended is None else verdict.length(report, ended)
+    return f"{report['preset']}, {long}{seeds}, {network(report)}"
 
 
 def table(report: dict[str, Any], terminal: bool = False) -> Table:
@@ -141,8 +143,9 @@ def explained(report: dict[str, Any]) -> list[str]:
         "link use: kernel bytes over what the link could carry while a collective was in flight (small messages can "
         "pass 100%: a burst of 66 kB, or 1 ms of the rate, goes through at once).",
         "loss to dense: the final loss on held-out text (on training text where there was no evaluation) above "
-        "dense's" + ("; ±: half of the 95% t-interval over seeds, each method with the same ones."
-                     if len(report["seeds"]) > 1 else ", of one seed."),
+        "dense's. ±: half of a 95% interval, 1.96 standard errors of the difference on the same stretches of that text"
+        + (", and the t-interval over seeds, each method with the same ones." if len(report["seeds"]) > 1 else
+           "; it says nothing of other seeds. None: the run has no losses by window."),
         "s to dense's loss, tokens to it: seconds of training, and tokens of all ranks, until the training loss was "
         "down at dense's at the end; both averaged over as many steps as are a tenth of the run.",
     ]  # fmt: skip

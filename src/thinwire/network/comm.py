@@ -226,10 +226,13 @@ class GroupComm(Comm):
         self._idle: list[dist.ProcessGroup] | None = None  # where ``release`` puts the group
 
     @classmethod
-    def aside(cls, group: dist.ProcessGroup) -> GroupComm:
-        """Make a double of ``group`` for uncounted messages beside the exchange, on a device that it supports."""
-        kinds = {device.type for device in _devices(group)}
-        return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
+    def aside(cls, group: dist.ProcessGroup, device: torch.device) -> GroupComm:
+        """Make a double of ``group`` for uncounted messages beside the exchange.
+
+        They are CPU tensors if it carries those. If not (NCCL alone), they are on ``device``, the model's, with its
+        number: "cuda" without one is the current device, which is cuda:0 on every rank until a program sets it.
+        """
+        return cls(group, Ledger(), device="cpu" if _carries_cpu_tensors(group) else device)
 
     def twin(self) -> GroupComm:
         """Make another process group of the same ranks, which another thread may use beside this one."""
@@ -422,6 +425,11 @@ def _set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 
 _DEFAULTS = [getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")]
+
+
+def _carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    kinds = {device.type for device in _devices(group)}
+    return "cpu" in kinds or not kinds
 
 
 def _devices(group: dist.ProcessGroup) -> Sequence[torch.device]:

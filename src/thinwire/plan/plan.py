@@ -211,7 +211,7 @@ class Plan:
     def memory_bytes(self) -> int | None:
         """The bytes that this rank needs at its peak, beyond the stock engine's; None without the engine's layout."""
         memory = None if self._layout is None else self.dry_run.memory
-        return None if memory is None else memory.peak
+        return None if memory is None or self._layout is None else memory.peak + self._layout().held
 
     def _share(self, stage: Stage) -> float | None:
         carrier = carrier_of(stage.method)

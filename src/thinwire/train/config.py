@@ -109,12 +109,16 @@ class Config:
     """Sequences per rank and micro-batch."""
     accumulate: Count = 1
     """Micro-batches per optimizer step."""
-    optimizer: Literal["adamw", "adams", "sgd"] | None = None
+    optimizer: Literal["adamw", "adams", "sgd", "muon"] | None = None
     """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (dgc).
-    Default: what the method is made for, of most adamw."""
+    muon: torch.optim.Muon for the hidden matrices, in steps of AdamW's size, and adamw for the rest. Default: what the
+    method is made for, of most adamw."""
     lr: Rate | None = None
     """Learning rate at the top of the schedule. Default: 2e-3, or for models wider than 256 less, as one over the width
     (512: 5e-4); 2e-5 with --init, 2e-4 with --lora."""
+    muon_lr: Rate | None = None
+    """With --optimizer muon, the matrices' rate at the top of the schedule (trickle:muon bears twice dense's). Default:
+    --lr."""
     lr_end: ShareOrZero = 0.1
     """Learning rate at the end, as a share of the top."""
     warmup: ShareOrZero = 0.05
@@ -141,7 +145,8 @@ class Config:
     eval_every: CountOrZero = 100
     """Steps between evaluations (also at the start and at the end); 0: only those two."""
     eval_sequences: CountOrZero = 64
-    """Held-out sequences per evaluation, over all ranks (0: no evaluation)."""
+    """Held-out sequences per evaluation, over all ranks (0: no evaluation). The one at the end takes all, up to 2
+    million tokens and half as many as were trained on; valid_losses.csv has their losses one by one."""
     checkpoints: bool = True
     """Save at the end, and on SIGTERM or Ctrl-C before ending."""
     checkpoint_every: CountOrZero = 0
@@ -261,6 +266,8 @@ class Config:
             raise ThinwireError("--checkpoint-every is not for --no-checkpoints")
         if self.overwrite and self.resume:
             raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
+        if self.muon_lr is not None and self.optimizer != "muon":
+            raise ThinwireError("--muon-lr is for --optimizer muon")
         if self.bucket_mb is not None and self.engine != "ddp":
             raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}")
         for name in ("data", "lora", "lora_alpha", "lora_targets"):

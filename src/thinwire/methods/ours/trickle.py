@@ -18,8 +18,12 @@ values; it adds s, which waits there, to their mean, and sends the largest of th
 On FSDP2 the owners of the weights are the servers. The step is zero off the mask of c, so that weights are gathered at
 the mask, too (``weights``, ``parts/atmask.py``).
 
+Matrices that the user's ``torch.optim.Muon`` holds take Muon's step of this rank's momentum for u_n
+(``parts/muon.py``). Send three values of a hundred then (``trickle:muon``) and take twice the rate of dense Muon.
+
 A share of what is sent is delivered, and the rest goes on waiting: at a density of 0.01 all is delivered, at 0.05 a
 fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there.
+Muon's steps are delivered whole, too.
 """
 
 from __future__ import annotations
@@ -71,6 +75,7 @@ class Trickle(TopK):
     name: ClassVar[str] = "trickle"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "d0.003": {"density": 0.003},
+        "muon": {"density": 0.03},
         "merged": {"mask": "merged", "bits": 4},
     }
 
