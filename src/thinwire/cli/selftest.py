@@ -156,7 +156,7 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
     else:
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer_class = torch.optim.AdamW if method is None else method.OPTIMIZER
-    optimizer = optimizer_class(model.parameters(), lr=1.0 if optimizer_class is torch.optim.SGD else 3e-3)
+    optimizer = optimizer_class(model.parameters(), lr=0.2 if optimizer_class is torch.optim.SGD else 3e-3)
     wire = None if method is None else compress(model, optimizer, method, steps=steps)
     losses = []
     for _ in range(steps):
