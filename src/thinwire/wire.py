@@ -207,10 +207,11 @@ def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Ag
         {parameter.name: parameter for parameter in engine.parameters.values()}, engine.hops[-1], options.steps,
         options.seed, options.optimizers, _weights(engine, options.optimizers), engine.rank,
         scaler is not None and scaler.is_enabled(), len(engine.hops), engine.chunk, engine.gathers,
+        engine.hops[0] if len(engine.hops) > 1 else None,
     )  # fmt: skip
     method.begin(run)
     if inner is not None:
-        inner.begin(replace(run, exchange=engine.hops[0], hop=1))
+        inner.begin(replace(run, exchange=engine.hops[0], hop=1, inside=None))
     return Wire(engine, run, options, ledger, inner)
 
 

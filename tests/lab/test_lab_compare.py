@@ -117,7 +117,8 @@ def test_compare(tmp_path: Path, program: tuple[str, ...], extra: list[str], sou
     said = capsys.readouterr().out
     assert "int8(group=64)" in said and said.startswith(report["verdict"]) and report["verdict"] in written + page
     assert report["verdict"] == (
-        "bf16: 1.3x faster than dense, loss +0.0%; int8(group=64): 1.5x faster, loss +0.0%; losses are from one seed"
+        "bf16: 1.3x faster than dense, loss +0.0%; int8(group=64): 1.5x faster, loss +0.0%; "
+        "losses are after 5 steps, of one seed"
     )
     with pytest.raises(ThinwireError, match="not empty"):
         module.compare(comparison(methods, 5, out=out, program=program))

@@ -1,6 +1,6 @@
 """Methods on ranks that are threads: what each rank got, sent and keeps.
 
-    results = reduce_on_threads(MyMethod, my_gradients, topology="all_reduce", size=4, shapes={"w": 1000}, steps=100)
+results = reduce_on_threads(MyMethod, my_gradients, topology="all_reduce", size=4, shapes={"w": 1000}, steps=100)
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ def reduce_on_threads(
         return results
 
     return world.run(body)
+
+
+class FlatMuon(torch.optim.Muon):
+    """torch's Muon for virtual ranks, whose weights are flat. It steps none: that is left to the method."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3, **settings: Any) -> None:
+        defaults = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))], lr=lr, **settings).defaults
+        torch.optim.Optimizer.__init__(self, parameters, defaults)
+
+    def _init_group(self, *lists: Any) -> bool:
+        return False
 
 
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:

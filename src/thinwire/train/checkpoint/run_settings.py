@@ -38,7 +38,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "accumulate": (DATA, "micro-batches per step"),
     "valid_text": (EXACT, "hash of the tokens that are evaluated on"),
     "steps": (EXACT, "steps of the whole run: the learning rate's schedule, a method's start as a share"),
-    **dict.fromkeys(("lr", "lr_end", "warmup"), (EXACT, "the learning rate's schedule")),
+    **dict.fromkeys(("lr", "muon_lr", "lr_end", "warmup"), (EXACT, "the learning rate's schedule")),
     **dict.fromkeys(("weight_decay", "betas"), (EXACT, "the optimizer's settings")),
     "clip": (EXACT, "largest norm of the gradient"),
     "guard": (EXACT, "whether steps are skipped"),
