@@ -361,7 +361,6 @@ class Wire:
             for hop, exchange in zip([method] if inner is None else [inner, method], engine.hops, strict=True)
         ]
         self._road, self._stage, card = Road(stages, engine.levels), stages[-1], method.card
-        self.plan = self._make_plan()
         compresses = len(self._stage.dense) < len(run.parameters)
         # Where ranks go their own ways, gradients are clipped before they move what is kept.
         if safety.outlier_clip is not None and card.keeps_state and card.alone_from is None and compresses:
@@ -378,7 +377,8 @@ class Wire:
                 engine.members, engine.across, self._step_loop, self._stage, run, self._about, self._renew
             )
 
-    def _make_plan(self) -> Plan:
+    @functools.cached_property
+    def plan(self) -> Plan:
         engine, guard = self.engine, self._guard
         return Plan(
             self._road, self._run, engine.kind, engine.wire_dtype, layout=engine.layout,
@@ -388,8 +388,8 @@ class Wire:
     def _renew(self, about: Header, run: Run) -> None:
         """Go on in another membership."""
         self._about, self._run = about, run
-        self.__dict__.pop("_form", None)
-        self.plan = self._make_plan()
+        for name in ("plan", "_form"):
+            self.__dict__.pop(name, None)
 
     def attach(self) -> None:
         """Hook into optimizers and engine; ``compress()`` calls this once all ranks have agreed."""

@@ -44,9 +44,6 @@ def compress(
         model: the bare module, on a CPU. optimizer, method, steps, seed, safety: as for :func:`thinwire.compress`.
         manager: a ``torchft.Manager`` with ``use_async_quorum=False``, a ``ProcessGroupGloo``, and world size mode
             ``DYNAMIC``. Its timeout is how long a replica waits for the others in an exchange.
-
-    Raises:
-        ThinwireError: something cannot be carried; the message names it and the alternative.
     """
     _check(load("torchft"), manager, model, safety)
     ledger, optimizers = Ledger(), tuple(unwrapped(optimizer))

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from thinwire.core.road import Levels, Road
 
 
-T = TypeVar("T")
 Meet = Callable[[], None]
 """An engine calls it after it has read its model, before it makes groups of its own: collective."""
 
@@ -93,7 +92,7 @@ class Engine:
         """Agree whether the step counts: ``Guard.agree``."""
         return guard.agree(device, trouble, comms)
 
-    def attempt(self, road: Road, exchange: Callable[[int], T]) -> T | None:
+    def attempt(self, road: Road, exchange: Callable[[int], Any]) -> Any:
         """Return ``exchange(road.step)``, an exchange of a method's own, which ``agree`` is to follow."""
         return exchange(road.step)
 

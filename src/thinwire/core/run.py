@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.core.exchange import Exchange
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Step:
     agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
     around: Callable[[Callable[[int], Any]], Any] | None = None
 
-    def attempt(self, exchange: Callable[[int], T]) -> T | None:
+    def attempt(self, exchange: Callable[[int], Any]) -> Any:
         """Return ``exchange(number)``, an exchange of a method's own, which ``agree`` is to follow.
 
         Where replicas come and go (``around``), ``number`` may be another one then; None: a replica was lost."""

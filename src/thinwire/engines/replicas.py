@@ -12,22 +12,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import FailedExchange, ThinwireError
+from thinwire.base.errors import FailedExchange
 from thinwire.core.bucket import Layout, Piece
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import AllReduce
 from thinwire.core.names import describe
 from thinwire.core.road import Road
-from thinwire.core.step import ENDED, StepLoop
+from thinwire.core.step import StepLoop
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
-
-T = TypeVar("T")
 
 
 class Replicas(Engine):
@@ -38,7 +36,7 @@ class Replicas(Engine):
         failed: the error of the attempt under way, if it has failed. unsent: that of what was sent after the last vote.
     """
 
-    kind = "ddp"
+    kind, rank = "ddp", 0
     attempts: Any
 
     def __init__(self, model: Any, members: Any, across: Comm) -> None:
@@ -48,7 +46,7 @@ class Replicas(Engine):
         self.unsent: FailedExchange | None = None
         self._weights = [weight for weight in model.parameters() if id(weight) in self.parameters]
         self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
-        self._closed = self._joins_round = False  # was this replica away, and are the others at the end of a round?
+        self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
         for dtype in dict.fromkeys(weight.dtype for weight in self._weights):
             weights = [weight for weight in self._weights if weight.dtype == dtype]
@@ -56,10 +54,6 @@ class Replicas(Engine):
             names = [self.parameters[id(weight)].name for weight in weights]
             pieces = [Piece(name, start, w.numel()) for name, start, w in zip(names, offsets, weights, strict=True)]
             self._buffers.append((dtype, weights, tuple(pieces)))
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self.across.rank
 
     def layout(self) -> Layout:
         return Layout([pieces for *_, pieces in self._buffers], [dtype for dtype, *_ in self._buffers])
@@ -76,16 +70,10 @@ class Replicas(Engine):
     def end_step(self) -> None:
         self._exchanged, self.failed, self.void, self._joins_round = [], None, False, False
 
-    def close(self) -> None:
-        self._closed = True
-
     @torch.no_grad()
     def exchange(self) -> None:
-        if self._closed:
-            raise ThinwireError(ENDED.format(what="gradients were exchanged"))
-        if all(weight.grad is None for weight in self._weights) or self.failed is not None:
-            return
-        if self._exchanged and not self.dropped((), look=True):
+        done = self._exchanged and not self.dropped((), look=True)
+        if done or self.failed is not None or all(weight.grad is None for weight in self._weights):
             return
         with self._attempt():
             stale = self._meet() if not self._alone or not self.attempts.met else False
@@ -120,13 +108,13 @@ class Replicas(Engine):
         if self._joins_round:  # the end of the round will agree
             self._joins_round = False
             return False, False
-        verdict = float(guard.flag(device, trouble)) if guard.enabled else 0.0
-        guard.forget()
+        finite, stuck = guard.agree(device, trouble, [])
         if self.failed is None and comms is not None:  # a step alone
-            return verdict == 0, verdict == 2
+            return finite, stuck
+        verdict = 2.0 if stuck else float(not finite)
         waiting, agreed = list[float](), False
         if self.failed is None:
-            with self._attempt():
+            with self._attempt(self.attempts.doubt):
                 row = torch.tensor([verdict, self.attempts.waiting(), *self.attempts.branch], dtype=torch.float64)
                 rows = row.new_zeros(self.across.size, len(row))
                 self.across.all_gather(rows, row)
@@ -136,8 +124,6 @@ class Replicas(Engine):
                 # Else some went on while others, who count as many steps, took them again.
                 if self.attempts.branch != max(branches, key=lambda branch: branch[::-1]):
                     self.members.fall_behind()
-            if self.failed is not None:
-                self.attempts.doubt()
         counted = self.members.vote(agreed)
         if agreed and not counted:
             self.attempts.doubt()
@@ -153,8 +139,8 @@ class Replicas(Engine):
         unsent, self.unsent = self.unsent, None
         return self.attempts.meet(unsent)
 
-    def attempt(self, road: Road, exchange: Callable[[int], T]) -> T | None:
-        result: T | None = None
+    def attempt(self, road: Road, exchange: Callable[[int], Any]) -> Any:
+        result = None
         with self._attempt():
             self._meet()
             result = exchange(road.step)
@@ -168,10 +154,11 @@ class Replicas(Engine):
             self.unsent = error
 
     @contextmanager
-    def _attempt(self) -> Iterator[None]:
+    def _attempt(self, on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Keep a failure of the network for the vote."""
         try:
             yield
         except FailedExchange as error:
             error.__traceback__ = error.__cause__ = None  # whose frames would keep the broken group's messages alive
             self.failed, self.void = error, True
+            on_failure()

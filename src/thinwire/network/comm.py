@@ -404,11 +404,9 @@ class ManagedComm(GroupComm):
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)  # gloo has no mean
+        options.reduceOp = dist.ReduceOp(_OPS[op])
         with self.waiting("all-reduce"):
             self.group.allreduce([tensor], options).wait(self.timeout)  # type: ignore[arg-type]
-        if op == "mean":
-            tensor.div_(self.size)
 
 
 class _PeerMessages(Work):

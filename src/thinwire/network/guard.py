@@ -59,18 +59,15 @@ class Guard:
         """
         if not self.enabled:
             return True, trouble
-        flag = self.flag(device, trouble)
+        residues = self._residues or [torch.zeros((), dtype=torch.float32, device=device)]
+        flag = torch.stack(residues).sum().isnan().float().reshape(1)
+        if trouble:  # finite or not no longer matters
+            flag.fill_(2.0)
         for comm in self.comms if comms is None else comms:
             comm.all_reduce(flag, "max")
         verdict = flag.item()
         self.forget()  # once the device has read them
         return verdict == 0, verdict == 2
-
-    def flag(self, device: torch.device, trouble: bool = False) -> Tensor:
-        """Return this rank's flag (1,) float32: 2 in ``trouble``, 1 if a value was not finite, else 0."""
-        residues = self._residues or [torch.zeros((), dtype=torch.float32, device=device)]
-        flag = torch.stack(residues).sum().isnan().float().reshape(1)
-        return flag.fill_(2.0) if trouble else flag  # finite or not no longer matters
 
 
 def _wide(values: Sequence[Tensor]) -> torch.dtype | None:

@@ -15,9 +15,8 @@ equal parts of the same values. HSDP's shard is one of FSDP2's chunks.
 
 State without rows (a mask, a low-rank basis, a counter) moves as the method says: ``StateKind.resized``.
 
-Where replicas come and go (:func:`regroup`), nothing is saved and nobody is asked: each rank cuts its own rows anew
-and keeps all of them, so that the *sum* of e_n over the ranks that stay is conserved. An owner's row s, which stands
-for N s in that sum, joins what waits on its rank.
+Where replicas come and go (:func:`regroup`) each rank cuts its own rows anew in memory, and keeps all of e_n, so that
+their *sum* over the ranks that stay is conserved. An owner's row s, N s in that sum, joins what waits on its rank.
 """
 
 from __future__ import annotations

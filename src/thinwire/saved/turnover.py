@@ -1,11 +1,9 @@
 """Replicas that come and go: what becomes of a wire's state when they do.
 
-* Who stays keeps what waits on it (``resize.regroup``): the sum over those that stay is conserved.
-* Who leaves takes what waited on it along. It is counted as lost, by the last norm that all had agreed on.
-* Who joins gets weights, moments, the step, and what all hold alike from a replica that goes on; its own residual is
-  zero, and its averages begin as that replica's.
-* Who is behind, because it alone did not count a step that others counted, gets the same, and keeps its own residual:
-  the one *after* that step if the others had counted this very attempt, with what it sent in it, else the one before.
+* Who stays keeps what waits on it (``resize.regroup``). Who leaves takes it along: it is counted as lost.
+* Who joins gets weights, moments, the step, what all hold alike, and averages from a replica that goes on, and no
+  residual. Who is behind, because it alone did not count a step that others counted, keeps its own: the one *after*
+  that step if the others counted this very attempt, with what it sent in it, else the one before.
 
 An attempt has a name: the step's number and the membership's, which changes after every failure. Each replica keeps
 the names of those that counted (``_history``), and hands them to who joins.
@@ -32,8 +30,7 @@ from thinwire.network.comm import Comm, Membership
 from thinwire.saved.format import Header
 from thinwire.saved.resize import has_rows, kind_of, regroup
 
-History = Sequence[tuple[int, int]]
-"""(first step, number of the membership) of the attempts that counted."""
+History = Sequence[tuple[int, int]]  # (first step, number of the membership) of the attempts that counted
 
 
 class Loss(NamedTuple):
@@ -67,8 +64,6 @@ class Turnover:
         self.met = self.behind = self.asked = False
         members.offer(self.give, functools.partial(setattr, self, "_received"))
 
-    # Around an attempt.
-
     def meet(self, unsent: FailedExchange | None = None) -> bool:
         """Ask who takes part, and go on as they say. Return whether gradients were taken at weights that are gone.
 
@@ -87,10 +82,8 @@ class Turnover:
         if unsent is not None and not changed:
             raise unsent
         former, present = set(self._comm.membership.names), set(membership.names)
-        for name in former - present:
-            self.losses[name] = Loss(name, self._stage.step, self._norms.get(name, 0.0))
-        for name in present:
-            self.losses.pop(name, None)
+        self.losses |= {name: Loss(name, self._stage.step, self._norms.get(name, 0.0)) for name in former - present}
+        self.losses = {name: loss for name, loss in self.losses.items() if name not in present}
         stale = changed and self._change(membership, received)
         self.met = self.asked = True
         self.behind = received is not None and self._stage.step > 0
@@ -124,8 +117,6 @@ class Turnover:
         rows = {key: value.clone() for key, value in written_rows(self._method.state).items()}
         self._doubt = self._stage.step, self._comm.membership.number, rows
 
-    # What a replica gives to one that is behind.
-
     def give(self) -> dict[str, Any]:
         """Return what a replica that joins needs of this one."""
         bound = self._stage.bound
@@ -134,7 +125,7 @@ class Turnover:
             "values": {k: value for k, value in dump_state(self._method.state).items() if not self._is_own(k)},
             "skipped": self._loop.skipped, "flush": self._stage.flush_at,
             "bound": {} if bound is None else bound.state_dict(),
-            "weights": {name: value.detach().clone() for name, value in _tensors(self._model)},
+            "weights": {name: value.clone() for name, value in self._model.state_dict().items()},
             "optimizers": [_state_of(optimizer) for optimizer in self._run.optimizers],
         }  # fmt: skip
 
@@ -143,8 +134,6 @@ class Turnover:
         kind = key.removeprefix("=").partition("/")[0]
         entry = kind_of(self._method.card.state_kinds, kind)
         return (has_rows(key) and (kind in self._method.card.promise.waits or entry.served)) or entry.own
-
-    # A change.
 
     def _change(self, membership: Membership, received: Mapping[str, Any] | None) -> bool:
         rank, ranks, stale, stage = membership.rank, len(membership.nodes), False, self._stage
@@ -169,7 +158,7 @@ class Turnover:
         stage.step, self._loop.skipped, stage.flush_at = step, skipped, flush
         if stage.bound is not None and bound is not None:
             stage.bound.load_state_dict(dict(bound))
-        self._run = replace(self._run, rank=rank)
+        self._run, self._loop.engine.rank = replace(self._run, rank=rank), rank
         stage.renew()
         self._method.begin(self._run)
         load_state(self._method.state, values)
@@ -197,7 +186,7 @@ class Turnover:
     @torch.no_grad()
     def _load(self, received: Mapping[str, Any]) -> bool:
         """Load weights and moments; return whether the weights are others than before."""
-        pairs = [(weight.detach(), received["weights"][name]) for name, weight in _tensors(self._model)]
+        pairs = [(weight, received["weights"][name]) for name, weight in self._model.state_dict().items()]
         changed = not all(torch.equal(weight, peer_weight) for weight, peer_weight in pairs)
         for weight, peer_weight in pairs:
             weight.copy_(peer_weight)
@@ -209,10 +198,6 @@ class Turnover:
 def number_at(history: History, step: int) -> int | None:
     """Return the number of the membership in which ``step`` counted."""
     return next((number for first, number in reversed(history) if first <= step), None)
-
-
-def _tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -412,11 +412,8 @@ class LocalSteps(Method):
         for _, name, saved in find_entries(self.state, "outer momentum"):
             self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
         self._ranks_differ = False
-        own_weights = find_entries(self.state, OWN_WEIGHT)
-        if not own_weights:  # of a replica that joins
-            for _, name, saved in find_entries(self.state, "anchor"):
-                local(self.run.weights[name].detach()).copy_(saved)
-        for _, name, saved in own_weights:
+        # A replica that joins has none of its own.
+        for _, name, saved in find_entries(self.state, OWN_WEIGHT) or find_entries(self.state, "anchor"):
             local(self.run.weights[name].detach()).copy_(saved)
             self._ranks_differ |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
