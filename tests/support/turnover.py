@@ -12,6 +12,7 @@ attempts replicas join, and some are away for a while, as if they were stopped. 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class ScriptedMembers:
     def ask(self) -> Membership:
         given = self.world.swap(self.membership.rank, self.give() if self.gives else None)
         if self.source is not None:
-            self.take(given[self.source])
+            self.take(copy.deepcopy(given[self.source]))  # as if it had come from another process
         self.source, self.gives = None, False
         return self.membership
 
