@@ -64,6 +64,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     aligned = {"ALIGN": 16}
     for four, rotated, wire, group in ((0, 0, 16, 128), (0, 0, 4, 128), (1, 0, 4, 128), (1, 1, 4, 128), (1, 1, 16, 32)):
         constants = {"GROUP": group, "BLOCK": 4096 // group, "FOUR": four, "ROTATED": rotated, "WIRE": wire}
+        constants["num_warps"] = 8 if rotated and group == 32 else 4
         codes = {"codes": "*u8" if four else "*i8"}
         parts = {} if four else dict.fromkeys(("programs", "segments", "keys"))  # None: there are no segments
         yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | parts | {
@@ -73,7 +74,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         out = {"out": codes["codes"], "scales_out": "*fp32"}
         yield quant._requantize, codes | out, constants | parts | {"STOCHASTIC": four}
     for rows in ("*fp32", "*i16"):
-        yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
+        yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM, "num_warps": 8} | aligned
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
     yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
     for add in (False, True):
@@ -101,7 +102,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     of, lines = {"parts": "*i64", "segments": "*i64"}, {"FIELDS": sparse_parts.FIELDS}
     yield mask._tally, {}, block | lines | {"START": 4, "COUNT": 5}
-    counted = {"BLOCK": sparse.COUNTED} | aligned | lines
+    counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0
         yield sparse._count, of, counted | {"FIRST": first, "FEEDBACK": first, "KEEP": first, "BINS": bins}

@@ -238,8 +238,11 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _constants(format: Format) -> dict[str, Any]:
-    block = max(1, PER_PROGRAM // format.group)
-    return {"GROUP": format.group, "BLOCK": block, "FOUR": format.bits == 4, "ROTATED": format.hadamard}
+    block, rotated = max(1, PER_PROGRAM // format.group), format.hadamard
+    warps = 8 if rotated and format.group == reference.ORDER else 4  # 4 spill registers on sm100
+    return {
+        "GROUP": format.group, "BLOCK": block, "FOUR": format.bits == 4, "ROTATED": rotated, "num_warps": warps,
+    }  # fmt: skip
 
 
 def _draw(
@@ -292,5 +295,5 @@ def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     count, n = rows.shape
     launch(
         _sum_rows, (triton.cdiv(n, PER_PROGRAM),), _words(rows), out, scale, count, n, BLOCK=PER_PROGRAM,
-        ALIGN=alignment(rows, out),
+        ALIGN=alignment(rows, out), num_warps=8,  # 4 spill registers on sm100
     )  # fmt: skip
