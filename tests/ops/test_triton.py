@@ -153,8 +153,8 @@ print("checked")
 
 
 TRITONS = [str(folder) for folder in sorted(SOURCE.parents[1].glob("build/triton-*"))] or [""]
-"""Folders of Tritons: ``pip install --no-deps --target build/triton-3.6.0 triton==3.6.0`` (torch 2.11 brings it). Or the
-installed one."""
+"""Folders of Tritons (``pip install --no-deps --target build/triton-3.6.0 triton==3.6.0``: torch 2.11 brings that one),
+or the installed one."""
 
 
 @pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
