@@ -162,13 +162,13 @@ or the installed one."""
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_machine_code_of_all_kernels(capability, folder, tmp_path):
-    """No registers spilled, and 128 of them at most but for products of matrices; 16 or, on a wire, 4 bytes at a time;
-    64 bits for the place of a row; no variant by size."""
+    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices; 16 or,
+    on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
     code = f"import sys; sys.path[:0] = {[folder] * bool(folder)}; import aot; aot.main({capability})"
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     for found in map(json.loads, done.stdout.splitlines()):
-        assert found["stack"] == 0, found
+        assert found["stack"] <= (24 if capability == 100 and found["kernel"].startswith("quant.") else 0), found
         assert found["registers"] <= 128 or found["kernel"].startswith("projection."), found
         assert not found["narrow"] and not found["specialized"], found
         assert not found["fused"] or found["kernel"].startswith("projection."), found
@@ -178,6 +178,5 @@ def test_the_machine_code_of_all_kernels(capability, folder, tmp_path):
         by_places = found["constants"].get("ALL") is False
         if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:
             # Of one wire another is made: there is nothing else in it.
-            eight = found["warps"] == 8  # a thread then has half as many
-            widest = min(found["constants"]["WIRE"], 8 if eight else 16) if "_requantize" in found["kernel"] else 16
+            widest = found["constants"]["WIRE"] if found["kernel"] == "quant._requantize" else 16
             assert max(widths) == widest, found

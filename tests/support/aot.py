@@ -64,7 +64,6 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     aligned = {"ALIGN": 16}
     for four, rotated, wire, group in ((0, 0, 16, 128), (0, 0, 4, 128), (1, 0, 4, 128), (1, 1, 4, 128), (1, 1, 16, 32)):
         constants = {"GROUP": group, "BLOCK": 4096 // group, "FOUR": four, "ROTATED": rotated, "WIRE": wire}
-        constants["num_warps"] = 8 if rotated and group == 32 else 4
         codes = {"codes": "*u8" if four else "*i8"}
         parts = {} if four else dict.fromkeys(("programs", "segments", "keys"))  # None: there are no segments
         yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | parts | {
@@ -74,7 +73,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         out = {"out": codes["codes"], "scales_out": "*fp32"}
         yield quant._requantize, codes | out, constants | parts | {"STOCHASTIC": four}
     for rows in ("*fp32", "*i16"):
-        yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM, "num_warps": 8} | aligned
+        yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
     yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
     for add in (False, True):

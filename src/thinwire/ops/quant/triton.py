@@ -238,11 +238,8 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _constants(format: Format) -> dict[str, Any]:
-    block, rotated = max(1, PER_PROGRAM // format.group), format.hadamard
-    warps = 8 if rotated and format.group == reference.ORDER else 4  # 4 spill registers on sm100
-    return {
-        "GROUP": format.group, "BLOCK": block, "FOUR": format.bits == 4, "ROTATED": rotated, "num_warps": warps,
-    }  # fmt: skip
+    block = max(1, PER_PROGRAM // format.group)
+    return {"GROUP": format.group, "BLOCK": block, "FOUR": format.bits == 4, "ROTATED": format.hadamard}
 
 
 def _draw(
@@ -295,5 +292,5 @@ def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     count, n = rows.shape
     launch(
         _sum_rows, (triton.cdiv(n, PER_PROGRAM),), _words(rows), out, scale, count, n, BLOCK=PER_PROGRAM,
-        ALIGN=alignment(rows, out), num_warps=8,  # 4 spill registers on sm100
+        ALIGN=alignment(rows, out),
     )  # fmt: skip
