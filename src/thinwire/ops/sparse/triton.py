@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 BLOCK = 512
 """Columns, or entries of a list, of one program."""
 COUNTED, WARPS = 2048, 8
-"""Columns per program that counts digits, and its warps. Triton 3.6 makes up to 199 registers of 4096 columns in 4 warps, and
-128 of these; 3.9 makes fewer than 64 of either (``tests/support/aot.py``)."""
+"""Columns per program that counts digits, and its warps. Triton 3.6 makes up to 199 registers of 4096 columns in 4
+warps, and 128 of these; 3.9 makes fewer than 64 of either (``tests/support/aot.py``)."""
 DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits."""
 
