@@ -141,9 +141,7 @@ class Step:
     around: Callable[[Callable[[int], Any]], Any] | None = None
 
     def attempt(self, exchange: Callable[[int], Any]) -> Any:
-        """Return ``exchange(number)``, an exchange of a method's own, which ``agree`` is to follow.
-
-        Where replicas come and go (``around``), ``number`` may be another one then; None: a replica was lost."""
+        """Return ``exchange(number)``, which ``agree`` is to follow; None (``around``): a replica was lost in it."""
         return exchange(self.number) if self.around is None else self.around(exchange)
 
     @functools.cached_property

@@ -2,8 +2,7 @@
 
     ask who takes part -> exchange -> agree (flags and norms of all, gathered) -> vote -> the optimizer steps
 
-There is no exchange beside the backward pass, so whatever fails fails in one place, and an attempt that fails leaves no
-trace. The agreement is the point of no return: no replica counts a step unless all have come to it. A replica whose own
+An attempt that fails leaves no trace. No replica counts a step unless all have come to the agreement. One whose own
 error comes later is *in doubt*, and learns from the others (``saved/turnover.py``) whether they counted it.
 """
 

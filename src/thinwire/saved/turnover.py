@@ -5,8 +5,7 @@
   residual. Who is behind, because it alone did not count a step that others counted, keeps its own: the one *after*
   that step if the others counted this very attempt, with what it sent in it, else the one before.
 
-An attempt has a name: the step's number and the membership's, which changes after every failure. Each replica keeps
-the names of those that counted (``_history``), and hands them to who joins.
+An attempt is named by the step's number and the membership's, which changes after every failure (``_history``).
 """
 
 from __future__ import annotations
@@ -168,8 +167,8 @@ class Turnover:
         return stale
 
     def _own_rows(self, history: History, reached: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's own rows, of ``values`` or of the attempt in doubt, given the attempts that counted for
-        those who are ahead, with ``reached`` steps. Empty: it has none, or what it counted was taken again."""
+        """Return this rank's own rows, of ``values`` or of the attempt in doubt, given the ``history`` of those ahead,
+        with ``reached`` steps. Empty: it has none, or what it counted was taken again."""
         step = self._stage.step
         attempted, number, rows = (reached, 0, values) if self._doubt is None else self._doubt
         if attempted < reached and number_at(history, attempted) == number:
