@@ -219,7 +219,10 @@ def percent(gap: float) -> str:
 
 
 def choices() -> str:
-    lines = ["| you have | take | speed (dense) | bytes | loss (seeds) |", "|---|---|---:|---:|---:|"]
+    lines = [
+        "| you have | take | speed (dense) | bytes | loss after 800 steps, 1.9 tokens per parameter (seeds) |",
+        "|---|---|---:|---:|---:|",
+    ]
     lines.append("| a step that hardly waits for the network under `dense` | nothing | - | - | - |")
     for have, take, fast, where in CHOICES:
         found, cost = speed(take, (fast,)), loss(take, where)
@@ -236,7 +239,7 @@ def picture() -> str:
     fast = setting(SPEED[0])
     text = (
         f"Speed: {world(fast)}, as a share of the same run's without any exchange. Loss: a GPT of 0.84 million "
-        "parameters, 4 ranks, 800 steps from scratch, each side at its best learning rate of those run, one to three "
+        "parameters, 4 ranks, 800 steps from scratch (1.9 tokens per parameter), each side at its best learning rate of those run, one to three "
         "seeds (seeds of one method differ by about 2%, which is shaded). CPUs and gloo. The commands, seeds and all "
         "other methods are in [docs/speed.md](docs/speed.md) and [docs/quality.md](docs/quality.md)."
     )
