@@ -44,6 +44,7 @@ $(STAMP): pyproject.toml
 		|| { echo "thinwire needs Python 3.11 or newer: apt-get install python3, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "python3 cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	@echo "setting up $(VENV), once: pip is silent while it loads torch, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"

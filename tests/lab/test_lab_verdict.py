@@ -13,6 +13,7 @@ from thinwire.cli.compare import compare_main
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
 from thinwire.lab.compare import Entry, joined, measure
+from thinwire.plan.plan import in_text
 
 
 def part(ms: float, loss: float, curve: list[float], spread: float) -> dict:
@@ -206,3 +207,17 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_made(tmp_path, wo
     with pytest.raises(ThinwireError, match=said):
         compare_main(["--out", str(tmp_path / "out"), *words])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_narrow_terminal_has_the_columns_that_matter_whole() -> None:
+    long = "trickle:merged(density=0.02)"
+    found = report(dense=[(100.0, 4.0751), (101.0, 4.1)], int8=[(50.0, 4.08), (51.0, 4.11)])
+    found["runs"] += [dict(found["runs"][2], method=long), dict(found["runs"][2], method="bf16", failed="no memory")]
+    brief, wide = (in_text(reports.fitting(found, width), width) for width in (80, 200))
+    assert max(map(len, brief.splitlines())) <= 80 and "…" not in brief + wide
+    rows = {row.split()[0]: row.split()[1:] for row in brief.splitlines() if row.strip()}
+    assert rows["method"] == ["faster", "loss", "to", "dense", "sent/step"]
+    assert rows["int8"] == ["1.99x", "4.0950", "±", "0.1906", "+0.2%", "±", "0.8%", "1", "kB"]
+    assert rows[long[:22]] == rows["int8"] and rows[long[22:]] == [], "a long name is folded, not cut"
+    assert rows["bf16"] == ["failed", "-", "-", "-"]
+    assert "All columns are in report.md" in brief and "report.md" not in wide and "x none" in wide

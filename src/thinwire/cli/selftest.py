@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.terminal import say
 from thinwire.train.cli import start_ranks, under_torchrun
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Selftest:
         self.passed, self.failed = self.passed + well, self.failed + (not well)
         if self.ranks.rank == 0:
             text = next((text for fine, text in outcomes if not fine), outcome[1])
-            print(f"{'ok' if well else 'FAILED':<7}{name:<20}{text}", flush=True)
+            say(f"{'ok' if well else 'FAILED':<7}{name:<20}{text}", indent=" " * 27)
 
 
 class Trained:
@@ -155,7 +156,7 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
     else:
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer_class = torch.optim.AdamW if method is None else method.OPTIMIZER
-    optimizer = optimizer_class(model.parameters(), lr=1.0 if optimizer_class is torch.optim.SGD else 3e-3)
+    optimizer = optimizer_class(model.parameters(), lr=0.2 if optimizer_class is torch.optim.SGD else 3e-3)
     wire = None if method is None else compress(model, optimizer, method, steps=steps)
     losses = []
     for _ in range(steps):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GREY, INK, GRID, SHADE = "#8A8A8A", "#333333", "#E6E6E6", "#F0F0F0"
+GREY, INK, GRID, SHADE = "#8A8A8A", "#333333", "#E6E6E6", "#F5F5F5"
 PAPER = "#FFFFFE"  # white, but for what is white on a bar in dark mode, too
 COMPUTE, EXPOSED, ON_BAR = "#56B4E9", "#D55D00", "#222222"
 # One colour per method in every picture, distinct for any colour vision (after Paul Tol's muted palette and Okabe and

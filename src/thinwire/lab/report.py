@@ -12,6 +12,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt  # rich brings it
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from thinwire.lab import framing, verdict
@@ -85,14 +86,22 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
 )
 SHORT = ("method", "step, ms", "x none", "faster than dense", "exposed, ms", "sent/step", "valid loss",
          "loss to dense", "s to dense's loss")  # fmt: skip
-"""The columns on a terminal."""
+"""The columns on a terminal that is wide enough."""
+BRIEF = ("method", "faster", "loss", "to dense", "sent/step")
+"""The columns on a narrow one: the speed without its interval."""
 ALL = tuple(name for name, _ in COLUMNS)
+CELLS = {
+    **dict(COLUMNS),
+    "faster": lambda run: _faster(run).partition(" ")[0],
+    "loss": _final,
+    "to dense": _gap,
+}
 
 
 def cells(run: Run, columns: Sequence[str]) -> list[str]:
     if run["failed"]:
         return [run["method"], "failed", *["-"] * (len(columns) - 2)]
-    return [cell(run) for name, cell in COLUMNS if name in columns]
+    return [CELLS[name](run) for name in columns]
 
 
 def title(report: dict[str, Any]) -> str:
@@ -102,14 +111,25 @@ def title(report: dict[str, Any]) -> str:
     return f"{report['preset']}, {long}{seeds}, {network(report)}"
 
 
-def table(report: dict[str, Any], terminal: bool = False) -> Table:
-    out = Table(title=title(report), box=box.SIMPLE_HEAD if terminal else box.ASCII2)
-    columns = SHORT if terminal else ALL
+def table(report: dict[str, Any], columns: Sequence[str] = ALL, lines: box.Box = box.SIMPLE_HEAD) -> Table:
+    """Make the table of ``report``. Only the names of methods are broken where the width is short."""
+    out = Table(title=title(report), title_justify="left", box=lines)
     for index, name in enumerate(columns):
-        out.add_column(name, justify="left" if index == 0 else "right", no_wrap=not terminal)
+        out.add_column(name, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
     for run in report["runs"]:
         out.add_row(*cells(run, columns))
     return out
+
+
+def fitting(report: dict[str, Any], width: int) -> Table:
+    """Return the table with as many columns as a terminal of this ``width`` has room for."""
+    console = Console(width=1000)
+    wide = table(report, SHORT)
+    if console.measure(wide).maximum <= width:
+        return wide
+    brief = table(report, BRIEF)
+    brief.caption, brief.caption_justify = "All columns are in report.md.", "left"
+    return brief
 
 
 def notes(report: dict[str, Any]) -> list[str]:

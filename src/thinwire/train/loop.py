@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.processes import interface_bytes
+from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
 from thinwire.network.comm import is_of_the_network, local, network_words
@@ -61,6 +62,8 @@ def train(config: Config) -> dict[str, Any]:
     config.check()
     try:
         with join_ranks(config) as ranks:
+            if ranks.comm.rank == 0:
+                note(f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)} joined; reading {config.text_name}")
             return _train(config, ranks)
     except RuntimeError as error:  # raised by torch's own collectives
         if is_of_the_network(error):
@@ -97,7 +100,7 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
         if config.resume != "auto":
             raise ThinwireError(f"{line}; raise --steps")
         if ranks.comm.rank == 0:  # no error: a scheduler may start the run again and again until it has ended
-            print(line, flush=True)
+            say(line)
         return None
     if resumed is not None:  # it has chosen, if its run had to
         about = resumed.checkpoint.meta["about"]
@@ -206,8 +209,8 @@ class Trainer:
         self.collective.do(self._write_plan if self.ranks.comm.rank == 0 else lambda: None)
         with contextlib.ExitStack() as stack:
             self.display = Display(config, self.ranks.comm.rank, self.step)
+            signals = stack.enter_context(note_signals())  # before the display hides the cursor
             self.collective.do(lambda: stack.enter_context(self.display))
-            signals = stack.enter_context(note_signals())
             self.wall_s = self.display.wall_s
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             first_loss = self.evaluate()
@@ -368,7 +371,7 @@ class Trainer:
         write(config.out / "config.yaml", config.to_yaml())
         by_method = config.optimizer is None and config.optimizer_name != "adamw"
         optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method
-        write(config.out / "plan.txt", f"{self.wire.plan}\noptimizer: {optimizer}\n{self.patience}\n")
+        write(config.out / "plan.txt", f"{self.wire.plan.text()}\noptimizer: {optimizer}\n{self.patience}\n")
 
     def _headline(self) -> str:
         config, ranks, family = self.config, self.ranks, self.checkpoints.description["family"]

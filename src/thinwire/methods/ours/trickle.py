@@ -65,7 +65,8 @@ class Trickle(TopK):
             errors at N density, which is the most that all ranks can choose.
         bits: bits of a value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
-        feedback: "update", or "gradient": send the largest gradients, as top-k does.
+        feedback: what is sent, and waits: "updates", steps of the weights behind Adam's preconditioner, or "gradients",
+            as in top-k's paper.
         weights: with mask="merged" and feedback="update", which values of sharded weights FSDP2 gathers: "masked",
             those at the mask (a copy of all weights stays in memory, float32), or "dense", all; the weights are the
             same bit for bit. "auto": masked where FSDP2 gathers float32, dense where

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
+from thinwire.base.terminal import columns, fold, silence
 from thinwire.train.config import Config
 from thinwire.train.job.services import IDENTITIES, Log, open_service
 
@@ -46,6 +47,14 @@ def cut_metrics(path: Path, step: int) -> tuple[float, int]:
     return wall_s, last_step
 
 
+class _Console(Console):
+    """A console that falls silent when its reader has gone (``| head``): the run goes on, and its files have all."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        silence(sys.stdout)
+
+
 class Display:
     """Rank 0's display (with a progress bar on a terminal) and files; other ranks show and write nothing.
 
@@ -58,13 +67,17 @@ class Display:
         self.config, self.rank, self.start = config, rank, start
         self._open = contextlib.ExitStack()
         self._trackers: list[Log] = []
-        self._console = Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        values = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
+        self._console = _Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
+        bar = (
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}"),
+        )
         # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
         has_bar = rank == 0 and sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
-        self._progress = Progress(*columns, values, console=self._console, disable=not has_bar)
-        self._task = self._progress.add_task("training", total=config.steps, completed=start, loss=0.0, rate=0.0)
+        self._progress = Progress(*bar, console=self._console, disable=not has_bar)
+        self._task = self._progress.add_task("", total=config.steps, completed=start, values="first evaluation")
         self.wall_s, self.write_error = 0.0, ""
 
     def __enter__(self) -> Display:
@@ -88,12 +101,14 @@ class Display:
             self._open.__exit__(*error)
 
     def say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
+        width = columns()
+        self._console.print(line if width is None else fold(line, width), soft_wrap=True)
 
     def step(self, row: dict[str, Any], rate: float) -> None:
         """Write one optimizer step's row of metrics.jsonl; show its ``rate`` in tokens/s."""
         self._write(row)
-        self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
+        values = f"loss {row['loss']:.3f}  {rate:,.0f} tokens/s"
+        self._progress.update(self._task, completed=row["step"], values=values)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write and show one evaluation's row of metrics.jsonl."""
