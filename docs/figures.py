@@ -243,7 +243,7 @@ def picture() -> str:
     text = (
         f"Speed: {world(fast)}, as a share of the same run's without any exchange. Loss: a GPT of 0.84 million "
         "parameters, 4 ranks, 800 steps from scratch (1.9 tokens per parameter), each side at its best learning rate "
-        "of those run, one to three seeds (seeds of one method differ by about 2%, which is shaded). CPUs and gloo. "
+        "of those run, one to three seeds (they differ by about 2%, which is shaded). CPUs and gloo. "
         "Commands and all other methods: [docs/speed.md](docs/speed.md) and [docs/quality.md](docs/quality.md)."
     )
     wrapped = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
