@@ -41,6 +41,7 @@ from thinwire.plan.plan import road_of
 from thinwire.proof.ranks import Shapes
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
+from whole_step import WholePlayback
 
 METHODS = (
     "dense", "bf16", "int8", "sdp4bit", "radius", "scape", "topk", "trickle", "separate", "powersgd", "onebit-adam",
@@ -54,7 +55,8 @@ CAP = 25 * 2**20
 class Budget:
     """Of one rank and step. ``sent``: bytes of gradients; ``weights``: of one gathering. ``held``, ``peak``: bytes.
 
-    ``names``: launches by name. ``buffers``: of the engine's. ``buckets``: parts of these that travel each in its own
+    ``syncs``: waits of the host. ``moved``: bytes read and written by all kernels for each of this rank's values.
+    ``names``: launches by name; ``bytes``: those of ``moved``; ``waits``: of the host, by reason. ``buffers``: of the engine's. ``buckets``: parts of these that travel each in its own
     way, what is compressed and, in the same buffer, what stays dense.
     """
 
@@ -62,11 +64,14 @@ class Budget:
     ours: float
     collectives: float
     syncs: float
+    moved: float
     sent: float
     weights: float
     held: int
     peak: int
     names: Mapping[str, float]
+    bytes: Mapping[str, float]
+    waits: Mapping[str, float]
     buffers: int
     buckets: int
 
@@ -162,18 +167,23 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     run = stand_in_run(made, parameters, exchange)
     watch = LaunchWatch()
     with dry_cuda.run():
-        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch)
-    launches = watch.steady()
+        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch, WholePlayback)
+    counts = watch.average()
+    launches, values = counts.launches, sum(of.numel if engine == "fsdp2" else of.local for of in parameters)
+    moved = {name: nbytes / values for name, nbytes in counts.moved.items()}
     return Budget(
         launches=sum(launches.values()),
         ours=sum(count for name, count in launches.items() if not name.startswith("aten.")),
         collectives=sum(found.collectives.values()),
-        syncs=1,
+        syncs=sum(counts.waits.values()),
+        moved=sum(moved.values()),
         sent=sum(found.sent.values()),
         weights=found.weights,
         held=found.memory.resident,
         peak=found.memory.peak,
         names=launches,
+        bytes=moved,
+        waits=counts.waits,
         buffers=len(layout.buffers),
         buckets=sum(
             len({keep_dense(made, run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers

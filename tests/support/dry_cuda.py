@@ -9,12 +9,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.ops.backends import host_code, launches
 
 FAMILIES = (
@@ -23,6 +27,14 @@ FAMILIES = (
 
 Report = Callable[[str, Mapping[str, Any]], object]
 """(the kernel's name, by argument what it is compiled for: types at run time, and constants)"""
+
+
+waits: ContextVar[Callable[[str], object] | None] = ContextVar("waits", default=None)
+"""Told why the host waits for the device, where set."""
+
+
+class Bound(dict[str, Any]):
+    """The arguments and constants of a launch, by name."""
 
 
 class _Kernel:
@@ -36,7 +48,7 @@ class _Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: object, **constants: object) -> None:
             if (report := launches.get()) is not None:
-                report(self._name, arguments)
+                report(self._name, (Bound({**dict(zip(self._arguments, arguments, strict=False)), **constants}),))
             self.warmup(*arguments, grid=grid, **constants)
 
         return launch
@@ -64,6 +76,72 @@ def _triton_stand_ins(report: Report) -> dict[str, ModuleType]:
     return {"triton": module, "triton.language": language}
 
 
+def _wait(why: str) -> None:
+    if (report := waits.get()) is not None:
+        report(why)
+
+
+class _Stream:
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None:
+        _wait("a stream")
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        _wait("an event")
+
+
+class _Streams:
+    """What stands for ``torch.cuda`` where tensors have no storage: one stream, on which nothing happens."""
+
+    Stream, Event = _Stream, _Event
+    _current = _Stream()
+
+    @classmethod
+    def current_stream(cls, device: object = None) -> _Stream:
+        return cls._current
+
+    @staticmethod
+    def stream(stream: object) -> Any:
+        return nullcontext()
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        _wait("the device")
+
+
+@contextmanager
+def _like_cuda() -> Iterator[None]:
+    """Let code that asks whether a device has streams, or torch's operations on lists, hear of "meta" what CUDA says."""
+    from torch.utils import _foreach_utils
+
+    streams_of, foreach = devices.streams, _foreach_utils._get_foreach_kernels_supported_devices
+
+    def host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    with ExitStack() as stack:
+        for module, name, double in (
+            (devices, "streams", lambda device: _Streams if device.type == "meta" else streams_of(device)),
+            (devices, "host_memory", host_memory),
+            (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: [*foreach(), "meta"]),
+        ):
+            stack.enter_context(mock.patch.object(module, name, double))
+        yield
+
+
 @contextmanager
 def run(report: Report = lambda name, variant: None) -> Iterator[None]:
     """Let tensors without storage stand for CUDA's. ``report`` is called at each launch and each compiled variant."""
@@ -84,6 +162,7 @@ def run(report: Report = lambda name, variant: None) -> Iterator[None]:
         sys.modules.update(originals)
     token = host_code.set({f"thinwire.ops.{family}": imported[f"thinwire.ops.{family}.triton"] for family in FAMILIES})
     try:
-        yield
+        with _like_cuda():
+            yield
     finally:
         host_code.reset(token)

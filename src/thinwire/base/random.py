@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.base.device import streams, upload
+from thinwire.base import device as devices
 
 
 def seed_of(seed: int, name: str, step: int = 0) -> int:
@@ -48,10 +48,10 @@ class Pool:
 
     def keys(self, device: torch.device) -> Tensor:
         """Return the keys (m,) int32 on ``device``, in the order of ``seeds``."""
-        backend = streams(device)  # another stream cannot rely on this one's copy
+        backend = devices.streams(device)  # another stream cannot rely on this one's copy
         stream = device if backend is None else backend.current_stream(device)
         if stream not in self._keys:
-            self._keys[stream] = upload([key_of(seed) for seed in self.seeds], device)
+            self._keys[stream] = devices.upload([key_of(seed) for seed in self.seeds], device)
         return self._keys[stream]
 
 
@@ -94,7 +94,7 @@ class Seeds:
         seeds = [seed for _, _, seed in self.ranges]
         if self.pool is not None:
             return self.pool.keys(device), tuple(self.pool.indices[seed] for seed in seeds)
-        return upload([key_of(seed) for seed in seeds], device), tuple(range(len(seeds)))
+        return devices.upload([key_of(seed) for seed in seeds], device), tuple(range(len(seeds)))
 
 
 def _following(seed: int, number: int) -> int:

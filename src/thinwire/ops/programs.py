@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.base.device import streams, upload
+from thinwire.base import device as devices
 
 
 def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -> Tensor:
@@ -17,7 +17,7 @@ def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -
 
     ``widths``: the segments' columns in a row, of which a program takes up to ``per_program``.
     """
-    stream_module = streams(device)  # a copy made on one stream is not ready on another
+    stream_module = devices.streams(device)  # a copy made on one stream is not ready on another
     stream = None if stream_module is None else stream_module.current_stream(device)
     return _programs_on(device, stream, tuple(widths), per_program)
 
@@ -25,4 +25,4 @@ def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -
 @functools.lru_cache(maxsize=256)
 def _programs_on(device: torch.device, stream: Any, widths: tuple[int, ...], per_program: int) -> Tensor:
     pairs = [(number, i) for number, width in enumerate(widths) for i in range(-(-width // per_program))]
-    return upload([value for pair in pairs for value in pair], device)
+    return devices.upload([value for pair in pairs for value in pair], device)

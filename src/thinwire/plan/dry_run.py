@@ -65,18 +65,22 @@ class DryRun:
     memory: Memory | None
 
 
-def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None) -> DryRun:
+def dry_run(
+    layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None,
+    playback: type[Playback] | None = None,
+) -> DryRun:  # fmt: skip
     """Play the method of ``road`` in its steady state, without allocating memory for tensors.
 
     Args:
         layout: the engine's buffers. Bytes by parameter need one buffer for each (:func:`separate_buffers`).
         guards: the groups on which ranks agree whether a step counts.
         watch: counts memory. None: count only bytes sent for gradients, in a quarter of the time.
+        playback: plays the steps; None: ``Playback``, without what happens to a step beside the method.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
-    play = Playback(layout, road, run, watch=watch, guards=guards)
+    play = (playback or Playback)(layout, road, run, watch=watch, guards=guards)
     ledger, card, peak = play.ledger, play.method.card, 0
     sent, parameters, collectives = (Counter[str]() for _ in range(3))
     with torch.no_grad(), watch or nullcontext():
@@ -323,9 +327,13 @@ class Playback:
             weight.grad = self.gradients[name]
         method.state.commit()
         method.before_step(step)
+        self.optimizers_step()
         method.after_step(step)
         method.state.commit()
         method.finish()
+
+    def optimizers_step(self) -> None:
+        """Called where the optimizers step."""
 
     def agree(self, comms: Iterable[Comm]) -> None:
         for comm in comms:
