@@ -29,6 +29,7 @@ from thinwire.ops.adams import triton as adams
 from thinwire.ops.direction import triton as direction
 from thinwire.ops.mask import triton as mask
 from thinwire.ops.moments import triton as moments
+from thinwire.ops.norms import triton as norms
 from thinwire.ops.projection import triton as projection
 from thinwire.ops.quant import triton as quant
 from thinwire.ops.rows import FIELDS, PER_PROGRAM
@@ -38,15 +39,16 @@ from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
 from thinwire.ops.sparse import triton as sparse
 
-MODULES = (adams, direction, mask, moments, projection, quant, packing, shards, sign, sketch, sparse)
+MODULES = (adams, direction, mask, moments, norms, projection, quant, packing, shards, sign, sketch, sparse)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 *fp32  next_moment residual_out v_out factors resident
-*i32   bit_offsets positions segments shifts slots copy_programs segment_numbers
-*i64   copy_table
+*fp32  sums before after residues
+*i32   bit_offsets positions segments shifts slots copy_programs segment_numbers starts
+*i64   copy_table columns
 i64    seed
-fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
+fp32   times leaves decay rest beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
 *fp32  g v m_out own held message left sent rest whole quantum wire
@@ -75,7 +77,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for rows in ("*fp32", "*i16"):
         yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
-    yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
+    for scaled in (False, True):
+        yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False, "SCALED": scaled}
+        yield norms._squares, {"flat": "*i16" if scaled else "*fp32"}, table | {"WIDEN": scaled}
+    yield norms._bound, {}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}

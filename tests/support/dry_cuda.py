@@ -22,7 +22,7 @@ from thinwire.base import device as devices
 from thinwire.ops.backends import host_code, launches
 
 FAMILIES = (
-    "adams", "direction", "mask", "moments", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
+    "adams", "direction", "mask", "moments", "norms", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
 )  # fmt: skip
 
 Report = Callable[[str, Mapping[str, Any]], object]

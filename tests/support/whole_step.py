@@ -32,9 +32,16 @@ class WholeStage(Stage):
             leaves = None if card.promise.of == "gradients" else STEP
             self.bound = OutlierClip(10.0, {of.name: of.local for of in parameters.values()}, leaves)
 
-    def carry(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor, send: Send | None = None) -> None:
+    def carry(
+        self,
+        flat: Tensor,
+        pieces: tuple[Piece, ...],
+        out: Tensor,
+        send: Send | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
         if self._inside or send is not None:
-            super().carry(flat, pieces, out, send)
+            super().carry(flat, pieces, out, send, factors)
             return
         self._inside = True
         self.reduce(flat, pieces, out)

@@ -201,16 +201,22 @@ class Bucket:
                 values[:, segment.columns][:, segment.span :].zero_()
         return values
 
-    def load(self, flat: Tensor, out: Tensor) -> None:
+    def packing(self, flat: Tensor) -> ops.CopyTable | None:
+        """Return the table by which ``load`` copies all values of ``flat``; None: it does not, or not all by a table."""
+        return None if self._same_form(flat) or self.copies.formed else self.copies.copy_table
+
+    def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
         """Take the gradients from the engine's buffer ``flat`` (1-D), without a copy where it has the form of rows.
 
-        ``out``: the later argument of ``store``: this rank's row (1-D) if ``owner``, else ``flat``.
+        Args:
+            out: the later argument of ``store``: this rank's row (1-D) if ``owner``, else ``flat``.
+            factors: with which each segment of ``packing``'s table is multiplied.
         """
         if self._same_form(flat):
             self.rows = flat.view(self.shape)
         else:
             self.rows = self.scratch("rows", self.shape, self.dtype)
-            self.copies.pack(flat, self.rows)
+            self.copies.pack(flat, self.rows, factors)
         if not self.owner:
             self.mean = self.rows
         elif out.numel() == self.shape[1] and out.dtype == self.dtype and self.copies.contiguous:
@@ -244,9 +250,9 @@ class BucketCopies:
     def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
         self.segments, self.shape, self.device = segments, shape, device
 
-    def pack(self, flat: Tensor, rows: Tensor) -> None:
-        """Copy the engine's buffer to contiguous rows (R, n); zero the padding."""
-        ops.pack(flat, self.copy_table, rows.view(-1))
+    def pack(self, flat: Tensor, rows: Tensor, factors: Tensor | None = None) -> None:
+        """Copy the engine's buffer to contiguous rows (R, n), segments times ``factors``; zero the padding."""
+        ops.pack(flat, self.copy_table, rows.view(-1), factors)
         self.pack_formed(flat, rows)
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
@@ -256,13 +262,13 @@ class BucketCopies:
 
     def pack_formed(self, flat: Tensor, rows: Tensor) -> None:
         """Pack the parameters that are not contiguous in the engine's buffer."""
-        for segment in self._formed:
+        for segment in self.formed:
             values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
             ops.pack(values, ops.CopyTable([self._part(segment, 0)], self.device), rows.view(-1))
 
     def unpack_formed(self, rows: Tensor, flat: Tensor) -> None:
         """Unpack the parameters that are not contiguous in the engine's buffer."""
-        for segment in self._formed:
+        for segment in self.formed:
             values, strided = flat.new_empty(segment.piece.numel), segment.piece.strided(flat)
             ops.unpack(rows.view(-1), ops.CopyTable([self._part(segment, 0)], self.device), values)
             strided.copy_(values.view(strided.shape))
@@ -286,7 +292,8 @@ class BucketCopies:
         return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
 
     @property
-    def _formed(self) -> list[Segment]:
+    def formed(self) -> list[Segment]:
+        """The parameters that are not contiguous in the engine's buffer."""
         return [segment for segment in self.segments if segment.piece.form is not None]
 
     def _part(self, segment: Segment, offset: int) -> ops.CopySegment:
@@ -307,8 +314,15 @@ class BucketGroup:
             tables = [bucket.copies.own_copy_table for bucket in buckets]
             self._means = _Stack("mean", head, [(1, n) for _, n in shapes], tables)
 
-    def load(self, flat: Tensor, out: Tensor) -> None:
-        ops.pack(flat, self._rows.copy_table, self._rows.borrow())
+    @property
+    def segments(self) -> list[Segment]:
+        return [segment for bucket in self._buckets for segment in bucket.segments]
+
+    def packing(self, flat: Tensor) -> ops.CopyTable | None:
+        return None if any(bucket.copies.formed for bucket in self._buckets) else self._rows.copy_table
+
+    def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+        ops.pack(flat, self._rows.copy_table, self._rows.borrow(), factors)
         for bucket, rows, mean in zip(self._buckets, self._rows.views(), self._means.views(), strict=True):
             bucket.rows, bucket.mean = rows, mean
             bucket.copies.pack_formed(flat, rows)

@@ -30,6 +30,7 @@ from thinwire.network.comm import Comm, CountingComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
 from thinwire.ops.backends import every_variant
+from thinwire.ops.norms import Statistics, factors_of
 from thinwire.plan.doubles import CountedState, Watch, optimizer_like, step_once, zeros_like
 
 META = torch.device("meta")
@@ -192,12 +193,20 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
 
 
 def _move(device: torch.device) -> None:
-    """Pack and unpack a buffer of each dtype, because a buffer with one small parameter may need no packing."""
+    """Pack and unpack a buffer of each dtype, because a buffer with one small parameter may need no packing.
+
+    With the factors that cut outliers, which these steps do not meet, and without.
+    """
+    usual = torch.zeros(2, 4, 1, device=device)
+    statistics = Statistics(*usual, usual[0, 0], 1.0, 1.0, 0.0)
     bucket = Bucket([Piece("", 0, 3)], rows=2, owner=False, group=4, dtype=torch.float32, device=device)
     rows = torch.zeros(*bucket.shape, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(3, dtype=dtype, device=device)
         bucket.copies.pack(flat, rows)
+        column = torch.zeros(1, dtype=torch.int64, device=device)
+        factors, _ = factors_of(flat, bucket.copies.copy_table, column, statistics)
+        bucket.copies.pack(flat, rows, factors)
         bucket.copies.unpack(rows, flat)
 
 

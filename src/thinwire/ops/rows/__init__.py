@@ -7,12 +7,14 @@ parameter, runs on CPUs too; ``triton`` takes one launch.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.base.alignment import padded
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_on
@@ -62,16 +64,25 @@ class CopyTable:
         return programs_on(self.device, widths, self._per_program)
 
     @functools.cached_property
+    def starts(self) -> Tensor:
+        """(segments + 1,) int32: the first program of each segment, and the number of all programs."""
+        counts = (segment.rows * -(-segment.width // self._per_program) for segment in self.segments)
+        return devices.upload(list(itertools.accumulate(counts, initial=0)), self.device)
+
+    @functools.cached_property
     def table(self) -> Tensor:
         """(segments * FIELDS,) int64."""
         values = [value for segment in self.segments for value in segment]
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> Tensor:
-    """Copy the values of ``flat`` (1-D, float32 or bfloat16) to ``rows`` (1-D, float32), with zeros in the padding."""
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Copy the values of ``flat`` (1-D, float32 or bfloat16) to ``rows`` (1-D, float32), with zeros in the padding.
+
+    ``factors``: (segments,) float32, with which each segment's values are multiplied; then ``rows`` may be ``flat``.
+    """
     if rows.numel() and copy_table.segments:
-        _backend(rows).pack(flat, copy_table, rows)
+        _backend(rows).pack(flat, copy_table, rows, factors)
     return rows
 
 

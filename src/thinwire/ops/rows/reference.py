@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from thinwire.ops.rows import CopySegment, CopyTable
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
-    for segment in copy_table.segments:
-        full_rows, body, tail = _runs(flat, segment)
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None) -> None:
+    for i, segment in enumerate(copy_table.segments):
+        full_rows, body, tail = runs(flat, segment)
         columns = _columns(rows, segment)
         if body is not None:
             columns[:full_rows, : segment.span].copy_(body)
@@ -22,12 +22,14 @@ def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
                 columns[full_rows, : len(tail)].copy_(tail)
         if segment.width > segment.span:
             columns[:full_rows, segment.span :].zero_()
+        if factors is not None:
+            columns.mul_(factors[i])
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
     write = Tensor.add_ if add else Tensor.copy_
     for segment in copy_table.segments:
-        full_rows, body, tail = _runs(flat, segment)
+        full_rows, body, tail = runs(flat, segment)
         columns = _columns(rows, segment)
         if body is not None:
             write(body, columns[:full_rows, : segment.span])
@@ -40,7 +42,7 @@ def _columns(rows: Tensor, segment: CopySegment) -> Tensor:
     return rows.as_strided((segment.rows, segment.width), (segment.stride, 1), rows.storage_offset() + segment.start)
 
 
-def _runs(flat: Tensor, segment: CopySegment) -> tuple[int, Tensor | None, Tensor | None]:
+def runs(flat: Tensor, segment: CopySegment) -> tuple[int, Tensor | None, Tensor | None]:
     """Return the number of full rows, a view (full rows, span) of them, and a view of the last, shorter row."""
     offset, numel, step, _, _, span, _, rows = segment
     full_rows = min(rows, (numel - span) // step + 1) if span and numel >= span else 0

@@ -1,0 +1,48 @@
+"""Norms of an engine buffer's parameters, and the factors that cut outliers among them, without waiting for a device.
+
+``reference``, which runs on CPUs too, and ``triton``, two launches whatever the number of parameters, agree to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from thinwire.ops.backends import backend
+from thinwire.ops.rows import CopyTable
+
+__all__ = ["Statistics", "factors_of"]
+
+_backend = backend("thinwire.ops.norms", cpu="reference")
+
+
+class Statistics(NamedTuple):
+    """The usual norms of a model's P parameters, and how a gradient is held against them.
+
+    Attributes:
+        before, after: (4, P) float32: the usual norm, gradients counted, gradients cut, the sum of the norms cut off.
+        shares: (P,) float32, the square root of each parameter's share of all values.
+        times: usual norms from which on a gradient is cut. leaves: the share of these that is left.
+        decay: of the usual norm, per step.
+    """
+
+    before: Tensor
+    after: Tensor
+    shares: Tensor
+    times: float
+    leaves: float
+    decay: float
+
+
+def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+    """Return the factors (T,) float32 that cut the outliers in ``flat`` (1-D), and residues (T,): 0, or NaN.
+
+    A factor is 1 where nothing is cut, or the norm is not finite; a residue is NaN where the norm is not finite.
+    ``statistics.after`` is updated in ``columns``.
+
+    Args:
+        table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in
+            ``statistics``.
+    """
+    return _backend(flat).factors_of(flat, table, columns, statistics)  # type: ignore[no-any-return]
