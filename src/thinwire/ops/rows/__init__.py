@@ -1,7 +1,7 @@
 """Copies between a flat buffer and rows: every parameter's values go from an engine's buffer to its columns, or back.
 
-Rows may belong to several buckets in one memory (1-D), which offsets refer to. ``reference``, one copy or two for each
-parameter, runs on CPUs too; ``triton`` takes one launch.
+Rows may belong to several buckets in one memory (1-D), which offsets refer to. ``reference`` takes one copy or two for
+each parameter, ``cpu`` one call for all small ones, ``triton`` one launch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,9 @@ __all__ = ["CopySegment", "CopyTable", "pack", "unpack"]
 
 PER_PROGRAM = 1024
 """Columns of one parameter, in one row, per program of a GPU."""
-_backend = backend("thinwire.ops.rows", cpu="reference")
+LARGE = 1 << 15
+"""Values of a parameter from which on a CPU copies it by itself, with all threads."""
+_backend = backend("thinwire.ops.rows")
 
 
 class CopySegment(NamedTuple):
@@ -56,6 +59,17 @@ class CopyTable:
     def __init__(self, segments: Sequence[CopySegment], device: torch.device, per_program: int = PER_PROGRAM) -> None:
         """Keep ``segments``; one program of a GPU takes ``per_program`` columns."""
         self.segments, self.device, self._per_program = tuple(segments), device, per_program
+
+    @functools.cached_property
+    def small(self) -> np.ndarray:
+        """(segments below ``LARGE``, FIELDS) int64, for a CPU."""
+        values = [segment for segment in self.segments if segment.rows * segment.span < LARGE]
+        return np.array(values, np.int64).reshape(-1, FIELDS)
+
+    @functools.cached_property
+    def large(self) -> list[CopySegment]:
+        """The segments that are not ``small``."""
+        return [segment for segment in self.segments if segment.rows * segment.span >= LARGE]
 
     @functools.cached_property
     def programs(self) -> Tensor:

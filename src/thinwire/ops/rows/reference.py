@@ -12,29 +12,37 @@ if TYPE_CHECKING:
 
 def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None) -> None:
     for i, segment in enumerate(copy_table.segments):
-        full_rows, body, tail = runs(flat, segment)
-        columns = _columns(rows, segment)
-        if body is not None:
-            columns[:full_rows, : segment.span].copy_(body)
-        if full_rows < segment.rows:
-            columns[full_rows:].zero_()
-            if tail is not None:
-                columns[full_rows, : len(tail)].copy_(tail)
-        if segment.width > segment.span:
-            columns[:full_rows, segment.span :].zero_()
+        pack_segment(flat, segment, rows)
         if factors is not None:
-            columns.mul_(factors[i])
+            _columns(rows, segment).mul_(factors[i])
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
-    write = Tensor.add_ if add else Tensor.copy_
     for segment in copy_table.segments:
-        full_rows, body, tail = runs(flat, segment)
-        columns = _columns(rows, segment)
-        if body is not None:
-            write(body, columns[:full_rows, : segment.span])
+        unpack_segment(rows, segment, flat, add)
+
+
+def pack_segment(flat: Tensor, segment: CopySegment, rows: Tensor) -> None:
+    full_rows, body, tail = runs(flat, segment)
+    columns = _columns(rows, segment)
+    if body is not None:
+        columns[:full_rows, : segment.span].copy_(body)
+    if full_rows < segment.rows:
+        columns[full_rows:].zero_()
         if tail is not None:
-            write(tail, columns[full_rows, : len(tail)])
+            columns[full_rows, : len(tail)].copy_(tail)
+    if segment.width > segment.span:
+        columns[:full_rows, segment.span :].zero_()
+
+
+def unpack_segment(rows: Tensor, segment: CopySegment, flat: Tensor, add: bool) -> None:
+    write = Tensor.add_ if add else Tensor.copy_
+    full_rows, body, tail = runs(flat, segment)
+    columns = _columns(rows, segment)
+    if body is not None:
+        write(body, columns[:full_rows, : segment.span])
+    if tail is not None:
+        write(tail, columns[full_rows, : len(tail)])
 
 
 def _columns(rows: Tensor, segment: CopySegment) -> Tensor:
