@@ -23,6 +23,8 @@ TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 """Tensors of one launch there, by the number of lists."""
 TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 """The same where each tensor comes with a number."""
+JOINED = 128
+"""Tensors that one launch of ``torch.cat`` joins (ATen/native/cuda/Shape.cu)."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
 """Operations whose result the host reads."""
 
@@ -69,8 +71,9 @@ class LaunchWatch(launches.LaunchWatch):
                 return of
         before = self._now.launches.total()
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        if self._now.launches.total() > before and name.startswith("_foreach"):
-            self._now.launches[launches.name_of(function)] += launches_of_lists(name, args, kwargs) - 1
+        if self._now.launches.total() > before and name.startswith(("_foreach", "cat", "stack")):
+            times = -(-len(args[0]) // JOINED) if name in ("cat", "stack") else launches_of_lists(name, args, kwargs)
+            self._now.launches[launches.name_of(function)] += times - 1
         return result
 
     def _from_device(self, name: str, args: Any, kwargs: Any) -> Tensor | None:

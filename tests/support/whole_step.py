@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thinwire.core.bucket import Piece
+from thinwire.core.fingerprint import WeightWatch
 from thinwire.core.method import Step
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Send, Stage
@@ -53,6 +54,8 @@ class WholePlayback(Playback):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, stage=WholeStage)
+        watched = [weight for weight in self.weights.values() if self.method.card.keeps_state]
+        self._weight_watch = WeightWatch(self.method.name, watched, lambda: None)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.Adam):  # what CUDA users take
                 for group in optimizer.param_groups:
@@ -62,6 +65,7 @@ class WholePlayback(Playback):
 
     def exchange(self, number: int) -> dict[str, float]:
         self._clipped = False
+        self._weight_watch.look(alone=False)
         return super().exchange(number)
 
     def agree(self, comms: Iterable[Comm]) -> None:
@@ -96,3 +100,7 @@ class WholePlayback(Playback):
                 stage.bound.commit()
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        self._weight_watch.step_is_over()

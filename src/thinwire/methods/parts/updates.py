@@ -105,7 +105,7 @@ class UpdateSpace:
                     "direction='adam', or train it where weights are not sharded (DDP)"
                 )
         self._steps = OwnSteps()
-        # For each tensor in this step: (sum_S (mean g)^2, sum_S mean g^2), and mean_n |g_n|^2.
+        # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[str, tuple[Tensor, int]] = {}  # norm of the first values of each c, and how many
         self._scaled: Tensor | None = None
@@ -126,10 +126,10 @@ class UpdateSpace:
 
     def enter(self, bucket: Bucket, exchange: Exchange) -> None:
         """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n."""
-        squares = self._measure(bucket, exchange)
+        self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
-            r = _ratio(squares.sum(0), exchange.ranks)
+            r = self._ratio([segment.name for segment in bucket.segments])
         with exchange.span("encode", bucket.rows):
             self._precondition(bucket, bucket.rows, r)
 
@@ -195,7 +195,7 @@ class UpdateSpace:
         """Put the hidden ``grad`` back after the step, and update r."""
         self._steps.show(step)
         if self._measured:
-            new = _ratio(self._sum_squares(), self._run.exchange.ranks)
+            new = self._ratio(sorted(self._measured))
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else DECAY * old + (1 - DECAY) * new)
             self._measured.clear()
@@ -257,11 +257,14 @@ class UpdateSpace:
             return None
         r = self._state.get("alike", "")
         if r is None:
-            r = _ratio(self._sum_squares(), self._run.exchange.ranks)
+            r = self._ratio(sorted(self._measured))
         return r * torch.stack([self._measured[name][1] for name in sorted(self._measured)]).sum()
 
-    def _sum_squares(self) -> Tensor:
-        return torch.stack([self._measured[name][0] for name in sorted(self._measured)]).sum(0)
+    def _ratio(self, names: Sequence[str]) -> Tensor:
+        """Return r of ``names``, at most 1 and at least a fourth of what pure noise gives."""
+        samples = torch.stack([self._measured[name][0] for name in names])
+        squares = torch.stack([samples[:, 0].square().sum(1), samples[:, 1].sum(1)], 1).sum(0)
+        return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / self._run.exchange.ranks)
 
     def cancel(self, names: Collection[str]) -> None:
         """Forget the steps of ``names``, which were thrown away."""
@@ -303,8 +306,8 @@ class UpdateSpace:
             self._state.put("seen", name, count)
         return steps
 
-    def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
-        """Return (tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over each tensor's sample, alike on all ranks.
+    def _measure(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Note mean_n g_n and mean_n g_n^2 at each tensor's sample, alike on all ranks.
 
         One mean over ranks, which carries mean_n |g_n|^2 too: what a rank sends does not grow with their number.
         """
@@ -313,18 +316,16 @@ class UpdateSpace:
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         torch.take(bucket.rows, positions, out=sums[0, :count])
-        if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
+        if devices.streams(bucket.device) is None:
             norms = torch._foreach_norm([bucket.rows[:, segment.columns] for segment in bucket.segments])
             torch.stack(norms, out=sums[0, count:])
         else:  # a launch for all tensors; its last bits depend on which tensors these are
             torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
         torch.square(sums[0], out=sums[1])
         exchange.all_mean(sums)
-        samples = sums[:, :count].view(2, -1, SAMPLE)
-        ratios = torch.stack([samples[0].square().sum(1), samples[1].sum(1)], 1)
+        samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
         names = (segment.name for segment in bucket.segments)
-        self._measured.update(zip(names, zip(ratios, sums[1, count:], strict=True), strict=True))
-        return ratios
+        self._measured.update(zip(names, zip(samples, sums[1, count:].unbind(), strict=True), strict=True))
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
         """Draw where the samples lie in the bucket's flattened rows, (tensors * SAMPLE,); each tensor's in one row."""
@@ -349,8 +350,3 @@ def _lengths(values: list[Tensor]) -> list[Tensor]:
 def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
     """Return 1 / (1 - beta^steps), for averages that began with 0."""
     return (1 / (1 - beta ** steps.double())).float()
-
-
-def _ratio(squares: Tensor, ranks: int) -> Tensor:
-    """Return r from sum (mean g)^2 and sum mean g^2, at most 1 and at least a fourth of what pure noise gives."""
-    return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)

@@ -38,8 +38,8 @@ def _norms(flat: Tensor, table: CopyTable) -> Tensor:
         _, body, tail = runs(flat, segment)
         bodies.append(flat[:0] if body is None else body)
         tails.append(tail)
-    norms = torch.stack(torch._foreach_norm(bodies)).float()
+    norms = torch.stack(torch._foreach_norm(bodies, dtype=torch.float32))
     for i, tail in enumerate(tails):
         if tail is not None:
-            norms[i] = torch.hypot(norms[i], torch.linalg.vector_norm(tail).float())
+            norms[i] = torch.hypot(norms[i], torch.linalg.vector_norm(tail, dtype=torch.float32))
     return norms
