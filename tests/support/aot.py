@@ -115,7 +115,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield kernel, of, block | aligned | lines
     for kernel in (sparse._pack, sparse._unpack):
         yield kernel, of, block | lines
-    yield sparse._put, {}, block
+    for subtract in (False, True):
+        yield sparse._put, {}, block | {"SUBTRACT": subtract}
     yield sparse._sum_at, {}, block | aligned
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}

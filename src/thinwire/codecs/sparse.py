@@ -139,7 +139,7 @@ class Sparse(Codec):
         else:
             self.integers.encode(values, value_bytes, seed=seed)
         if new is not None:
-            sparse.put(values.sub_(self._values_in(value_bytes, space)), positions, new)
+            sparse.put(values, positions, new, minus=self._values_in(value_bytes, space))
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         positions, values = self._read(wire, space)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from thinwire.ops.backends import backend
@@ -45,4 +46,6 @@ def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Stat
         table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in
             ``statistics``.
     """
-    return _backend(flat).factors_of(flat, table, columns, statistics)  # type: ignore[no-any-return]
+    factors, residues = torch.empty(2, len(table.segments), dtype=torch.float32, device=flat.device).unbind()
+    _backend(flat).factors_of(flat, table, columns, statistics, factors, residues)
+    return factors, residues

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from thinwire.ops.rows import CopyTable
 
 
-def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+def factors_of(
+    flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor
+) -> None:
     before, after, shares, times, leaves, decay = statistics
     norms = _norms(flat, table)
     old = before[:, columns]
@@ -28,7 +30,8 @@ def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Stat
     usual_after = torch.where(usual_before > 0, decay * usual_before + (1 - decay) * norm, norm)
     counts = torch.stack([counted.float(), exceeds.float(), torch.where(exceeds, norms - cut_to, 0.0)])
     after[:, columns] = torch.cat([usual_after.unsqueeze(0), old[1:] + counts])
-    return torch.where(exceeds, cut_to / norms, 1.0), norms - norms
+    factors.copy_(torch.where(exceeds, cut_to / norms, 1.0))
+    torch.sub(norms, norms, out=residues)
 
 
 def _norms(flat: Tensor, table: CopyTable) -> Tensor:

@@ -59,18 +59,17 @@ def _bound(
     tl.store(after + line, tl.load(before + line) + tl.where(exceeds, norm - cut_to, 0.0))
 
 
-def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+def factors_of(
+    flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor
+) -> None:
     before, after, shares, times, leaves, decay = statistics
     widen = flat.dtype == torch.bfloat16
-    count, device = len(table.segments), flat.device
-    sums = torch.empty(len(table.programs) // 2, dtype=torch.float32, device=device)
+    sums = torch.empty(len(table.programs) // 2, dtype=torch.float32, device=flat.device)
     launch(
         _squares, (len(sums),), _words(flat) if widen else flat, table.programs, table.table, sums, WIDEN=widen,
         BLOCK=PER_PROGRAM, FIELDS=FIELDS,
     )  # fmt: skip
-    factors, residues = torch.empty((2, count), dtype=torch.float32, device=device).unbind()
     launch(
-        _bound, (count,), sums, table.starts, columns, before.view(-1), after.view(-1), shares, factors, residues,
+        _bound, (len(table.segments),), sums, table.starts, columns, before.view(-1), after.view(-1), shares, factors, residues,
         before.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
     )  # fmt: skip
-    return factors, residues
