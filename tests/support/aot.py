@@ -132,7 +132,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "next_moment"), kind)
         yield adams._adams, pointers, {"HAS_NEXT": True, "BLOCK": adams.BLOCK} | aligned
-    loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32") | {"table": "*i32"}
+    loaded = dict.fromkeys(("m", "lr", "scale", "factor"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
         yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned
     tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned

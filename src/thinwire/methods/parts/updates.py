@@ -294,8 +294,9 @@ class UpdateSpace:
                 muon(gradients, old, new, shape, segment.span, float(group["lr"]))
                 continue
             segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
-        scale, beta1 = r * unbias, self._momentum
-        direction(values, second, second_out, first, first_out, segments, lr=lrs, scale=scale, beta1=beta1)
+        direction(
+            values, second, second_out, first, first_out, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum
+        )  # fmt: skip
 
     def _count_gradients(self, bucket: Bucket) -> Tensor:
         """Count this gradient; return how many each tensor's average then holds, (tensors,) on the host."""
