@@ -117,12 +117,21 @@ def _tally(
     tl.store(tallies + tallies_stride, tl.sum(equal.to(tl.int32), 0))
 
 
+@triton.jit
+def _clear(positions, payload, first, end, BLOCK: tl.constexpr):
+    """List nothing from ``first`` to ``end``."""
+    for start in range(first, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        tl.store(positions + entry, tl.full((BLOCK,), -1, tl.int32), mask=entry < end)
+        tl.store(payload + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < end)
+
+
 @kernel
 def _list(
     programs, segments, total, stride, state, tallies, tallies_stride, positions, positions_stride, payload,
     payload_stride, segment_count, m, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """List what is chosen, in lists of ``m`` entries in all; a segment's first program fills the gap behind its list."""
+    """List what is chosen, in lists of ``m`` entries in all; a segment's first program clears what is behind its list."""
     segment, column, values, above, equal, ties = _compared(
         programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN
     )
@@ -135,13 +144,13 @@ def _list(
     chosen = above | (equal & (equals_before < ties))
     tl.store(positions + row * positions_stride + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
     tl.store(payload + row * payload_stride + list_index, values, mask=chosen)
+    first = tl.load(segment + 3)
+    if tl.program_id(0) == 0:
+        _clear(positions + row * positions_stride, payload + row * payload_stride, 0, first, BLOCK)
     if tl.min(column, 0) == 0:
         end = tl.load(segment + 7)
         end = tl.where(end < 0, m, end)
-        for first in range(tl.load(segment + 3) + tl.load(segment + 2), end, BLOCK):
-            entry = first + tl.arange(0, BLOCK)
-            tl.store(positions + row * positions_stride + entry, tl.full((BLOCK,), -1, tl.int32), mask=entry < end)
-            tl.store(payload + row * payload_stride + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < end)
+        _clear(positions + row * positions_stride, payload + row * payload_stride, first + tl.load(segment + 2), end, BLOCK)
 
 
 @triton.jit
