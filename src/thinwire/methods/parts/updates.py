@@ -107,7 +107,7 @@ class UpdateSpace:
         self._steps = OwnSteps()
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
-        self._lengths: dict[str, tuple[Tensor, int]] = {}  # norm of the first values of each c, and how many
+        self._beginnings: dict[str, Tensor] = {}  # the first values of each c
         self._scaled: Tensor | None = None
 
     @property
@@ -134,15 +134,15 @@ class UpdateSpace:
             self._precondition(bucket, bucket.rows, r)
 
     def leave(self, bucket: Bucket) -> None:
-        """Note that ``bucket.mean`` holds steps to take, and their lengths."""
+        """Note that ``bucket.mean`` holds steps to take, and how they begin."""
         probes: list[Tensor] = []
         for segment in bucket.segments:
             self._steps.names.add(segment.name)
             own_values = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
             count = min(own_values.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
             probes.append(bucket.mean[0, segment.start : segment.start + count])
-        for segment, length, values in zip(bucket.segments, _lengths(probes), probes, strict=True):
-            self._lengths[segment.name] = length, len(values)
+        copies = torch.cat(probes).split([len(values) for values in probes])
+        self._beginnings.update((segment.name, copy) for segment, copy in zip(bucket.segments, copies, strict=True))
 
     def take_steps(self, step: Step) -> None:
         """Set w = (1 - lr decay) w - c for all parameters whose c has come.
@@ -156,7 +156,7 @@ class UpdateSpace:
         changes: list[Tensor] = []
         decay_factors: list[float] = []
         probes: list[Tensor] = []
-        sent_lengths: list[Tensor] = []
+        expected: list[Tensor] = []
 
         def move(name: str, weight: Tensor) -> None:
             (optimizer, group), change = step.holders[name], local(weight.grad)  # type: ignore[arg-type]
@@ -166,10 +166,9 @@ class UpdateSpace:
             values.append(local(weight.detach()))
             changes.append(change)
             decay_factors.append(1 - float(group["lr"]) * group["weight_decay"])
-            if name in self._lengths:
-                length, columns = self._lengths[name]
-                probes.append(self._run.travels(name, change.reshape(-1))[:columns])
-                sent_lengths.append(length)
+            if name in self._beginnings:
+                expected.append(self._beginnings[name])
+                probes.append(self._run.travels(name, change.reshape(-1))[: len(expected[-1])])
 
         self._steps.take_all(step, move)
         if values and set(decay_factors) != {1.0}:
@@ -178,9 +177,9 @@ class UpdateSpace:
             torch._foreach_sub_(values, changes)
         self._scaled = None
         if probes:
-            lengths, sent = torch.stack(_lengths(probes)), torch.stack(sent_lengths)
+            lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
             self._scaled = ((lengths - sent).abs() > 0.01 * sent).any()
-        self._lengths.clear()
+        self._beginnings.clear()
 
     def refuse_scaled(self) -> None:
         """Raise ThinwireError if something scaled the previous step: see ``take_steps``."""
@@ -204,7 +203,7 @@ class UpdateSpace:
         """Forget the step under way, which does not count."""
         self._steps.forget()
         self._measured.clear()
-        self._lengths.clear()
+        self._beginnings.clear()
 
     def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
         """Set ``bucket.mean`` to mean_n v_n: a dense exchange between two steps."""
@@ -271,7 +270,7 @@ class UpdateSpace:
         for name in names:
             self._steps.names.discard(name)
             self._measured.pop(name, None)
-            self._lengths.pop(name, None)
+            self._beginnings.pop(name, None)
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
         """Replace g in ``values`` (R, n) by u, and write v'."""
@@ -342,10 +341,6 @@ class UpdateSpace:
 def rests(group: Mapping[str, Any]) -> bool:
     """Is the lr of an optimizer's ``group`` 0, as for frozen weights or at the end of a schedule?"""
     return float(group["lr"]) == 0
-
-
-def _lengths(values: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(values, dtype=torch.float32))
 
 
 def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:

@@ -140,17 +140,17 @@ def _list(
     ties = tl.load(ties)
     equals_before = count_before(tallies + tallies_stride, column, equal.to(tl.int32))
     above_before = count_before(tallies, column, above.to(tl.int32))
-    list_index = tl.load(segment + 3) + above_before + tl.minimum(equals_before, ties)
-    chosen = above | (equal & (equals_before < ties))
-    tl.store(positions + row * positions_stride + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
-    tl.store(payload + row * payload_stride + list_index, values, mask=chosen)
+    positions, payload = positions + row * positions_stride, payload + row * payload_stride
     first = tl.load(segment + 3)
+    list_index = first + above_before + tl.minimum(equals_before, ties)
+    chosen = above | (equal & (equals_before < ties))
+    tl.store(positions + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
+    tl.store(payload + list_index, values, mask=chosen)
     if tl.program_id(0) == 0:
-        _clear(positions + row * positions_stride, payload + row * payload_stride, 0, first, BLOCK)
+        _clear(positions, payload, 0, first, BLOCK)
     if tl.min(column, 0) == 0:
         end = tl.load(segment + 7)
-        end = tl.where(end < 0, m, end)
-        _clear(positions + row * positions_stride, payload + row * payload_stride, first + tl.load(segment + 2), end, BLOCK)
+        _clear(positions, payload, first + tl.load(segment + 2), tl.where(end < 0, m, end), BLOCK)
 
 
 @triton.jit
