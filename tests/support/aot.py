@@ -68,9 +68,11 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         constants = {"GROUP": group, "BLOCK": 4096 // group, "FOUR": four, "ROTATED": rotated, "WIRE": wire}
         codes = {"codes": "*u8" if four else "*i8"}
         parts = {} if four else dict.fromkeys(("programs", "segments", "keys"))  # None: there are no segments
-        yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | parts | {
-            "STOCHASTIC": four
-        }
+        yield (
+            quant._quantize,
+            codes | {"rows": "*i16" if four and group == 32 else "*fp32"},
+            constants | parts | {"STOCHASTIC": four},
+        )
         yield quant._dequantize, codes, constants
         out = {"out": codes["codes"], "scales_out": "*fp32"}
         yield quant._requantize, codes | out, constants | parts | {"STOCHASTIC": four}
