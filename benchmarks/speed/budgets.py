@@ -55,9 +55,10 @@ CAP = 25 * 2**20
 class Budget:
     """Of one rank and step. ``sent``: bytes of gradients; ``weights``: of one gathering. ``held``, ``peak``: bytes.
 
-    ``syncs``: waits of the host. ``moved``: bytes read and written by all kernels for each of this rank's values.
-    ``names``: launches by name; ``bytes``: those of ``moved``; ``waits``: of the host, by reason. ``buffers``: of the engine's. ``buckets``: parts of these that travel each in its own
-    way, what is compressed and, in the same buffer, what stays dense.
+    ``syncs``: waits of the host. ``moved``: bytes that all kernels read and write, for each of the model's values.
+    ``names``: launches by name; ``bytes``: those of ``moved``; ``waits``: by reason. ``buffers``: of the engine's.
+    ``buckets``: parts of these that travel each in its own way, what is compressed and, in the same buffer, what stays
+    dense.
     """
 
     launches: float
@@ -169,7 +170,7 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     with dry_cuda.run():
         found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch, WholePlayback)
     counts = watch.average()
-    launches, values = counts.launches, sum(of.numel if engine == "fsdp2" else of.local for of in parameters)
+    launches, values = counts.launches, sum(of.numel for of in parameters)
     moved = {name: nbytes / values for name, nbytes in counts.moved.items()}
     return Budget(
         launches=sum(launches.values()),

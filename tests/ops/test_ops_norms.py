@@ -16,7 +16,7 @@ TIMES, LEAVES, DECAY = 4.0, 0.5, 0.9
 
 
 def tables(device: torch.device = CPU) -> dict[str, tuple[CopyTable, int, list[torch.Tensor]]]:
-    """Three parameters whole, as rows of which the last is shorter, as shards; the buffer's length, and whose is what."""
+    """Three parameters whole, as rows of which the last is shorter, as shards; the buffer's length, whose is what."""
     found = {}
     for name, rows in (("whole", 1), ("rows", 3), ("shards", 4)):
         offset, segments, owned = 2, [], []

@@ -22,7 +22,8 @@ from thinwire.base import device as devices
 from thinwire.ops.backends import host_code, launches
 
 FAMILIES = (
-    "adams", "direction", "mask", "moments", "norms", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
+    "adams", "direction", "mask", "moments", "norms", "projection", "quant", "rows", "shards", "sign", "sketch",
+    "sparse",
 )  # fmt: skip
 
 Report = Callable[[str, Mapping[str, Any]], object]
@@ -124,7 +125,7 @@ class _Streams:
 
 @contextmanager
 def _like_cuda() -> Iterator[None]:
-    """Let code that asks whether a device has streams, or torch's operations on lists, hear of "meta" what CUDA says."""
+    """Let code that asks of "meta" whether it has streams, or operations on lists, hear what CUDA says."""
     from torch.utils import _foreach_utils
 
     streams_of, foreach = devices.streams, _foreach_utils._get_foreach_kernels_supported_devices

@@ -11,7 +11,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thinwire.core.bucket import Piece
 from thinwire.core.fingerprint import WeightWatch
-from thinwire.core.method import Step
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Send, Stage
 from thinwire.network.comm import Comm

@@ -202,7 +202,7 @@ class Bucket:
         return values
 
     def packing(self, flat: Tensor) -> ops.CopyTable | None:
-        """Return the table by which ``load`` copies all values of ``flat``; None: it does not, or not all by a table."""
+        """Return the table by which ``load`` copies ``flat``; None: it does not, or not all of it by a table."""
         return None if self._same_form(flat) or self.copies.formed else self.copies.copy_table
 
     def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:

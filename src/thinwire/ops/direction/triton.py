@@ -27,8 +27,8 @@ def _real(bits):
 
 @kernel
 def _direction(
-    g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, lr, scale, factor, programs, table, beta1, rest1,
-    largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, lr, scale, factor, programs, table, beta1,
+    rest1, largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Take each segment's start, width, index in ``lr`` and ``scale``, bits of beta2, 1 - beta2, eps from ``table``."""
     row, _, segment, column = segment_of(programs, table, BLOCK, 6)

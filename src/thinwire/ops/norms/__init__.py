@@ -1,6 +1,6 @@
 """Norms of an engine buffer's parameters, and the factors that cut outliers among them, without waiting for a device.
 
-``reference``, which runs on CPUs too, and ``triton``, two launches whatever the number of parameters, agree to rounding.
+``reference``, which runs on CPUs too, and ``triton``, two launches for all parameters, agree to rounding.
 """
 
 from __future__ import annotations

@@ -70,6 +70,6 @@ def factors_of(
         BLOCK=PER_PROGRAM, FIELDS=FIELDS,
     )  # fmt: skip
     launch(
-        _bound, (len(table.segments),), sums, table.starts, columns, before.view(-1), after.view(-1), shares, factors, residues,
-        before.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
+        _bound, (len(table.segments),), sums, table.starts, columns, before.view(-1), after.view(-1), shares, factors,
+        residues, before.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
     )  # fmt: skip

@@ -130,7 +130,7 @@ def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -
 
 
 def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None = None) -> Tensor:
-    """Write ``payload`` (R, m), or ``payload`` - ``minus``, at ``positions`` to ``out`` (R, n), which keeps the rest."""
+    """Write ``payload`` (R, m), less ``minus`` if given, at ``positions`` to ``out`` (R, n), which keeps the rest."""
     if payload.numel():
         _backend(out).put(payload, positions, out, minus)
     return out

@@ -131,7 +131,7 @@ def _list(
     programs, segments, total, stride, state, tallies, tallies_stride, positions, positions_stride, payload,
     payload_stride, segment_count, m, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """List what is chosen, in lists of ``m`` entries in all; a segment's first program clears what is behind its list."""
+    """List what is chosen, in ``m`` entries. A segment's first program clears what is behind its list."""
     segment, column, values, above, equal, ties = _compared(
         programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN
     )
