@@ -129,6 +129,7 @@ def _like_cuda() -> Iterator[None]:
     from torch.utils import _foreach_utils
 
     streams_of, foreach = devices.streams, _foreach_utils._get_foreach_kernels_supported_devices
+    autocast = torch.autocast
 
     def host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -137,6 +138,7 @@ def _like_cuda() -> Iterator[None]:
         for module, name, double in (
             (devices, "streams", lambda device: _Streams if device.type == "meta" else streams_of(device)),
             (devices, "host_memory", host_memory),
+            (torch, "autocast", lambda kind, **how: nullcontext() if kind == "meta" else autocast(kind, **how)),
             (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: [*foreach(), "meta"]),
         ):
             stack.enter_context(mock.patch.object(module, name, double))

@@ -25,7 +25,7 @@ TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 """The same where each tensor comes with a number."""
 JOINED = 128
 """Tensors that one launch of ``torch.cat`` joins (ATen/native/cuda/Shape.cu)."""
-READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
 
 
@@ -71,9 +71,11 @@ class LaunchWatch(launches.LaunchWatch):
                 return of
         before = self._now.launches.total()
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        if self._now.launches.total() > before and name.startswith(("_foreach", "cat", "stack")):
-            times = -(-len(args[0]) // JOINED) if name in ("cat", "stack") else launches_of_lists(name, args, kwargs)
-            self._now.launches[launches.name_of(function)] += times - 1
+        if self._now.launches.total() > before:
+            kernel = launches.name_of(function)
+            self._now.launches[kernel] += launches_of(name, args, kwargs) - 1
+            if name.startswith("_fused"):  # torch says that gradients change, as they do under a GradScaler
+                self._now.moved[kernel] -= nbytes_of(args[1])  # type: ignore[assignment]
         return result
 
     def _from_device(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
@@ -81,12 +83,11 @@ class LaunchWatch(launches.LaunchWatch):
         source, target = (args[1], args[0].device) if name == "copy_" else (args[0], kwargs.get("device"))
         if target is None or source.device.type == torch.device(target).type:
             return None
-        self.launched(f"aten.{name}", 2 * nbytes_of(source))
         if not (args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)):
             self.waited(f"{name} without non_blocking")
         if torch.device(target).type == "meta":
-            self._now.launches[f"aten.{name}"] -= 1  # the base class counts it
             return None
+        self.launched(f"aten.{name}", 2 * nbytes_of(source))
         return args[0] if name == "copy_" else torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
 
     def end_step(self, share: float) -> None:
@@ -121,13 +122,21 @@ class Counts:
         return self.launches, self.moved, self.waits
 
 
-def launches_of_lists(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def launches_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Count the launches of an operation of torch that launches something."""
+    if name in ("cat", "stack"):
+        return -(-len(args[0]) // JOINED)
+    return _launches_of_lists(name, args, kwargs) if name.startswith(("_foreach", "_fused")) else 1
+
+
+def _launches_of_lists(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Count the launches of an operation of torch on lists: a few where all tensors are dense and alike, else one each.
 
     So does CUDA: ATen/native/ForeachUtils.h, ``can_use_fast_route``.
     """
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple) and value]
     lists = [value for value in values if all(isinstance(item, Tensor) for item in value)]
+    lists = lists[:4] if name.startswith("_fused") else lists  # not the counts of steps
     first = lists[0]
     for other in lists:
         same_length = len(other) == len(first)
