@@ -38,8 +38,9 @@ from thinwire.ops.shards import triton as shards
 from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
 from thinwire.ops.sparse import triton as sparse
+from thinwire.ops.steps import triton as steps
 
-MODULES = (adams, direction, mask, moments, norms, projection, quant, packing, shards, sign, sketch, sparse)
+MODULES = (adams, direction, mask, moments, norms, projection, quant, packing, shards, sign, sketch, sparse, steps)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
@@ -137,6 +138,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     loaded = dict.fromkeys(("m", "lr", "scale", "factor"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
         yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned
+    yield steps._take, {}, {"BLOCK": steps.BLOCK} | aligned
     tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned
     yield projection._project, {}, tile | {"FEEDBACK": True, "KEEP": True}
     yield projection._reconstruct, {}, tile

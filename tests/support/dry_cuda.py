@@ -23,7 +23,7 @@ from thinwire.ops.backends import host_code, launches
 
 FAMILIES = (
     "adams", "direction", "mask", "moments", "norms", "projection", "quant", "rows", "shards", "sign", "sketch",
-    "sparse",
+    "sparse", "steps",
 )  # fmt: skip
 
 Report = Callable[[str, Mapping[str, Any]], object]

@@ -56,6 +56,7 @@ from thinwire.methods.parts.muon import muon
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
 from thinwire.ops.direction import DirectionSegment, direction
+from thinwire.ops.steps import take
 
 SAMPLE = 64
 """Sampled values of each tensor from which r is measured: over all tensors, averaged over ten steps."""
@@ -171,10 +172,7 @@ class UpdateSpace:
                 probes.append(self._run.travels(name, change.reshape(-1))[: len(expected[-1])])
 
         self._steps.take_all(step, move)
-        if values and set(decay_factors) != {1.0}:
-            torch._foreach_mul_(values, decay_factors)
-        if values:
-            torch._foreach_sub_(values, changes)
+        take(values, changes, decay_factors)
         self._scaled = None
         if probes:
             lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
