@@ -27,5 +27,6 @@ def take(weights: Sequence[Tensor], changes: Sequence[Tensor], factors: Sequence
     if all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors):
         if tensors:
             _backend(tensors[0]).take(weights, changes, factors)
+            torch.autograd.graph.increment_version(weights)  # as an operation of torch does
         return
     reference.take(weights, changes, factors)
