@@ -140,7 +140,8 @@ class Stage:
         dense = [piece for piece in pieces if piece.name in self.dense]
         by_method = ((self.method, compressed), (self._side, dense))
         buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
-        if len(buckets) > 1 and len({bucket.dtype for _, bucket in buckets}) == 1:
+        alike = len({bucket.dtype for _, bucket in buckets}) == 1
+        if len(buckets) > 1 and alike and not buckets[0][1].lies_in(flat):
             return [_PackedBuckets(BucketGroup([bucket for _, bucket in buckets]), buckets)]
         return [_PackedBuckets(bucket, [(method, bucket)]) for method, bucket in buckets]
 
