@@ -98,7 +98,7 @@ class OutlierClip:
             self._shares, self._statistics = self._shares.to(flat.device), self._statistics.to(flat.device)
         if self._next is None:
             self._next = self._statistics.clone()
-        statistics = Statistics(self._statistics, self._next, self._shares, self.times, self._share, NORM_DECAY)
+        statistics = Statistics(self._statistics, self._next, self._shares, float(self.times), self._share, NORM_DECAY)
         return factors_of(flat, table, self._cached_columns(names, flat.device), statistics)
 
     def commit(self) -> None:
