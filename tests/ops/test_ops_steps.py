@@ -42,8 +42,9 @@ def test_whatever_cannot_be_taken_in_one_pass_takes_two(odd):
         weights[3], changes[3] = weights[3].t(), changes[3].t()
     expected = [weight.clone() for weight in weights]
     factors = FACTORS[1][: len(weights)]
-    for weight, change, factor in zip(expected, changes, factors, strict=True):
-        weight.mul_(factor).sub_(change)
+    if odd != "none":
+        torch._foreach_mul_(expected, factors)
+        torch._foreach_sub_(expected, changes)
     take(weights, changes, factors)
     assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(weights, expected, strict=True))
 
