@@ -19,7 +19,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,9 +130,9 @@ class Trial:
         return not refuses or self.best.measured >= (1 - 2 * TIE) * self.dense
 
 
-def draw(seed: int, count: int) -> Iterator[Setting]:
-    """Draw ``count`` settings: the rate evenly by its logarithm, from 20 to 800 Mbit/s."""
-    for number in range(count):
+def draw(seed: int, numbers: Iterable[int]) -> Iterator[Setting]:
+    """Draw the settings of these ``numbers``: the rate evenly by its logarithm, from 20 to 800 Mbit/s."""
+    for number in numbers:
         chance = random.Random(f"{seed}/{number}")
         rate = round(20 * 40 ** chance.random())
         engine = chance.choice(ENGINES)
@@ -259,6 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=1, help="settings to draw")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of them, to go on where one stopped")
     parser.add_argument("--rates", type=int, nargs="+", default=[], help="Mbit/s, in place of draws")
     parser.add_argument("--methods", default="all", help="of --rates: all, or names without knobs")
     parser.add_argument("--preset", default="net20m", choices=PRESETS)
@@ -276,7 +277,7 @@ def main() -> int:
     )  # fmt: skip
     settings = [Setting("", rate, options.preset, options.batch, options.engine, names) for rate in options.rates]
     trials = []
-    for setting in settings or draw(options.seed, options.draws):
+    for setting in settings or draw(options.seed, range(options.first, options.first + options.draws)):
         print(f"{setting.seed} {setting}".strip(), flush=True)
         folder = options.out / directory_name(f"{setting.seed}-{setting}")
         try:

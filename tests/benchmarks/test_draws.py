@@ -56,6 +56,6 @@ def test_a_setting_replaces_its_rows_and_keeps_the_others(tmp_path):
 
 
 def test_a_seed_is_a_row_of_settings():
-    first = list(draws.draw(1, 24))
-    assert first == list(draws.draw(1, 24)) != list(draws.draw(2, 24))
+    first = list(draws.draw(1, range(24)))
+    assert first == list(draws.draw(1, range(24))) != list(draws.draw(2, range(24)))
     assert all(20 <= setting.rate <= 800 and len(setting.methods) == draws.DRAWN for setting in first)
