@@ -129,7 +129,7 @@ def _like_cuda() -> Iterator[None]:
     from torch.utils import _foreach_utils
 
     streams_of, foreach = devices.streams, _foreach_utils._get_foreach_kernels_supported_devices
-    autocast = torch.autocast
+    autocast, keep = torch.autocast, devices.keep
 
     def host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -138,6 +138,7 @@ def _like_cuda() -> Iterator[None]:
         for module, name, double in (
             (devices, "streams", lambda device: _Streams if device.type == "meta" else streams_of(device)),
             (devices, "host_memory", host_memory),
+            (devices, "keep", lambda tensor: None if tensor.is_meta else keep(tensor)),
             (torch, "autocast", lambda kind, **how: nullcontext() if kind == "meta" else autocast(kind, **how)),
             (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: [*foreach(), "meta"]),
         ):

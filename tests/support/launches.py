@@ -183,6 +183,11 @@ def _at(values: str, *arguments: str) -> Callable[[Named], Mapping[str, float]]:
     return lambda of: {name: nbytes_of(of[values]) for name in arguments}
 
 
+def _part(of: Named) -> float:
+    """Count the bytes of the engine's buffer that rows, perhaps of some of its parameters alone, are copies of."""
+    return min(nbytes_of(of["flat"]), of["rows"].numel() * of["flat"].itemsize)
+
+
 TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "adams._adams": (_twice("weight", "moment"), _where(next_moment="HAS_NEXT")),
     "direction._direction": (_twice("g"), _where(m="MOMENTUM", m_out="MOMENTUM")),
@@ -197,7 +202,8 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
         _where(common="COMMON", common_out="COMMON"), lambda of: {"moment": nbytes_of(of["next_moment"])},
     ),
     "projection._project": (_where(residual="FEEDBACK", residual_out="KEEP"),),
-    "rows._unpack": (lambda of: {"flat": nbytes_of(of["flat"]) * (1 + of["ADD"])},),
+    "rows._pack": (lambda of: {"flat": _part(of)},),
+    "rows._unpack": (lambda of: {"flat": _part(of) * (1 + of["ADD"])},),
     "shards._read": (lambda of: {
         "resident": 2 * nbytes_of(of["resident"]) * of["ADD"], "rows": nbytes_of(of["rows"]) * (1 + of["ADD"]),
     },),

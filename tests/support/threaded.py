@@ -1,6 +1,6 @@
 """Methods on ranks that are threads: what each rank got, sent and keeps.
 
-    results = reduce_on_threads(MyMethod, my_gradients, topology="all_reduce", size=4, shapes={"w": 1000}, steps=100)
+results = reduce_on_threads(MyMethod, my_gradients, topology="all_reduce", size=4, shapes={"w": 1000}, steps=100)
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def _move(device: torch.device) -> None:
     With the factors that cut outliers, which these steps do not meet, and without.
     """
     usual = torch.zeros(2, 4, 1, device=device)
-    statistics = Statistics(*usual, usual[0, 0], 1.0, 1.0, 0.0)
+    statistics = Statistics(usual[0], usual[1], usual[0, 0], 1.0, 1.0, 0.0)
     bucket = Bucket([Piece("", 0, 3)], rows=2, owner=False, group=4, dtype=torch.float32, device=device)
     rows = torch.zeros(*bucket.shape, device=device)
     for dtype in (torch.float32, torch.bfloat16):
