@@ -90,7 +90,7 @@ class WholePlayback(Playback):
         norms += [] if power is None else [power.sqrt()]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
         clip_grads_with_norm_(clipped, CLIP, norm)
-        self._clip_factor = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+        (CLIP / (norm + 1e-6)).clamp(max=1.0)  # for the method
         return None if steps else norm
 
     def optimizers_step(self) -> None:
