@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+TORCH_INDEX ?=
 OUT    ?= runs/first
 JOBS   ?= 3
 TESTS  ?=
@@ -10,6 +11,8 @@ SITE   ?= build/docs
 
 # The extras with the frameworks that have an adapter: where pip cannot get them, their tests skip.
 FRAMEWORKS := hf,lightning
+
+PIP_TORCH = -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
@@ -25,6 +28,8 @@ help:
 	@echo "make test-frameworks   all tests of Hugging Face and Lightning, of which make test has a part, and those of"
 	@echo "               torchtitan and lm-evaluation-harness, in an environment of its own with all of these"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what works with the core alone"
+	@echo "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu   take torch's wheels for CPUs: the default one for"
+	@echo "               Linux brings gigabytes of CUDA"
 	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach to an issue"
 	@echo "make check     ruff, mypy, and the limits of the design (tests/house.py)"
 	@echo "make format    let ruff repair what it can"
@@ -39,8 +44,9 @@ $(STAMP): pyproject.toml
 		|| { echo "thinwire needs Python 3.11 or newer: apt-get install python3, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "python3 cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	@echo "setting up $(VENV), once: pip is silent while it loads torch, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python $(PIP_TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --editable ".[$(FRAMEWORKS)]" "$(TORCH)" 2>$(VENV)/frameworks.log \
 		|| echo "the tests of accelerate, transformers, peft and lightning will skip, since pip could not install them:" \
@@ -69,14 +75,15 @@ test-wheel: $(STAMP)
 	rm -rf build/wheel build/lib
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(PYTHON) -m venv $(EMPTY)
-	$(EMPTY)/bin/python -m pip install --quiet "$(TORCH)" build/wheel/*.whl
+	$(EMPTY)/bin/python $(PIP_TORCH)
+	$(EMPTY)/bin/python -m pip install --quiet build/wheel/*.whl
 	$(EMPTY)/bin/python tests/support/wheel.py
 
 test-frameworks: export OMP_NUM_THREADS ?= 1
 test-frameworks: VENV := .venv-frameworks
 test-frameworks:
 	$(MAKE) setup VENV=$(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval]" "torchtitan<0.3" "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval]" "torchtitan<0.3" trl "$(TORCH)"
 	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/adapters tests/project/test_examples.py \
 		$(addprefix tests/train/test_,export.py finetune.py evaluation.py)
 

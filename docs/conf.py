@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import re
 
+from thinwire.base.version import __version__
+
 project = "Thinwire"
 author = copyright = "The Thinwire authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+version = release = __version__
+extensions = [
+    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"
+]  # fmt: skip
 html_theme = "furo"
-html_title = "Thinwire"
+html_title = f"Thinwire {version}"
+html_theme_options = {"top_of_page_buttons": ["view"]}  # of a page's Markdown, which html_copy_source brings along
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_copy_source = False
+html_copy_source = True
+copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gp, .go"
 exclude_patterns = ["data"]
 highlight_language = "text"
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 
 PLACES = {

@@ -35,6 +35,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from thinwire.lab.verdict import interval
 from thinwire.methods import TABLE
 from thinwire.train.checkpoint import run_settings as differences
 
@@ -42,6 +43,7 @@ HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
 sys.path += [str(HERE), *(str(ROOT / "benchmarks" / room) for room in ("loss", "predict"))]
 import draws  # noqa: E402
+import ladder_tables  # noqa: E402
 import regime_tables  # noqa: E402
 
 Row = dict[str, str]
@@ -81,7 +83,7 @@ REGIMES: dict[Regime, str] = {
     ("scratch", "small", "wikitext", 16): "842k, text 2, 16 ranks",
     ("scratch", "small", "peps", 16): "842k, text 1, 16 ranks",
     ("scratch", "tiny", "peps", 4): "120k, text 1",
-    ("long", "tiny", "peps", 4): "120k, text 1, 3200 steps",
+    ("long", "tiny", "peps", 4): "120k, text 1, longer",
     ("going-on", "tiny", "peps", 4): "120k, going on",
     ("finetune", "tiny", "wikitext", 4): "120k, fine-tuning on text 2",
 }
@@ -148,22 +150,37 @@ def speed(method: str, settings: tuple[str, ...] = SPEED) -> Row | None:
 
 
 class Loss(NamedTuple):
-    """What a method costs: loss above dense and all bytes sent, in percent of dense's; seeds that both sides have."""
+    """What a method costs: loss above dense and all bytes sent, in percent of dense's; seeds that both sides have, and
+    half of the 95% interval over them."""
 
     gap: float
     share: float
     seeds: int
+    error: float | None = None
 
 
 def loss(method: str, where: Regime | str = MAIN) -> Loss | None:
     """What exactly ``method`` costs in a regime, or in a setting of loss/training.py; None: not run there."""
     if isinstance(where, str):
         row = next((row for row in of("loss", where) if form(row["method"]) == method), None)
-        return row and Loss(float(row["gap_percent"]), float(row["share_percent"]), 1 + bool(row["seed1"]))
+        if row is None:
+            return None
+        share = float(row["share_percent"])
+        return Loss(float(row["gap_percent"]), share, 1 + bool(row["seed1"]), seeds_error(row))
     found, dense = regime_row(method, where), regime_row(partner_of(method), where)
     if found is None or dense is None or found.gap is None or found.gap == math.inf:
         return None
-    return Loss(found.gap, found.share_all or 0.0, len(found.losses.keys() & dense.losses.keys()))
+    return Loss(found.gap, found.share_all or 0.0, len(found.losses.keys() & dense.losses.keys()), found.error)
+
+
+def seeds_error(row: Row) -> float | None:
+    """Half of the 95% interval of a row's gap over its seeds, percent; None: there are not two."""
+    dense = next((other for other in of("loss", row["setting"]) if other["optimizer"] == row["optimizer"]
+                  and name_of(other["method"]) == "dense"), None)  # fmt: skip
+    seeds = [seed for seed in ("seed0", "seed1") if dense is not None and row[seed] and dense[seed]]
+    if dense is None or len(seeds) < 2:
+        return None
+    return interval([100 * (float(row[seed]) / float(dense[seed]) - 1) for seed in seeds]).half
 
 
 def partner_of(method: str) -> str:
@@ -189,7 +206,10 @@ def methods() -> str:
     for cls in TABLE:
         what = (inspect.getdoc(cls) or "").splitlines()[0].replace("``", "`").rstrip(".")
         fast, cost = speed(cls.name), loss(cls.name)
-        cells = (f"{fast['speed_percent']}%" if fast else "-", percent(cost.gap) if cost else "-")
+        cells = (
+            f"{fast['speed_percent']}%" if fast else "-",
+            percent(cost.gap) + regime_tables.error_of(cost.error) if cost else "-",
+        )
         lines.append(f"| `{cls.name}` {cls.__name__} | {what} | {cls().card.promise.kind} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
@@ -205,7 +225,8 @@ def choices() -> str:
         found, cost = speed(take, (fast,)), loss(take, where)
         dense = speed("dense", (fast,))
         cell = f"{found['speed_percent']}% ({dense['speed_percent']}%)" if found and dense else "-"
-        rest = f"{cost.share:.1f}% | {percent(cost.gap)} ({cost.seeds})" if cost else "- | -"
+        error = regime_tables.error_of(cost.error) if cost else ""
+        rest = f"{cost.share:.1f}% | {percent(cost.gap)}{error} ({cost.seeds})" if cost else "- | -"
         lines.append(f"| {have} | `{take}` | {cell} | {rest} |")
     return "\n".join(lines)
 
@@ -220,7 +241,7 @@ def picture() -> str:
         "other methods are in [docs/speed.md](docs/speed.md) and [docs/quality.md](docs/quality.md)."
     )
     wrapped = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-    return f"![Loss against speed, one dot per method](docs/tradeoff.png)\n\n{wrapped}"
+    return f"![Loss against speed, one dot per method](docs/tradeoff.svg)\n\n{wrapped}"
 
 
 OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "sgd": "SGD"}
@@ -265,7 +286,10 @@ def losses(name: str) -> str:
     for row in of("loss", name):
         seeds = ", ".join(value for value in (row["seed0"], row["seed1"]) if value)
         sent = f"{row['sent_mb']} MB | {row['share_percent']}% | {row['skipped']}" if row["sent_mb"] else "- | - | -"
-        lines.append(f"| {row['label']} | `{row['method']}` | {seeds} | {row['gap_percent']}% | {sent} |")
+        gap = f"{row['gap_percent']}%"
+        if name_of(row["method"]) != "dense":
+            gap += regime_tables.error_of(seeds_error(row))
+        lines.append(f"| {row['label']} | `{row['method']}` | {seeds} | {gap} | {sent} |")
     return "\n".join(lines)
 
 
@@ -290,9 +314,22 @@ def runs() -> str:
     return "\n\n".join(parts)
 
 
+def ladder() -> str:
+    """The tables of benchmarks/loss/ladder.py."""
+    return ladder_tables.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
+
+
+def regime_length(where: Regime) -> str:
+    """Steps and tokens per parameter of a regime's runs."""
+    row = next(row for row in regime_rows() if (row.regime, row.model, row.text, row.ranks) == where)
+    tokens = f" ({row.tokens_per_parameter:.2g})" if row.tokens_per_parameter else ""
+    return f"{row.steps} steps{tokens}"
+
+
 def quality() -> str:
     """Methods by regimes: each cell has the gap to dense, the learning rate, and the number of seeds that both have."""
     lines = ["| method | " + " | ".join(REGIMES.values()) + " |", "|---" + "|---:" * len(REGIMES) + "|"]
+    lines.append("| steps (tokens per parameter) | " + " | ".join(map(regime_length, REGIMES)) + " |")
     for method in QUALITY:
         cells = [quality_cell(method, where) for where in REGIMES]
         if set(cells) != {"-"}:
@@ -304,7 +341,8 @@ def quality_cell(method: str, where: Regime) -> str:
     row, cost = regime_row(method, where), loss(method, where)
     if row is None or cost is None:
         return "-"
-    what = f"{fmean(row.losses.values()):.3f}" if name_of(method) == "dense" else percent(cost.gap)
+    dense = name_of(method) == "dense"
+    what = f"{fmean(row.losses.values()):.3f}" if dense else percent(cost.gap) + regime_tables.error_of(cost.error)
     return f"{what} ({row.lr:g}; {cost.seeds})"
 
 
@@ -510,6 +548,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "choices": choices,
     "speed": speeds,
     "quality": quality,
+    "ladder": ladder,
     "runs": runs,
     "differences": differing,
     "to-denses-loss": to_denses_loss,
@@ -593,13 +632,13 @@ def by_name() -> list[tuple[str, str, Curve]]:
 
 
 PICTURES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "tradeoff.png": ("tradeoff", tradeoff),
-    "speed.png": ("step_time", lambda: step_times("ddp-500mbit")),
-    "speed-adams.png": ("step_time", lambda: step_times("ddp-125mbit-adams")),
-    "training.png": ("gaps", lambda: gaps(("scratch", "tiny", "peps", 4), *WITH_STEPS)),
-    "training-fsdp2.png": ("gaps", sharded),
-    "walltime.png": ("walltime", by_name),
-    "regimes.png": ("by_bytes", by_bytes),
+    "tradeoff.svg": ("tradeoff", tradeoff),
+    "speed.svg": ("step_time", lambda: step_times("ddp-500mbit")),
+    "speed-adams.svg": ("step_time", lambda: step_times("ddp-125mbit-adams")),
+    "training.svg": ("gaps", lambda: gaps(("scratch", "tiny", "peps", 4), *WITH_STEPS)),
+    "training-fsdp2.svg": ("gaps", sharded),
+    "walltime.svg": ("walltime", by_name),
+    "regimes.svg": ("by_bytes", by_bytes),
 }
 """File -> the function of ``pictures.py`` that draws it, and what it draws."""
 
@@ -611,13 +650,9 @@ def digest(name: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """The digest in a picture's file."""
-    from PIL import Image
-
-    if not path.exists():
-        return ""
-    with Image.open(path) as image:
-        return str(image.info.get("thinwire-data", ""))
+    """The digest in a picture's file; "" if there is none."""
+    found = re.search(r"thinwire-data: (\w+)", path.read_text()) if path.exists() else None
+    return found[1] if found else ""
 
 
 def draw(name: str) -> None:
@@ -628,7 +663,7 @@ def draw(name: str) -> None:
 
     kind, data = PICTURES[name]
     with plt.rc_context(plots.STYLE):
-        plots.save(getattr(pictures, kind)(data()), HERE / name, {"thinwire-data": digest(name)})
+        plots.save(getattr(pictures, kind)(data()), HERE / name, f"thinwire-data: {digest(name)}")
 
 
 # Taking measurements over.

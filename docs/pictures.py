@@ -57,7 +57,7 @@ def by_bytes(points: Sequence[tuple[str, float, float]]) -> Figure:
 def gap_scale(axes: Axes, gaps: Sequence[float]) -> None:
     """The scale of losses above dense: linear up to 5%, logarithmic beyond; what is below 2% is shaded."""
     lowest, highest = min(-1.0, 1.35 * min(gaps)), max(3.0, 1.35 * max(gaps))
-    axes.axhspan(lowest, 2, color="#EEF5EE", zorder=0)
+    axes.axhspan(lowest, 2, color=plots.SHADE, zorder=0)
     axes.set_yscale("symlog", linthresh=5, linscale=2.5)
     axes.set_ylim(lowest, highest)
     axes.set_yticks([at for at in (-10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50) if lowest <= at <= highest])

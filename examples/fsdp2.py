@@ -17,6 +17,8 @@ VOCABULARY, WIDTH, STEPS = 256, 512, 20
 def main(method: str = "int8") -> None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     # Shard inside the node, replicate across nodes (HSDP): init_device_mesh(device.type, (nodes, ranks_per_node)).
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

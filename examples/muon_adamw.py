@@ -23,6 +23,8 @@ WINDOWS = TEXT.unfold(0, CONTEXT + 1, 1)
 def main(method: str = "int8") -> None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank = dist.get_rank()
     torch.manual_seed(0)

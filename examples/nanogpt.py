@@ -59,6 +59,8 @@ class GPT(nn.Module):
 local = int(os.environ["LOCAL_RANK"])
 cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", local) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 rank, master_process = dist.get_rank(), dist.get_rank() == 0
 data = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()

@@ -70,7 +70,7 @@ class Life:
         self.held_out = held_out.spread(regimes.EVALUATED)
         torch.manual_seed(self.config.seed)
         self.model = DistributedDataParallel(Decoder(self.config.shape(256)))
-        self.optimizer = regimes.virtual.make_optimizer(self.model, self.config)
+        (self.optimizer,) = regimes.virtual.make_optimizers(self.model, self.config)
         self.wire = thinwire.compress(self.model, self.optimizer, method, steps=steps + max(LATER))
 
     def step(self, number: int) -> None:

@@ -1,6 +1,7 @@
 """The runs of ``regimes.py`` as rows: each method at its best learning rate, and how far it ends from dense.
 
-It needs the standard library alone, so that docs/figures.py can print the same tables as ``regimes.py --table``.
+A gap's ± is half of the 95% t-interval over the seeds that both sides have. These runs ended on 256 held-out windows,
+which by themselves do not resolve 0.5%, and one seed has no ±: what is to be resolved is run by ``ladder.py``.
 
     python benchmarks/loss/regime_tables.py > src/thinwire/plan/measured.csv    # what plans say of loss
 """
@@ -18,10 +19,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from thinwire.lab.verdict import Span, interval
+
 Run = dict[str, Any]
 SETTING = ("regime", "model", "text", "ranks", "steps", "base")
 """What runs in one table share."""
 KEY = (*SETTING, "method", "lr", "seed")
+TOKENS = {"tiny": 1024, "small": 2048, "llama-tiny": 1024, "llama-small": 2048}
+"""Of a step, over all ranks, by model."""
 PARTNER = {"adamw": "dense", "adams": "dense --optimizer adams", "sgd": "dense"}
 """A method's dense run, by the method's optimizer. What steps by SGD is held against AdamW, as the better choice."""
 
@@ -37,6 +42,8 @@ class Row:
         losses: validation loss (nats per token) by seed, at ``lr``; inf: none.
         tried: mean loss by learning rate, over the seeds that all of them have, or over each one's own.
         gap: loss above dense at dense's own best learning rate, percent, mean over the seeds that both have; inf: none.
+        error: half of the 95% interval of ``gap`` over these seeds, percent; None: there are not two.
+        tokens_per_parameter: that the run was trained on; None: no run has ended.
         gap_same_lr: the same against dense at ``lr``. None, for both: no such run of dense, or one without a loss.
         share: bytes sent for compressed tensors, percent of what dense sends for them; None: no run has ended.
         share_all: bytes sent in all, percent of dense's.
@@ -54,6 +61,8 @@ class Row:
     losses: dict[int, float]
     tried: dict[float, float]
     gap: float | None
+    error: float | None
+    tokens_per_parameter: float | None
     gap_same_lr: float | None
     share: float | None
     share_all: float | None
@@ -87,11 +96,15 @@ def _rows_of(setting: tuple[Any, ...], methods: dict[str, list[Run]]) -> list[Ro
         lr = _best(mine)
         ended = [run for run in runs if run["lr"] == lr and run.get("dense_bytes_compressed")]
         dense = losses.get(PARTNER[next((run["optimizer"] for run in runs if "optimizer" in run), "adamw")], {})
+        span = _gap(mine[lr], dense[_best(dense)]) if dense else None
+        same_lr = _gap(mine[lr], dense.get(lr, {}))
         found.append(
             Row(
                 *setting, method, lr, mine[lr], tried,
-                gap=_gap(mine[lr], dense[_best(dense)]) if dense else None,
-                gap_same_lr=_gap(mine[lr], dense.get(lr, {})),
+                gap=None if span is None else span.mean,
+                error=None if span is None or not 0 < span.half < math.inf else span.half,
+                tokens_per_parameter=_tokens(runs),
+                gap_same_lr=None if same_lr is None else same_lr.mean,
                 share=_share(ended, "bytes_compressed"),
                 share_all=_share(ended, "bytes"),
                 failures=tuple(
@@ -131,11 +144,23 @@ def _best(losses: dict[float, dict[int, float]]) -> float:
     return max(losses, key=lambda lr: len(losses[lr]))
 
 
-def _gap(mine: dict[int, float], dense: dict[int, float]) -> float | None:
+def _tokens(runs: list[Run]) -> float | None:
+    """Tokens per parameter of a run that has ended."""
+    ended = next((run for run in runs if "parameters" in run and run["model"] in TOKENS), None)
+    return None if ended is None else ended["steps"] * TOKENS[ended["model"]] / ended["parameters"]
+
+
+def _gap(mine: dict[int, float], dense: dict[int, float]) -> Span | None:
     seeds = mine.keys() & dense.keys()
     if not seeds or any(dense[seed] == math.inf for seed in seeds):
         return None
-    return fmean(100 * (mine[seed] / dense[seed] - 1) for seed in seeds)
+    gaps = [100 * (mine[seed] / dense[seed] - 1) for seed in sorted(seeds)]
+    return Span(math.inf, math.inf, math.inf) if math.inf in gaps else interval(gaps)
+
+
+def error_of(error: float | None) -> str:
+    """``" ± 1.2%"``, or that nobody knows it."""
+    return " ± ?" if error is None else f" ± {error:.1f}%"
 
 
 def _share(ended: list[Run], kind: str) -> float | None:
@@ -151,7 +176,9 @@ def _table(of: list[Row]) -> str:
     seeds = sorted({seed for row in of for seed in row.losses})
     first = of[0]
     base = f", from the end of dense on {first.base}" if first.base else ""
-    what = f"{first.regime}: `{first.model}` on {first.text}, {first.ranks} ranks, {first.steps} steps{base}"
+    tokens = next((row.tokens_per_parameter for row in of if row.tokens_per_parameter), None)
+    length = f"{first.steps} steps" + (f" ({tokens:.2g} tokens per parameter)" if tokens else "")
+    what = f"{first.regime}: `{first.model}` on {first.text}, {first.ranks} ranks, {length}{base}"
     lines = [
         f"{what}; seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}.",
         "",
@@ -163,7 +190,7 @@ def _table(of: list[Row]) -> str:
         losses = ", ".join(_number(row.losses.get(seed), "{:.4f}") for seed in seeds)
         others = ", ".join(f"{lr:g}: {_number(loss, '{:.4f}')}" for lr, loss in row.tried.items() if lr != row.lr)
         lines.append(
-            f"| `{row.method}` | {row.lr:g} | {losses} | {_number(row.gap, '{:+z.2f}%')} | "
+            f"| `{row.method}` | {row.lr:g} | {losses} | {_with_error(row)} | "
             f"{_number(row.gap_same_lr, '{:+z.2f}%')} | {_number(row.share, '{:.2f}%')} | "
             f"{_number(row.share_all, '{:.2f}%')} | {len(row.losses)} | {others or '-'} |"
         )
@@ -175,19 +202,26 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else "none" if value == math.inf else form.format(value)
 
 
+def _with_error(row: Row) -> str:
+    text = _number(row.gap, "{:+z.2f}%")
+    return text if row.gap in (None, math.inf) or row.method in PARTNER.values() else text + error_of(row.error)
+
+
 def measured(data: Iterable[Run]) -> str:
     """What a plan says of loss, as CSV: each method's gap to dense by setting, without rows that have none."""
     data = list(data)
     parameters = {run["model"]: run["parameters"] for run in data if "parameters" in run}
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
-    table.writerow(("method", "regime", "text", "ranks", "parameters", "steps", "seeds", "gap_percent"))
+    table.writerow(("method", "regime", "text", "ranks", "parameters", "steps", "seeds", "gap_percent",
+                    "error_percent", "tokens_per_parameter"))  # fmt: skip
     for row in rows(data):
         if row.gap is None or row.gap == math.inf or " --" in row.method or row.method.startswith("dense"):
             continue
         table.writerow((
             row.method, row.regime, row.text, row.ranks, parameters[row.model], row.steps, len(row.losses),
-            f"{row.gap:.2f}",
+            f"{row.gap:.2f}", "nan" if row.error is None else f"{row.error:.2f}",
+            f"{row.tokens_per_parameter or 0:.2f}",
         ))  # fmt: skip
     return out.getvalue()
 

@@ -1,6 +1,6 @@
 """A run that goes on with other numbers of ranks, under each policy, beside one that stays on four.
 
-    python benchmarks/loss/resize.py [--method METHOD] [--png FILE]
+    python benchmarks/loss/resize.py [--method METHOD] [--picture FILE]
 
 A small network learns the next token of a chain, with DDP on gloo: 4 ranks, then 2, then 3, as long on each. The batch
 of a step is the same on any number of ranks. Printed is the loss on tokens that are not trained on.
@@ -105,7 +105,7 @@ def curves(method: str, length: int) -> dict[str, list[float]]:
     return found
 
 
-def draw(found: dict[str, list[float]], length: int, path: str) -> None:
+def draw(found: dict[str, list[float]], length: int, path: Path) -> None:
     """The curves, each with its name at its end, and where the number of ranks changes."""
     from matplotlib import pyplot
 
@@ -124,18 +124,18 @@ def draw(found: dict[str, list[float]], length: int, path: str) -> None:
             label = "stays on 4 ranks" if name == "4 ranks" else name
             axes.text(steps[-1] + 1.5, ends[-1], label, color=tints[name], va="center", fontweight="bold")
         for number, ranks in enumerate(STAGES):
-            axes.axvline(number * length, color="0.8", zorder=0)
+            axes.axvline(number * length, color=plots.GRID, zorder=0)
             axes.text(number * length + 1, lowest - 0.08, f"{ranks} ranks", va="bottom", color=plots.GREY)
         axes.set_xlim(0, len(STAGES) * length - EVERY)
         axes.set(xlabel="optimizer step", ylabel="loss on held-out tokens (down is better)")
-        figure.savefig(path, bbox_inches="tight")
+        plots.save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="topk(feedback='gradient', density=0.01, smallest=1000)")
     parser.add_argument("--steps", type=int, default=40, help="on each number of ranks, even")
-    parser.add_argument("--png", help="draw the curves to this file")
+    parser.add_argument("--picture", type=Path, help="draw the curves to this file, an SVG")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     found = curves(options.method, options.steps)
@@ -145,8 +145,8 @@ def main() -> None:
     for i in range(len(found["4 ranks"])):
         if EVERY * i in near or i == len(found["4 ranks"]) - 1:
             print(f"{EVERY * i:>6}" + "".join(f"{losses[i]:>14.4f}" for losses in found.values()))
-    if options.png:
-        draw(found, options.steps, options.png)
+    if options.picture:
+        draw(found, options.steps, options.picture)
 
 
 if __name__ == "__main__":

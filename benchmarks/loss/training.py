@@ -4,7 +4,8 @@
     python benchmarks/loss/training.py ... --only "radius:paper-d0.5(smallest=16384)" --seeds 0
 
 Every run is a ``thinwire train`` of its own; a run that is there already is not repeated, so the table can be made in
-pieces, and --table prints it without training. On a GPU: --preset gpt-125m --steps 5000 --batch-size 16.
+pieces, and --table prints it without training. A gap's ± is half of a 95% interval, as in ``thinwire compare``. On a
+GPU: --preset gpt-125m --steps 5000 --batch-size 16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from thinwire.lab import verdict
 
 METHODS = {
     "dense": "dense",
@@ -104,21 +107,25 @@ def table(args: argparse.Namespace, methods: dict[str, str]) -> str:
         for seed in args.seeds:
             file = directory(label, seed, args) / "summary.json"
             if file.exists():
-                found.setdefault(label, []).append({"seed": seed, **json.loads(file.read_text())})
-    dense = {(o, run["seed"]): run["valid_loss"] for o, name in REFERENCE.items() for run in found.get(name, [])}
+                windows = verdict.read_windows(file.with_name(verdict.WINDOWS))
+                run = {"seed": seed, "windows": windows, "summary": json.loads(file.read_text())}
+                found.setdefault(label, []).append(run)
+    dense = {(o, run["seed"]): run for o, name in REFERENCE.items() for run in found.get(name, [])}
     lines = [
         "| method | validation loss (by seed) | gap to dense | sent per step | share of dense | skipped |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for label, runs in found.items():
-        losses = ", ".join(f"{run['valid_loss']:.4f}" for run in runs)
+        summaries = [run["summary"] for run in runs]
+        losses = ", ".join(f"{summary['valid_loss']:.4f}" for summary in summaries)
         optimizer = "adams" if "adams" in methods[label] else "adamw"
         references = [dense.get((optimizer, run["seed"])) for run in runs]
-        gaps = [run["valid_loss"] / of - 1 for run, of in zip(runs, references, strict=True) if of]
-        gap = f"{statistics.mean(gaps):+.2%}" if gaps else "-"
-        sent = statistics.mean(sum(run["wire_bytes_per_step"].values()) for run in runs)
-        share = sent / statistics.mean(run["dense_bytes_per_step"] for run in runs)
-        skipped = sum(run["skipped_steps"] for run in runs)
+        pairs = [(run, of) for run, of in zip(runs, references, strict=True) if of]
+        span = verdict.above(pairs) if pairs else None
+        gap = "-" if span is None else f"{span.mean:+.2%} ± {span.half:.2%}"
+        sent = statistics.mean(sum(summary["wire_bytes_per_step"].values()) for summary in summaries)
+        share = sent / statistics.mean(summary["dense_bytes_per_step"] for summary in summaries)
+        skipped = sum(summary["skipped_steps"] for summary in summaries)
         lines.append(f"| {label} | {losses} | {gap} | {sent / 1e6:.2f} MB | {share:.1%} | {skipped} |")
     return "\n".join(lines)
 
@@ -157,7 +164,7 @@ def draw(args: argparse.Namespace, methods: dict[str, str]) -> None:
             right.set_ylabel("above dense at the same step, %")
         for axes in grid[-1]:
             axes.set_xlabel("optimizer steps")
-        plots.save(figure, Path(args.out) / f"training-{args.engine}.png")
+        plots.save(figure, Path(args.out) / f"training-{args.engine}.svg")
 
 
 def main() -> None:

@@ -26,8 +26,9 @@ from thinwire.core.method import Run, Step
 from thinwire.core.names import describe
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage
+from thinwire.core.run import find_holders
 from thinwire.core.selection import dense_among
-from thinwire.core.state import State
+from thinwire.core.state import State, dump_state, load_state
 from thinwire.methods import Method, resolve
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.network.guard import Guard
@@ -35,7 +36,7 @@ from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows, batches
-from thinwire.train.job.setup import make_optimizer
+from thinwire.train.job.setup import make_optimizers, set_rate
 from thinwire.train.model.decoder import Decoder
 
 FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
@@ -109,19 +110,13 @@ class Replica:
         torch.manual_seed(config.seed)
         self.model = Decoder(config.shape(vocabulary))
         self.weights = dict(self.model.named_parameters())
-        self.optimizer = make_optimizer(self.model, config)
+        self.optimizers = make_optimizers(self.model, config)
         self.norm = self.factor = torch.empty(())
         self._clipped = self._stepped = -1
-        for key, values in (start or {}).items():
-            kind, _, name = key.partition("/")
-            if kind == "model":
-                self.weights[name].data.copy_(values)
-            else:
-                self.optimizer.state[self.weights[name]][kind] = values.clone()
+        self.load(start or {})
 
     def rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizers, rate)
 
     def clip(
         self, turn: int, gradients: dict[str, Tensor], most: float, moves: Collection[str] = (),
@@ -144,16 +139,31 @@ class Replica:
 
     def step(self, turn: int) -> None:
         if self._stepped != turn:
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             self._stepped = turn
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments, for ``start``: ``model/NAME`` and ``KIND/NAME``."""
         found = {f"model/{name}": weight.detach().clone() for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
-            for kind, value in self.optimizer.state.get(weight, {}).items():
-                found[f"{kind}/{name}"] = value.clone()
+            for optimizer in self.optimizers:
+                for kind, value in optimizer.state.get(weight, {}).items():
+                    found[f"{kind}/{name}"] = value.clone()
         return found
+
+    def load(self, start: dict[str, Tensor]) -> None:
+        """Go on from ``start``, as :meth:`state` gives it."""
+        holders = find_holders(self.optimizers, self.weights)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        for key, values in start.items():
+            kind, _, name = key.partition("/")
+            if kind == "model":
+                self.weights[name].data.copy_(values)
+            else:
+                holders[name].optimizer.state[self.weights[name]][kind] = values.clone()
+        self._clipped = self._stepped = -1
 
 
 def buckets_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[list[str]]:
@@ -331,7 +341,7 @@ class Rank:
         self.parameters = {parameter.name: parameter for parameter in describe(replica.model).values()}
         self.state = self.method.state = State(self.method.card.offloaded_kinds)
         run = Run(
-            self.parameters, AllReduce(comm), config.steps, config.seed, (replica.optimizer,), replica.weights, rank
+            self.parameters, AllReduce(comm), config.steps, config.seed, replica.optimizers, replica.weights, rank
         )
         self.method.begin(run)
         self.guard = Guard([comm])
@@ -373,7 +383,7 @@ class Rank:
         alone = self.method.card.alone(self.road.step)
         comms = [comm for comm in self.guard.comms if comm is not self.stage.exchange.comm] if alone else None
         finite, _ = self.guard.agree(norm.device, comms=comms)
-        step = Step(self.road.step, (self.replica.optimizer,), self.replica.weights, self.replica.factor, self._agree)
+        step = Step(self.road.step, self.replica.optimizers, self.replica.weights, self.replica.factor, self._agree)
         if finite:
             self._commit()
             self.method.before_step(step)
@@ -397,6 +407,26 @@ class Rank:
     def _agree(self, values: Iterable[Tensor]) -> bool:
         self.guard.observe_all(values)
         return self.guard.agree(torch.device("cpu"))[0]
+
+    def dump(self) -> dict[str, Tensor]:
+        """What this rank has beside weights and moments, for :meth:`load`."""
+        found = {f"state/{key}": value for key, value in dump_state(self.state).items()}
+        if self.bound is not None:
+            found |= {f"bound/{key}": value.clone() for key, value in self.bound.state_dict().items()}
+        counts = [float(self.road.step), self.sent, self.side, self.dense]
+        return found | {"counts": torch.tensor(counts, dtype=torch.float64)}
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        def below(kind: str) -> dict[str, Tensor]:
+            return {key.removeprefix(kind): value for key, value in saved.items() if key.startswith(kind)}
+
+        load_state(self.state, below("state/"))
+        self.method.undo()
+        self.method.state_changed()
+        if self.bound is not None:
+            self.bound.load_state_dict(below("bound/"))
+        step, self.sent, self.side, self.dense = saved["counts"].tolist()
+        self.road.step = int(step)
 
     def _commit(self) -> None:
         self.state.commit()
@@ -430,6 +460,109 @@ def evaluate(model: nn.Module, chosen: Sequence[tuple[Tensor, Tensor]]) -> float
     return total / sum(len(inputs) for inputs, _ in chosen)
 
 
+Rates = Callable[[int], float]
+"""A step (from 0) -> its learning rate."""
+
+
+class Played:
+    """A run of ``config.ranks`` virtual ranks, as that of ``thinwire train`` on DDP, which can be saved and put back.
+
+    Attributes:
+        turn: steps that are done. found: what the run gave so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        windows: Windows,
+        *,
+        vocabulary: int = 256,
+        batched: bool = False,
+        start: dict[str, Tensor] | None = None,
+    ) -> None:
+        """As :func:`train`."""
+        self.config, self.turn, self._windows = config, 0, windows
+        self._size, self._batch = config.ranks or 1, config.batch_size
+        method = resolve(config.method)
+        shared = method.rank_equal and not acts_in_steps(method)
+        self.replicas = [Replica(config, vocabulary, start) for _ in range(1 if shared else self._size)]
+        model = self.replicas[0].model
+        self._gradients = Gradients(self._size, model, buckets_of(model, *windows.batch(0, self._batch)))
+        self._world = World(self._size)
+        ranks = [
+            Rank(self._world, rank, config.method, self.replicas[0 if shared else rank], self._gradients, config)
+            for rank in range(self._size)
+        ]
+        self.found = Trained(ranks)
+        equal = method.rank_equal and not method.card.alone(config.steps)
+        self._together = Together(model, self._gradients) if batched and equal else None
+        self._tokens: dict[int, tuple[Tensor, Tensor]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._in_a_row = [0] * self._size
+
+    def save(self) -> dict[str, Tensor]:
+        """All that :meth:`load` needs to go on as if nothing had been between, bit for bit."""
+        saved = {f"replica-{i}/{key}": of for i, each in enumerate(self.replicas) for key, of in each.state().items()}
+        for rank in self.found.ranks:
+            saved |= {f"rank-{rank.rank}/{key}": value for key, value in rank.dump().items()}
+        saved["losses"] = torch.tensor(self.found.losses, dtype=torch.float64)
+        saved["progress"] = torch.tensor([self.turn, self.found.skipped, int(self.found.diverged), *self._in_a_row])
+        return saved
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        for kind, owners in (("replica", self.replicas), ("rank", self.found.ranks)):
+            for number, owner in enumerate(owners):
+                prefix = f"{kind}-{number}/"
+                owner.load({key.removeprefix(prefix): of for key, of in saved.items() if key.startswith(prefix)})
+        self._tokens.clear()
+        self.found.losses = saved["losses"].tolist()
+        self.turn, self.found.skipped, diverged, *self._in_a_row = saved["progress"].tolist()
+        self.found.diverged = bool(diverged)
+
+    def run(self, until: int, rate: Rates, after: Callable[[int], object] | None = None) -> None:
+        """Take the steps up to ``until``, with ``rate`` of each; rank 0 then calls ``after`` with the steps done."""
+        self._losses = {turn: torch.zeros(self._size) for turn in range(self.turn, until)}
+        self._world.run(lambda rank: self._body(rank, until, rate, after))
+        self.turn = until
+
+    def finish(self) -> None:
+        for rank in self.found.ranks:
+            rank.method.finish()
+
+    def _prepare(self, turn: int, of: Rank) -> None:
+        """This rank's gradients, or everybody's if nobody has taken them yet."""
+        size, batch = self._size, self._batch
+        if turn not in self._tokens:
+            self._tokens.clear()
+            self._tokens[turn] = self._windows.batch(turn * size * batch, size * batch)
+            if self._together is not None:
+                self._losses[turn].fill_(self._together.take(*self._tokens[turn]))
+        if self._together is None:
+            mine = slice(of.rank * batch, (of.rank + 1) * batch)
+            inputs, targets = self._tokens[turn]
+            self._losses[turn][of.rank] = self._gradients.take(of.rank, of.replica.model, inputs[mine], targets[mine])
+
+    def _body(self, rank: int, until: int, rate: Rates, after: Callable[[int], object] | None) -> None:
+        of, found, world = self.found.ranks[rank], self.found, self._world
+        for turn in range(self.turn, until):
+            of.replica.rate(rate(turn))
+            if self._together is not None:
+                world.swap(rank, None)  # everybody's step is over: its gradients may go
+            self._prepare(turn, of)
+            finite = of.step(turn)
+            if of.method.card.alone(of.road.step):
+                world.swap(rank, None)  # or this rank would be the first to have a loss, and go on
+            self._in_a_row[rank] = 0 if finite else self._in_a_row[rank] + 1
+            if rank == 0:
+                found.skipped += not finite
+                found.losses.append(float(reduced(list(self._losses[turn].split(1)), "mean")))
+                if after is not None:
+                    after(turn + 1)
+            if self._in_a_row[rank] == GIVE_UP and not of.method.card.alone(of.road.step):
+                found.diverged = True
+                break
+
+
 def train(
     config: Config,
     windows: Windows,
@@ -448,56 +581,14 @@ def train(
         batched: gradients of all ranks in one pass, where their weights are equal.
         start: weights and moments to begin with, as :meth:`Replica.state` gives them.
     """
-    size, batch = config.ranks or 1, config.batch_size
-    method = resolve(config.method)
-    shared = method.rank_equal and not acts_in_steps(method)
-    replicas = [Replica(config, vocabulary, start) for _ in range(1 if shared else size)]
-    model = replicas[0].model
-    gradients = Gradients(size, model, buckets_of(model, *windows.batch(0, batch)))
-    world = World(size)
-    ranks = [
-        Rank(world, rank, config.method, replicas[0 if shared else rank], gradients, config) for rank in range(size)
-    ]
-    found = Trained(ranks)
-    equal = method.rank_equal and not method.card.alone(config.steps)
-    together = Together(model, gradients) if batched and equal else None
+    played = Played(config, windows, vocabulary=vocabulary, batched=batched, start=start)
     chosen = [] if held_out is None else batches(held_out.spread(sequences), 16)
-    tokens: dict[int, tuple[Tensor, Tensor]] = {}
-    losses = torch.zeros(config.steps, size)
     every = max(config.steps // looks, 1)
 
-    def prepare(turn: int, of: Rank) -> None:
-        """This rank's gradients, or everybody's if nobody has taken them yet."""
-        if turn not in tokens:
-            tokens.clear()
-            tokens[turn] = windows.batch(turn * size * batch, size * batch)
-            if together is not None:
-                losses[turn].fill_(together.take(*tokens[turn]))
-        if together is None:
-            mine = slice(of.rank * batch, (of.rank + 1) * batch)
-            inputs, targets = tokens[turn]
-            losses[turn, of.rank] = gradients.take(of.rank, of.replica.model, inputs[mine], targets[mine])
+    def look(done: int) -> None:
+        if chosen and (done % every == 0 or done == config.steps):
+            played.found.curve.append((done, evaluate(played.replicas[0].model, chosen)))
 
-    def body(rank: int) -> None:
-        of, in_a_row = ranks[rank], 0
-        for turn in range(config.steps):
-            of.replica.rate(config.learning_rate(turn))
-            if together is not None:
-                world.swap(rank, None)  # everybody's step is over: its gradients may go
-            prepare(turn, of)
-            finite = of.step(turn)
-            if of.method.card.alone(of.road.step):
-                world.swap(rank, None)  # or this rank would be the first to have a loss, and go on
-            in_a_row = 0 if finite else in_a_row + 1
-            if rank == 0:
-                found.skipped += not finite
-                found.losses.append(float(reduced(list(losses[turn].split(1)), "mean")))
-                if chosen and ((turn + 1) % every == 0 or turn + 1 == config.steps):
-                    found.curve.append((turn + 1, evaluate(of.replica.model, chosen)))
-            if in_a_row == GIVE_UP and not of.method.card.alone(of.road.step):
-                found.diverged = True
-                break
-        of.method.finish()
-
-    world.run(body)
-    return found
+    played.run(config.steps, config.learning_rate, look)
+    played.finish()
+    return played.found

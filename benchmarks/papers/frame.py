@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
+from thinwire.base.terminal import columns, note, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,13 +149,15 @@ class Published:
 def main(argv: list[str]) -> int:
     """Run ``thinwire paper ...``. Return the exit status: 0, also where a claim is not reached."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: thinwire paper PAPER EXPERIMENT [options]     (thinwire paper PAPER EXPERIMENT --help)\n")
+        print("usage: thinwire paper PAPER EXPERIMENT [options]\n")
         for name in PAPERS:
-            print(listed(load(name)))
+            say(listed(load(name)), indent=" " * 22)
+        print("thinwire paper PAPER EXPERIMENT --help: the options.")
         return 0
     paper = load(argv[0])
     if len(argv) == 1 or argv[1] in ("-h", "--help"):
-        print(listed(paper))
+        print(f"usage: thinwire paper {paper.name} EXPERIMENT [options]\n")
+        say(listed(paper), indent=" " * 22)
         return 0
     if argv[1] not in paper.experiments:
         raise ThinwireError(f"{paper.name} has no experiment '{argv[1]}'; there are: {', '.join(paper.experiments)}")
@@ -182,6 +185,7 @@ def listed(paper: Paper) -> str:
 
 def perform(paper: Paper, experiment: Experiment, settings: Settings) -> int:
     """Run one experiment, print it, and write its table and its picture."""
+    note(f"{paper.name} {experiment.name}: about {experiment.minutes:g} min on two cores, with a line for each run")
     result = experiment.run(settings)
     out = settings.out / paper.name / experiment.name
     out.mkdir(parents=True, exist_ok=True)
@@ -199,8 +203,11 @@ def perform(paper: Paper, experiment: Experiment, settings: Settings) -> int:
         writer = csv.DictWriter(file, list(result.rows[0]))
         writer.writeheader()
         writer.writerows(result.rows)
-    draw(result, out / "picture.png", f"{paper.title}, {experiment.name}")
-    print(f"{text}\n\n{out}: table.md, table.csv, picture.png")
+    draw(result, out / "picture.svg", f"{paper.title}, {experiment.name}")
+    width = columns()
+    if width is not None and any(len(line) > width for line in markdown(result.rows)):
+        text = text.replace("\n".join(markdown(result.rows)), "\n\n".join(map(record, result.rows)))
+    say(f"{text}\n\n{out}: table.md, table.csv, picture.svg")
     return 0
 
 
@@ -221,6 +228,12 @@ def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
         "-" * (width + 1) + (":" if column in right else "-") for width, column in zip(widths, columns, strict=True)
     )
     return [lines[0], f"|{rule}|", *lines[1:]]
+
+
+def record(row: dict[str, Any]) -> str:
+    """Write a row as lines, for a terminal that the table does not fit on."""
+    (_, name), *cells = row.items()
+    return "\n".join([f"{name}:", *(f"  {number(value):>10}  {column}" for column, value in cells)])
 
 
 def number(value: Any) -> str:

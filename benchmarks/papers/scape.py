@@ -253,7 +253,7 @@ def overlap(settings: Settings) -> Result:
             for name, weight in rank.replica.weights.items():
                 if weight.ndim < 2:
                     continue
-                moment = rank.replica.optimizer.state[weight]["exp_avg"].flatten().abs()
+                moment = rank.replica.optimizers[0].state[weight]["exp_avg"].flatten().abs()
                 mask = set(moment.topk(moment.numel() // 10).indices.tolist())
                 if name in masks:
                     step[name] = len(mask & masks[name]) / len(mask)

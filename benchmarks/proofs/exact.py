@@ -41,7 +41,7 @@ from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows
-from thinwire.train.job.setup import Ranks, make_optimizer, rebuild_buckets, wrap
+from thinwire.train.job.setup import Ranks, make_optimizers, rebuild_buckets, wrap
 from thinwire.train.model.decoder import Decoder
 
 WORLD, STEPS, HALF, LIMIT_S = 4, 40, 20, 300
@@ -124,7 +124,7 @@ def _loop(name: str, engine: str, box: Path, resumes: bool) -> str:
     windows = Windows(torch.tensor(list(forked.TEXT.encode()), dtype=torch.uint8), 32)
     torch.manual_seed(0)
     model: Any = wrap(Decoder(config.shape(256)), config, ranks, False)
-    optimizer = make_optimizer(model, config)
+    (optimizer,) = make_optimizers(model, config)
     if engine == "ddp":
         rebuild_buckets(model, windows, config, ranks, lambda: torch.autocast("cpu", enabled=False))
     wire = thinwire.compress(model, optimizer, config.method, steps=STEPS)

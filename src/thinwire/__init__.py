@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from thinwire.base.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from thinwire.base.errors import LostRank as LostRank
     from thinwire.base.errors import ThinwireError as ThinwireError

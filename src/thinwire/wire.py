@@ -23,7 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
-from thinwire.base.extras import load, version
+from thinwire.base.extras import load
+from thinwire.base.version import __version__, torch_warning
 from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts
 from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
@@ -104,12 +105,14 @@ def compress(
         return _compress_by_choice(method, model, optimizer, steps, options)
     engine_class, wrapped = _engine_class(model)
     engine_class.renew(wrapped)
-    comms = [GroupComm.aside(group) for group in engine_class.process_groups(wrapped)]
-    with Agreement(comms, None if stages is None else GroupComm.aside(stages)) as agreement:
+    comms = [GroupComm.aside(group, _device_of(model)) for group in engine_class.process_groups(wrapped)]
+    with Agreement(comms, None if stages is None else GroupComm.aside(stages, _device_of(model))) as agreement:
         optimizers, inside = tuple(unwrapped(optimizer)), None if intra is None else resolve(intra)
         settings = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
         wire = _join(engine_class, wrapped, settings, agreement)
     wire.attach()
+    if wire.engine.rank == 0:
+        _warn_of_torch(torch.__version__)
     _warn_of_plan(wire)
     return wire
 
@@ -166,15 +169,18 @@ class Options:
             "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE") if two_level else None,
         }  # fmt: skip
         shared = {
-            "guard": safety.guard, "max_skipped": safety.max_skipped, "steps": self.steps, "thinwire": version(),
+            "guard": safety.guard, "max_skipped": safety.max_skipped, "steps": self.steps, "thinwire": __version__,
             "torch": torch.__version__,
         }  # fmt: skip
         facts = describe_settings(settings | shared) | model_facts(model)
         facts |= optimizer_facts(self.optimizers, model) | engine_class.facts(model)
-        if next(model.parameters()).device.type == "cpu":
-            replicated = engine_class is DDP or len(groups) > 1
-            facts = host_facts(self.method, self.optimizers, replicated=replicated) | facts
+        replicated = engine_class is DDP or len(groups) > 1
+        facts = host_facts(self.method, self.optimizers, _device_of(model), replicated=replicated) | facts
         return facts, describe_settings(shared)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _require(value: object, kind: type, rule: str) -> None:
@@ -195,16 +201,17 @@ def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Ag
             f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
         )
     if options.safety.checksum:
-        _seal(engine, next(model.parameters()).device.type)
+        _seal(engine, _device_of(model).type)
     inner = _intra(engine, method, options.intra)
     run = Run(
         {parameter.name: parameter for parameter in engine.parameters.values()}, engine.hops[-1], options.steps,
         options.seed, options.optimizers, _weights(engine, options.optimizers), engine.rank,
         scaler is not None and scaler.is_enabled(), len(engine.hops), engine.chunk, engine.gathers,
+        engine.hops[0] if len(engine.hops) > 1 else None,
     )  # fmt: skip
     method.begin(run)
     if inner is not None:
-        inner.begin(replace(run, exchange=engine.hops[0], hop=1))
+        inner.begin(replace(run, exchange=engine.hops[0], hop=1, inside=None))
     return Wire(engine, run, options, ledger, inner)
 
 
@@ -216,9 +223,15 @@ def _warn_of_plan(wire: Wire) -> None:
         warnings.warn(warning, ThinwireWarning, stacklevel=3)
 
 
+@functools.cache  # once per process
+def _warn_of_torch(torch_version: str) -> None:
+    if warning := torch_warning(torch_version):
+        warnings.warn(warning, ThinwireWarning, stacklevel=3)
+
+
 def _seal(engine: Engine, device: str) -> None:
     """Let all messages of ``engine`` carry checksums."""
-    if device not in ("cpu", "meta"):
+    if device != "cpu":
         raise ThinwireError(
             f"checksum=True is for tensors on a CPU, not on {device}: the host would wait for every message there, and "
             "links between GPUs have checksums of their own: leave it out"
@@ -262,7 +275,12 @@ def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
 
 
 def _check_parameters(model: Any, method: Method) -> None:
-    """Refuse a model without gradients, or with gradients that ``method`` does not carry."""
+    """Refuse a model without memory or gradients, or with gradients that ``method`` does not carry."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ThinwireError(
+            "the model is still on 'meta', and how gradients travel depends on its device: call to_empty(device=...), "
+            "and give its weights their values, before compress()"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
@@ -288,7 +306,8 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
         )
     if missing:
         raise ThinwireError(
-            f"no optimizer holds {missing[0]}" + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
+            f"no optimizer holds {missing[0]}"
+            + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
             + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
             "wrapping"
         )
@@ -347,8 +366,7 @@ class Wire:
             self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves)
         if scaler is not None and run.scaled and card.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
-        if self._device.type != "meta":
-            compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
+        compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
         self._step_loop = StepLoop(engine, run, self._road, safety)
 
     def attach(self) -> None:
@@ -375,8 +393,14 @@ class Wire:
         return self._step_loop.skipped
 
     @property
+    def step_was_skipped(self) -> bool:
+        """Was the last optimizer step skipped? Do not move a schedule of the learning rate then: its steps would run
+        ahead of the optimizer's. False where this rank skipped it alone (local-steps): the others have stepped."""
+        return self._step_loop.step_was_skipped and not self._step_loop.ended
+
+    @property
     def _device(self) -> torch.device:
-        """The device of the weights, which may change after ``compress()``."""
+        """The device of the weights."""
         return next(iter(self._run.weights.values())).device
 
     @contextmanager
@@ -447,7 +471,7 @@ class Wire:
         with self._step_loop.inside("clip_grad_norm_()"):
             for comm in [*(hop.comm for hop in self.engine.hops[:-1]), *self.engine.beside]:
                 assert isinstance(comm, GroupComm)
-                GroupComm.aside(comm.group).all_reduce(power, "sum")
+                GroupComm.aside(comm.group, power.device).all_reduce(power, "sum")
         return power[0]
 
     def flush(self, *, with_next: bool = False) -> None:

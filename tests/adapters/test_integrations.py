@@ -4,122 +4,50 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import fields
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import ranks
 import thinwire
-from breadth import ALL, spread
+from breadth import ALL
 from engines import build, same_on_all_ranks
-from models import Net, flat, loss_of
-from thinwire.base.errors import ThinwireError
-
-STEPS, SAVED = 20, 10
-LOSSY = ("int8(smallest=0)", "sdp4bit(smallest=0)")
-FRAMEWORKS = ("accelerate", "trainer", "lightning", "torchtitan")
-TRIED = spread(2, FRAMEWORKS, LOSSY)
-KEEPS = ("topk(feedback='gradient', smallest=0, density=0.05)", "trickle(smallest=0, density=0.05)")
-"""What is saved midway and resumed: what waits are gradients, and what waits are steps, made at a schedule's rates."""
-if ALL:
-    KEEPS += (
-        "topk(smallest=0)", "tagc(smallest=0)", "powersgd(smallest=0, rank=1)", "onebit-adam(smallest=0, warmup=3)",
-    )  # fmt: skip
-
-
-def needs(*libraries: str) -> pytest.MarkDecorator:
-    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-
-
-def launched(rank: int, world: int) -> None:
-    """What torchrun tells frameworks."""
-    assert "warm" in sys.modules, "ranks are born without what warm.py imports: it has raised an ImportError"
-    os.environ.update({
-        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1",
-    })  # fmt: skip
-    warnings.simplefilter("ignore")
-
-
-def surprise(wire: thinwire.Wire) -> float:
-    """Bytes per step that the plan does not know, those of sharded weights aside."""
-    stats = wire.ledger.stats()
-    return sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"] - wire.plan.wire_bytes
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return Net()
-
-
-def fixed(model: nn.Module) -> Tensor:
-    """The loss on a batch that no step has."""
-    return loss_of(model, 3 * STEPS, 0)
-
-
-Trained = tuple[nn.Module, Any]
-"""The model after the last step, not wrapped, and the wire, or None."""
-
-
-def whole(
-    framework: str, train: Callable[..., Trained], folder: str, loss: Callable[[nn.Module], Tensor]
-) -> dict[str, Any]:
-    """One life of ``train(method, folder, save, resume)``: stock, dense, lossy, and a run that is saved midway."""
-    stock, _ = train(None, folder, False, False)
-    dense, wire = train("dense", folder, False, False)
-    found: dict[str, Any] = {"dense": torch.equal(flat(stock), flat(dense)), "steps": wire.step, "lossy": {}}
-    for method in [method for where, method in TRIED if where == framework]:
-        model, wire = train(method, folder, False, False)
-        found["lossy"][method] = surprise(wire), wire.plan.wire_bytes / wire.plan.dense_bytes, loss(model).item()
-    ends = [flat(train(method, f"{folder}/{i}", True, False)[0]).tolist() for i, method in enumerate(KEEPS)]
-    return {**found, "stock": loss(stock).item(), "ends": ends}
-
-
-def resumed(train: Callable[..., Trained], folder: str) -> dict[str, Any]:
-    """Another life, from where the last runs of ``whole`` were saved."""
-    lives = [train(method, f"{folder}/{i}", False, True) for i, method in enumerate(KEEPS)]
-    return {"ends": [flat(model).tolist() for model, _ in lives], "steps": {wire.step for _, wire in lives}}
-
-
-def check(train: Callable[[int, int, str, bool], dict], folder: Path, start: float) -> None:
-    """``start``: the loss before training."""
-    first = ranks.run(train, 2, str(folder), False, warm="warm_frameworks")
-    second = ranks.run(train, 2, str(folder), True, warm="warm_frameworks")
-    for one, other in zip(first, second, strict=True):
-        assert one["dense"] and one["steps"] == STEPS
-        assert one["lossy"]
-        for method, (more, share, loss) in one["lossy"].items():
-            assert more == 0 and share < 0.55, method
-            assert start - loss > 0.8 * (start - one["stock"]) > 0, method
-        assert other["steps"] == {STEPS}
-        for method, end, again in zip(KEEPS, one["ends"], other["ends"], strict=True):
-            assert end == again, method
-
+from frameworks import (
+    KEEPS,
+    SAVED,
+    STEPS,
+    Batches,
+    Sequences,
+    Trained,
+    check,
+    fixed,
+    fixed_gpt2,
+    gpt2,
+    launched,
+    needs,
+    net,
+    resumed,
+    shard_on_cpu,
+    untrained_gpt2,
+    whole,
+)  # fmt: skip
+from models import flat, loss_of
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 
 # ----------------------------------------------------------------------------------------------------------- Accelerate
 
 
-class Batches(torch.utils.data.Dataset):
-    """Two micro-batches of (8, 16) tokens for each of the ranks' ``STEPS`` steps."""
-
-    def __len__(self) -> int:
-        return 2 * 2 * STEPS
-
-    def __getitem__(self, index: int) -> int:
-        return index
+BLOCKS = dict(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], fsdp_version=2)
 
 
-def _accelerate(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]:
+def _accelerate(rank: int, world: int, folder: str, second: bool, sharded: bool) -> dict[str, Any]:
     launched(rank, world)
     from accelerate import Accelerator
 
@@ -127,6 +55,8 @@ def _accelerate(rank: int, world: int, folder: str, second: bool) -> dict[str, A
 
     def train(method: str | None, folder: str, save: bool, resume: bool, scaled: bool = False) -> Trained:
         accelerator = Accelerator(gradient_accumulation_steps=2)
+        if sharded:
+            shard_on_cpu(accelerator, **BLOCKS)
         if scaled:  # theirs is for float16, which they have for GPUs only; by powers of 2, so that no bit is lost
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
         model = net()
@@ -156,58 +86,67 @@ def _accelerate(rank: int, world: int, folder: str, second: bool) -> dict[str, A
         accelerator.state._mixed_precision = "no"
         return accelerator.unwrap_model(model), wire
 
-    found = resumed(train, folder) if second else whole("accelerate", train, folder, fixed)
-    if second and ALL:
+    name = "accelerate-fsdp2" if sharded else "accelerate"
+    found = resumed(name, train, folder) if second else whole(name, train, folder, fixed)
+    if second and ALL and not sharded:
         model, _ = train(KEEPS[0], folder, False, False, scaled=True)
-        assert flat(model).tolist() == found["ends"][0], "a GradScaler changes what a method keeps, or what is clipped"
+        assert flat(model).tolist() == found["ends"][KEEPS[0]], (
+            "a GradScaler changes what a method keeps, or what is clipped"
+        )
     return found
 
 
 @needs("accelerate")
-def test_accelerate(tmp_path):
-    check(_accelerate, tmp_path, fixed(net()).item())
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_accelerate(tmp_path, sharded):
+    check(_accelerate, tmp_path, fixed(net()).item(), sharded)
+
+
+def _fsdp1(rank: int, world: int) -> tuple[str, list[str]]:
+    launched(rank, world)
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from thinwire.adapters.accelerate import compress
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**BLOCKS))
+    optimizer = torch.optim.AdamW((model := net()).parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        compress(accelerator, model, optimizer, "int8(smallest=0)").close()
+    shard_on_cpu(accelerator, **BLOCKS | {"fsdp_version": 1})
+    with pytest.raises(ThinwireError) as refused:
+        compress(accelerator, model, optimizer)
+    return str(refused.value), [str(warning.message) for warning in warned if warning.category is ThinwireWarning]
+
+
+@needs("accelerate")
+def test_a_sharding_that_accelerate_does_not_make_is_said_and_fsdp1_refused_with_the_setting_that_helps():
+    (refused, warned), (_, elsewhere) = ranks.run(_fsdp1, 2, warm="warm_frameworks")
+    assert "fsdp_version: 2" in refused
+    assert any("Accelerate trains with DDP: it shards on GPUs only" in message for message in warned)
+    assert not elsewhere
 
 
 # -------------------------------------------------------------------------------------------------------------- Trainer
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=0,
-    ))  # fmt: skip
-
-
-def fixed_gpt2(model: nn.Module) -> Tensor:
-    tokens = torch.stack([Sequences()[index]["input_ids"] for index in range(16)])
-    with torch.no_grad():
-        return model.eval()(input_ids=tokens, labels=tokens).loss
-
-
-def _untrained(rank: int, world: int) -> float:
-    return fixed_gpt2(gpt2()).item()
-
-
-class Sequences(torch.utils.data.Dataset):
-    """16 tokens each, for the Trainer to shuffle."""
-
-    def __len__(self) -> int:
-        return 4 * 2 * 2 * STEPS
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = (torch.arange(16) * (index % 7 + 1) + index) % 64
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def _trainer(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]:
+def _trainer(rank: int, world: int, folder: str, second: bool, sharded: bool) -> dict[str, Any]:
     launched(rank, world)
     import transformers
+    from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import Trainer, TrainingArguments
 
-    from thinwire.adapters.transformers import attach
+    from thinwire.adapters.transformers import ThinwireCallback, attach
+
+    class Sharded(Trainer):
+        """As with GPUs: its Accelerator shards as ``fsdp`` says."""
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            self.is_fsdp_enabled = True
 
     transformers.logging.set_verbosity_error()
     logs: list[dict[str, float]] = []
@@ -215,20 +154,21 @@ def _trainer(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]
     recompute = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
 
     def train(method: str | None, folder: str, save: bool, resume: bool) -> Trained:
-        rich = method in (None, "dense")  # the way of most fine-tuning
-        trainer = Trainer(
+        rich = method in (None, "dense") and not sharded  # the way of most fine-tuning
+        named = method == KEEPS[0]  # a callback that a program makes of a name
+        trainer = (Sharded if sharded else Trainer)(
             gpt2(),
             TrainingArguments(
                 folder, max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2,
                 learning_rate=3e-3, max_grad_norm=0.5, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=5,
                 save_strategy="steps" if save else "no", save_steps=SAVED, seed=3,
-                bf16=rich, **{recompute: rich},
+                bf16=rich, **{recompute: rich}, fsdp=sharded,
             ),
-            train_dataset=Sequences(),
+            train_dataset=Sequences(), callbacks=[ThinwireCallback(method)] if named else [],
         )  # fmt: skip
-        if rich and method is None:
+        if method is None and not sharded:
             trainer.accelerator.ddp_handler.find_unused_parameters = False
-        thin = None if method is None else attach(trainer, method)
+        thin = trainer.callback_handler.callbacks[0] if named else method and attach(trainer, method)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
         logs.extend(trainer.state.log_history)
@@ -236,27 +176,29 @@ def _trainer(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]
             thin.wire.close()
         return trainer.model, thin and thin.wire
 
-    found = resumed(train, folder) if second else whole("trainer", train, folder, fixed_gpt2)
+    name = "trainer-fsdp2" if sharded else "trainer"
+    found = resumed(name, train, folder) if second else whole(name, train, folder, fixed_gpt2)
     sent = [entry["wire_mb"] for entry in logs if "wire_mb" in entry]
     assert sent and min(sent) > 0 and all("exposed_ms" in entry for entry in logs if "wire_mb" in entry)
     return found
 
 
 @needs("transformers", "accelerate")
-def test_trainer(tmp_path):
-    check(_trainer, tmp_path, *ranks.run(_untrained, 1, warm="warm_frameworks"))
+@pytest.mark.parametrize("sharded", [False, True] if ALL else [False])  # it shards by Accelerate's code
+def test_trainer(tmp_path, sharded):
+    check(_trainer, tmp_path, *ranks.run(untrained_gpt2, 1, warm="warm_frameworks"), sharded)
 
 
 # ------------------------------------------------------------------------------------------------------------ Lightning
 
 
-def _lightning(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]:
+def _lightning(rank: int, world: int, folder: str, second: bool, sharded: bool) -> dict[str, Any]:
     launched(rank, world)
     import logging
 
     import lightning.pytorch as pl
 
-    from thinwire.adapters.lightning import ThinwireStrategy
+    from thinwire.adapters.lightning import ThinwireModelParallelStrategy, ThinwireStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -264,6 +206,12 @@ def _lightning(rank: int, world: int, folder: str, second: bool) -> dict[str, An
         def __init__(self) -> None:
             super().__init__()
             self.net = net()
+
+        def configure_model(self) -> None:
+            if sharded and not isinstance(self.net, FSDPModule):
+                for block in self.net.blocks:
+                    fully_shard(block, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             # By its number: Lightning resumes midway in an epoch with the number that is next, and the first batch.
@@ -275,12 +223,18 @@ def _lightning(rank: int, world: int, folder: str, second: bool) -> dict[str, An
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def train(method: str | None, folder: str, save: bool, resume: bool) -> Trained:
-        strategy = pl.strategies.DDPStrategy() if method is None else ThinwireStrategy(method)
+        theirs = pl.strategies.ModelParallelStrategy if sharded else pl.strategies.DDPStrategy
+        ours = ThinwireModelParallelStrategy if sharded else ThinwireStrategy
+        sizes = dict(data_parallel_size=world, tensor_parallel_size=1) if sharded else {}
+        strategy = theirs(**sizes) if method is None else ours(method, **sizes)
+        # On FSDP2 Lightning exchanges in every micro-batch, and the sum has other bits.
+        accumulated = 1 if sharded and method in (None, "dense") else 2
         saving = pl.callbacks.ModelCheckpoint(
             folder, "step-{step}", every_n_train_steps=SAVED, save_top_k=-1, auto_insert_metric_name=False
         )
         trainer = pl.Trainer(
-            accelerator="cpu", devices=world, strategy=strategy, max_steps=STEPS, accumulate_grad_batches=2,
+            accelerator="cpu", devices=world, strategy=strategy, max_steps=STEPS,
+            accumulate_grad_batches=accumulated,
             gradient_clip_val=0.5, logger=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[saving] if save else [], enable_checkpointing=save, default_root_dir=folder,
         )  # fmt: skip
@@ -289,12 +243,14 @@ def _lightning(rank: int, world: int, folder: str, second: bool) -> dict[str, An
         trainer.fit(module, loader, ckpt_path=f"{folder}/step-{SAVED}.ckpt" if resume else None)
         return module.net, getattr(strategy, "wire", None)
 
-    return resumed(train, folder) if second else whole("lightning", train, folder, fixed)
+    name = "lightning-fsdp2" if sharded else "lightning"
+    return resumed(name, train, folder) if second else whole(name, train, folder, fixed)
 
 
 @needs("lightning")
-def test_lightning(tmp_path):
-    check(_lightning, tmp_path, fixed(net()).item())
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_lightning(tmp_path, sharded):
+    check(_lightning, tmp_path, fixed(net()).item(), sharded)
 
 
 # ----------------------------------------------------------------------------------------------------- the core's share
@@ -443,7 +399,7 @@ def _torchtitan(rank: int, world: int, folder: str, second: bool) -> dict[str, A
     def fixed(model: nn.Module) -> Tensor:
         return loss(model, 2 * STEPS).detach()
 
-    return resumed(train, folder) if second else whole("torchtitan", train, folder, fixed)
+    return resumed("torchtitan", train, folder) if second else whole("torchtitan", train, folder, fixed)
 
 
 def without_torchtitan() -> str:
@@ -506,3 +462,115 @@ def test_wrapped_optimizers_are_opened_and_torchs_checkpoints_load_into_fresh_on
     for found in ranks.run(_inside, 2, str(tmp_path)):
         for engine in ("ddp", "fsdp2"):
             assert found[engine] == {"steps": 7, "equal": True, "resumed": True, "counted": 3}, engine
+
+
+# ------------------------------------------------------------------------------------------------------- skipped steps
+
+
+SPOILT = 3
+"""The step in which rank 1's loss is not finite."""
+
+
+def _skips_of_accelerate(rank: int, world: int, scaled: bool) -> tuple[list[bool], float]:
+    launched(rank, world)
+    from accelerate import Accelerator
+
+    from thinwire.adapters.accelerate import compress
+
+    accelerator = Accelerator()
+    if scaled:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.AdamW((model := net()).parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step / world))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    wire = compress(accelerator, model, optimizer, "int8(smallest=0)")
+    skipped = []
+    for step in range(6):
+        loss = loss_of(model, step, rank) * (math.nan if (step, rank) == (SPOILT, 1) else 1.0)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    wire.close()
+    return skipped, schedule.get_last_lr()[0]
+
+
+def _skips_of_trainer(rank: int, world: int, folder: str) -> tuple[int, float]:
+    launched(rank, world)
+    import transformers
+    from transformers import Trainer, TrainingArguments
+
+    from thinwire.adapters.transformers import attach
+
+    class Spoilt(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            spoilt = (self.state.global_step, rank) == (SPOILT, 1)
+            return super().compute_loss(*args, **kwargs) * (math.nan if spoilt else 1.0)
+
+    transformers.logging.set_verbosity_error()
+    arguments = TrainingArguments(
+        folder, max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        lr_scheduler_type="linear", learning_rate=1.0,
+    )  # fmt: skip
+    trainer = Spoilt(gpt2(), arguments, train_dataset=Sequences())
+    thin = attach(trainer, "int8(smallest=0)")
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    thin.wire.close()
+    return thin.wire.skipped, trainer.lr_scheduler.get_last_lr()[0]
+
+
+def _skips_of_lightning(rank: int, world: int, folder: str) -> tuple[int, list[float]]:
+    launched(rank, world)
+    import logging
+
+    import lightning.pytorch as pl
+
+    from thinwire.adapters.lightning import ThinwireStrategy
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return loss_of(self.net, index, rank) * (math.nan if (index, rank) == (SPOILT, 1) else 1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1.0)
+            halved = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step) for _ in range(2)]
+            return [optimizer], [{"scheduler": halved[0], "interval": "step"}, {"scheduler": halved[1]}]
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=(strategy := ThinwireStrategy("int8(smallest=0)")), max_epochs=1,
+        limit_train_batches=6, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module := Module(), torch.utils.data.DataLoader(Batches(), batch_size=1))
+    schedules = module.lr_schedulers()
+    return strategy.wire.skipped, [schedule.last_epoch for schedule in schedules]
+
+
+@needs("accelerate")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_accelerate_is_told_of_a_skipped_step_and_its_schedule_waits(scaled):
+    for skipped, rate in ranks.run(_skips_of_accelerate, 2, scaled, warm="warm_frameworks"):
+        assert skipped == [step == SPOILT for step in range(6)]
+        assert rate == 0.5**5
+
+
+@needs("transformers", "accelerate")
+def test_the_schedule_of_the_trainer_waits_for_a_skipped_step(tmp_path):
+    for skipped, rate in ranks.run(_skips_of_trainer, 2, str(tmp_path), warm="warm_frameworks"):
+        assert skipped == 1
+        assert rate == pytest.approx(1 / 6)
+
+
+@needs("lightning")
+def test_a_schedule_by_steps_of_lightning_waits_for_a_skipped_step_and_one_by_epochs_does_not(tmp_path):
+    for skipped, moved in ranks.run(_skips_of_lightning, 2, str(tmp_path), warm="warm_frameworks"):
+        assert skipped == 1
+        assert moved == [5, 1]

@@ -127,10 +127,11 @@ def test_the_odd_one_out_is_named():
 
 def _grid(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    inner, outer = (GroupComm.aside(mesh.get_group(name)) for name in ("inner", "outer"))
+    inner, outer = (GroupComm.aside(mesh.get_group(name), torch.device("cpu")) for name in ("inner", "outer"))
     with mock.patch("thinwire.network.comm._devices", lambda group: [torch.device("cuda")]):  # as NCCL alone has
         assert GroupComm(inner.group, Ledger()).device.type == inner.device.type == "cpu"
-        assert GroupComm.aside(inner.group).device.type == "cuda"
+        numbered = torch.device("cuda", rank)  # "cuda" is the current device, cuda:0 on every rank if nobody sets it
+        assert GroupComm.aside(inner.group, numbered).device == numbered
     stage, guard = str(rank // 2), str(rank < 2)
     cases = [
         ([inner, outer], None, {"method": "sign" if rank == 3 else "int8"}, {}),

@@ -17,6 +17,7 @@ from engines import build
 from models import flat, loss_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
+from thinwire.core.agreement import _check, host_facts
 from thinwire.ops import backends
 from thinwire.proof.record import small
 
@@ -89,3 +90,16 @@ def test_another_instruction_set_is_refused_where_every_rank_steps_what_all_hold
         assert all("set ATEN_CPU_CAPABILITY" in word for word in said.values()), said
     for said in ranks.run(_instructions, 2, "fsdp2"):
         assert said["dense"] == said["trickle"] == "taken" and "ATEN_CPU_CAPABILITY" in said["separate"]
+
+
+def test_unlike_gpus_are_refused_where_ranks_need_equal_products_of_matrices(monkeypatch):
+    """As PowerSGD does, whose ranks orthonormalize the same matrix each for itself."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ("NVIDIA A100", "NVIDIA H100")[device.index])
+
+    def facts(method: methods.Method) -> list[tuple[int, dict[str, str]]]:
+        return [(rank, host_facts(method, [], torch.device("cuda", rank), replicated=True)) for rank in range(2)]
+
+    for name in ("powersgd", "separate"):
+        with pytest.raises(ThinwireError, match=r"^rank . has the GPU = NVIDIA .*: use GPUs of one kind"):
+            _check(facts(methods.resolve(name)))
+    _check(facts(methods.resolve("int8")))

@@ -478,7 +478,12 @@ def _refusals(rank, world):
         model = build("ddp", world)
         return model, adamw(model), ("int8(grup=3)",)
 
-    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob)
+    def weightless():
+        with torch.device("meta"):
+            model = build("fsdp2", world)
+        return model, torch.optim.AdamW(model.parameters()), ("int8",)
+
+    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless)
     return {make.__name__: refusal(make) for make in cases}
 
 
@@ -488,7 +493,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         "hooked": "already has a communication hook", "half": "float16",
         "unused": "find_unused_parameters", "sparse": "sparse=False", "replicated": "DistributedDataParallel",
         "bare": "fully_shard", "stranger": "none of the model's parameters", "silent": "ddp only",
-        "unknown": "there are: dense", "knob": "it has: dense, send",
+        "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
     }  # fmt: skip
     for case, words in expected.items():
         assert found[case] is not None, f"{case} was not refused"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,16 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as sharded
 from torch.nn.parallel import DistributedDataParallel
 
+import dry_cuda
 import thinwire
 from breadth import falls_on
-from streamorder import Watch, World, gpu
+from kernel_access import written
+from streamorder import Stream, Watch, World, gpu, on
 from thinwire import methods, wire
+from thinwire.base import device as devices
+from thinwire.base.random import Pool, Seeds
 from thinwire.core.exchange import bucket_rows
 from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
+from thinwire.ops import backends, quant
 from thinwire.plan import plan
 from thinwire.proof.record import small
 
@@ -49,15 +56,18 @@ class Nested(nn.Module):
 
 def build(kind: str) -> nn.Module:
     """``fsdp2-keep`` does not reshard, ``fsdp2-shared`` calls a module twice, ``fsdp2-nested`` has one in another,
-    ``fsdp2-unshard`` asks for weights before the forward pass does."""
+    ``fsdp2-unshard`` asks for weights before the forward pass does, ``hsdp-bf16`` reduces in bfloat16."""
     torch.manual_seed(0)
     blocks = [Nested() if kind == "fsdp2-nested" else Block()]
     blocks += [Block()] * (kind != "fsdp2")
     model = nn.Sequential(*blocks[:1] * (1 + (kind == "fsdp2-shared")), *blocks[1:], nn.Linear(WIDTH, 3))
     if kind == "ddp":
         return DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if kind == "hsdp" else None
+    replicated = kind.startswith("hsdp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicated else None
     mesh = mesh or init_device_mesh("cpu", (4,))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if kind == "hsdp-bf16" else None)
+    fully_shard = partial(sharded, mp_policy=policy)
     for block in blocks:
         if isinstance(block, Nested):
             fully_shard(block.inner, mesh=mesh)
@@ -94,6 +104,9 @@ def steps(kind: str, make: Callable[[], methods.Method], *, guard: bool = True, 
             step(spoilt=True)
         handle.load_state_dict(copy.deepcopy(handle.state_dict()))
         step()
+        before = world.syncs.copy()
+        step()
+        world.waited = world.syncs - before
     assert handle.skipped == guard
     world.exposed = handle.ledger.stats()["exposed_ms"]
     handle.close()
@@ -128,6 +141,7 @@ CASES = [
 ]  # fmt: skip
 CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
            if small(cls).card.adds_up or kind != "fsdp2-shared"]
+CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]
@@ -138,13 +152,87 @@ CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2", "fsd
 def test_no_access_is_unordered(kind, cls, knobs):
     world = steps(kind, partial(small, cls, **knobs))
     assert not world.wrong(), "\n".join(world.wrong()[:8])
+    # Counters of the user's optimizer are on the host; here, once loaded, they look as if the device had them.
+    waited = {place: count for place, count in world.waited.items() if place != "user"}
+    assert sum(waited.values()) <= 1, f"the host waits for the guard's flag alone, not at {waited}"
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
 def test_nor_without_the_guard_for_whose_flag_the_host_waits(kind):
-    for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {})):
+    counts = {"feedback": "gradient"}
+    for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {}), (methods.TAGC, counts)):
         world = steps(kind, partial(small, cls, **knobs), guard=False)
         assert not world.wrong(), "\n".join(world.wrong()[:8])
+
+
+def test_two_streams_that_use_one_table_have_a_copy_each():
+    """Seeds, the places of programs, and tables of segments: a copy on one stream is not there yet on another."""
+    world, format, pool = World(), quant.Format(8, 64), Pool([3, 5])
+    drawn = Seeds(((0, 64, 3), (64, 192, 5)), pool)
+    for _ in range(2):
+        with Watch(), on(Stream()):
+            rows = torch.randn(2, 192)
+            quant.quantize(rows, format, torch.empty(2, 192, dtype=torch.int8), torch.empty(2, 3), drawn)
+    assert not world.wrong(), world.wrong()[:4]
+    assert "quant.quantize" not in str(world.syncs)
+
+
+def test_pinned_memory_belongs_to_a_copy_until_that_is_over():
+    """Written through numpy or by torch, or read, by a host that has not waited; and by one that has."""
+    cpu = torch.device("cpu")
+    for touch in (lambda of: of.numpy().fill(1), lambda of: of.fill_(1), lambda of: of.tolist()):
+        for waits in (False, True):
+            world = World()
+            with Watch():
+                pinned, there = devices.host_memory((4,), cpu), torch.ones(4)
+                pinned.copy_(there, non_blocking=True)
+                event = devices.mark(cpu)
+                if waits:
+                    event.synchronize()
+                touch(pinned)
+            assert bool(world.wrong()) is not waits
+
+
+def test_a_launch_writes_where_its_kernel_stores():
+    """Read off the kernels' source: some that go through helpers, additions and other kernels."""
+    with dry_cuda.run():
+        found = {family.rpartition(".")[2]: module for family, module in backends.host_code.get().items()}
+    expected = {
+        "mask._scatter": {"out"}, "mask._gather_keep": {"payload", "residual_out"}, "sparse._pack": {"words"},
+        "sparse._count": {"total", "counts"}, "sparse._list": {"positions", "payload"}, "quant._sum_rows": {"out"},
+        "mask._from_lists": {"words", "bit_offsets"}, "moments._advance": {"next_moment", "gradient", "common_out"},
+        "moments._add_up": {"payload", "residual_out"}, "rows._pack": {"rows"}, "sketch._restore": {"out"},
+    }  # fmt: skip
+    for kernel, names in expected.items():
+        family, name = kernel.split(".")
+        assert written(getattr(found[family], name).function) == names, kernel
+    kernels = [of for module in found.values() for of in vars(module).values() if isinstance(of, dry_cuda._Kernel)]
+    storing = [of for of in kernels if "tl.store(" in inspect.getsource(of.function)]
+    assert len(storing) > 30 and all(written(of.function) for of in storing)
+
+
+def test_streams_of_ours_go_before_those_that_compute():
+    """As FSDP2's own do: else the model's large kernels fill the GPU, and a bucket's small ones wait behind them."""
+    made = steps("ddp", methods.Dense).priorities
+    assert {place.partition(":")[0] for place in made} == {"road.py"} and set(made.values()) == {-1}
+
+
+SETTABLE = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
+
+
+@pytest.mark.skipif(not SETTABLE, reason="torch has it from 2.13 on")
+def test_fsdp2_computes_on_while_a_module_s_gradients_wait_for_their_reduction():
+    """torch keeps one input: the stream that computes would wait for the network at each module. The plan has it."""
+    torch.manual_seed(0)
+    model = build("fsdp2")
+    handle = thinwire.compress(model, torch.optim.AdamW(model.parameters()), "dense", steps=100)
+    with Watch():
+        model(torch.randn(4, WIDTH)).sum().backward()
+    [context] = {group.comm_ctx for _, group in handle.engine.groups}
+    assert context.reduce_scatter_max_input_buffers == 2
+    largest = max(sum(piece.numel for piece in pieces) for pieces in handle.engine.layout().buffers)
+    assert handle.plan.memory_bytes == handle.plan.dry_run.memory.peak + 4 * largest
+    handle.close()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
@@ -158,7 +246,9 @@ def test_every_wait_of_ours_is_needed():
     runs: list[tuple[str, Callable[[], methods.Method], bool]] = [
         ("ddp", partial(small, methods.SCAPE, offload=True), False), ("ddp", partial(small, methods.PowerSGD), True),
         ("fsdp2-shared", partial(small, methods.SDP4Bit), True),
-        ("fsdp2-unshard", partial(small, methods.ZeROPP), True),
+        ("fsdp2-unshard", partial(small, methods.ZeROPP), True), ("hsdp-bf16", methods.Dense, True),
+        ("ddp", partial(small, methods.PowerSGD), False),
+        ("ddp", partial(small, methods.TAGC, feedback="gradient"), False),
     ]  # fmt: skip
     needed: dict[str, bool] = {}
     for kind, make, guard in runs:

@@ -33,6 +33,7 @@ def _join(rank: int, world: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group("strict", store=store, rank=rank, world_size=world)
     strict.forget()
+    strict.as_on_cuda().start()  # the process ends with the test
 
 
 def _loss(model, step, rank):
@@ -48,11 +49,12 @@ def _every_method(rank, world, kind, options):
         method = make()
         if kind not in method.engines:
             continue
-        # A buffer: DDP broadcasts it before each forward pass, on the main thread.
+        # A buffer: DDP broadcasts it before each forward pass, on its own group.
         model = build(kind, world, net=TINY, prepare=lambda model: model.register_buffer("seen", torch.zeros(2)))
         other = method.OPTIMIZER is not torch.optim.AdamW
         optimizer = method.OPTIMIZER(model.parameters(), lr=1e-3) if other else adamw(model)
         wire = thinwire.compress(model, optimizer, method, steps=100, **(options if method.two_level else {}))
+        assert getattr(wire.engine, "worker", None) is None or kind == "ddp", "a CPU's branch"
         train(model, optimizer, rank, range(min(method.card.steady, 3) + 2), wire, loss=_loss)
         wire.close()
     return strict.calls()

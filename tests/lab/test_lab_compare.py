@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -107,14 +108,17 @@ def test_compare(tmp_path: Path, program: tuple[str, ...], extra: list[str], sou
     written = (out / "report.md").read_text()
     page = (out / "report.html").read_text()
     for picture in ("loss_by_step", "loss_by_time", "loss_by_bytes", "bytes_per_step", "step_time"):
-        assert (out / f"{picture}.png").read_bytes()[:4] == b"\x89PNG" and picture in written
-        assert base64.b64encode((out / f"{picture}.png").read_bytes()).decode() in page
+        assert "<svg " in (out / f"{picture}.svg").read_text() and f"({picture}.svg)" in written
+        assert base64.b64encode((out / f"{picture}.svg").read_bytes()).decode() in page
+    assert written.index("step_time.svg") < written.index("| method |") < written.index("loss_by_time.svg")
+    assert re.search(r"torch \d.*, Thinwire \d", page.rpartition("How it was measured")[2]), "versions at the foot"
     assert runs["bf16"]["to_dense"] == [{"step": 5, "wall_s": pytest.approx(0.35456, abs=1e-3), "tokens": 500}]
     assert runs["int8(group=64)"]["to_dense"] == [None], "its loss is higher, by its long name"
     said = capsys.readouterr().out
     assert "int8(group=64)" in said and said.startswith(report["verdict"]) and report["verdict"] in written + page
     assert report["verdict"] == (
-        "bf16: 1.3x faster than dense, loss +0.0%; int8(group=64): 1.5x faster, loss +0.0%; losses are from one seed"
+        "bf16: 1.3x faster than dense, loss +0.0%; int8(group=64): 1.5x faster, loss +0.0%; "
+        "losses are after 5 steps, of one seed"
     )
     with pytest.raises(ThinwireError, match="not empty"):
         module.compare(comparison(methods, 5, out=out, program=program))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
+
 import pytest
 
 from thinwire.base.errors import ThinwireError
@@ -9,6 +13,7 @@ from thinwire.cli.compare import compare_main
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
 from thinwire.lab.compare import Entry, joined, measure
+from thinwire.plan.plan import in_text
 
 
 def part(ms: float, loss: float, curve: list[float], spread: float) -> dict:
@@ -54,7 +59,7 @@ def test_the_interval_is_student_s():
     [
         ({"int8": [(100.0, 2.0)], "topk": [(50.0, 2.3)], "sign": [(250.0, 2.0)]},
          "int8: 2.0x faster than dense, loss +0.0%; do not use topk here: loss +15%; "
-         "do not use sign here: slower than dense (0.80x); losses are from one seed"),
+         "do not use sign here: slower than dense (0.80x); losses are after 4 steps, of one seed"),
         ({"int8": "rank 1 failed"}, "int8 failed: rank 1 failed"),
         ({}, "dense alone was run"),
     ],
@@ -75,11 +80,65 @@ def test_losses_of_several_seeds_are_compared_seed_by_seed():
         seeds = [(100.0, loss * (1 + gap)) for (_, loss), gap in zip(dense, gaps, strict=True)]
         return report(dense=dense, int8=seeds)["verdict"]
 
-    assert of(0, 0.001, -0.001) == "int8: 2.0x faster than dense, same loss (+0.0% ± 0.2%)"
-    assert of(0.02, 0.021, 0.019) == "int8: 2.0x faster than dense, loss +2.0% ± 0.2%"
-    assert of(0.08, 0.02, -0.04) == "int8: 2.0x faster than dense, loss +2.0% ± 14.9%, not told apart from dense's"
-    assert of(0.2, 0.201, 0.199) == "do not use int8 here: loss +20% ± 0.2%"
+    after = "; losses are after 4 steps"
+    assert of(0, 0.001, -0.001) == f"int8: 2.0x faster than dense, same loss (+0.0% ± 0.2%){after}"
+    assert of(0.02, 0.021, 0.019) == f"int8: 2.0x faster than dense, loss +2.0% ± 0.2%{after}"
+    untold = "loss not told apart from dense's (+2.0% ± 14.9%)"
+    assert of(0.08, 0.02, -0.04) == f"int8: 2.0x faster than dense, {untold}{after}"
+    assert of(0.2, 0.201, 0.199) == f"do not use int8 here: loss +20% ± 0.2%{after}"
     assert of(0.2, 0.4, 0.0).startswith("int8: 2.0x faster"), "no advice against it from an interval around 0"
+
+
+def with_windows(losses: list[float], targets: int = 8) -> dict:
+    """A run of one seed whose windows have these losses."""
+    run = part(100.0, statistics.fmean(losses), [4.0, statistics.fmean(losses)], 0.0)
+    run["summary"]["tokens_per_parameter"] = 1.94
+    return run | {"windows": {at: (targets, loss) for at, loss in enumerate(losses)}}
+
+
+def test_one_seed_is_told_apart_by_the_same_windows():
+    """The windows' own losses scatter by 0.5, their differences by much less: only these count."""
+    draw = random.Random(0)
+    dense = [draw.gauss(2.0, 0.5) for _ in range(2000)]
+    noise = [draw.gauss(0.0, 0.02) for _ in dense]
+    mean = statistics.fmean(noise)
+    pairs = {
+        gap: [
+            (with_windows([a * (1 + gap) + b - mean for a, b in zip(dense, noise, strict=True)]), with_windows(dense))
+        ]
+        for gap in (0.0, 0.01)
+    }
+    error = 0.02 / math.sqrt(2000) / 2.0
+    assert verdict.text_error(pairs[0.01]) == pytest.approx(error, rel=0.2)
+    span = verdict.above(pairs[0.01])
+    assert span.mean == pytest.approx(0.01) and span.half == pytest.approx(1.96 * error, rel=0.2)
+
+    runs = [joined(Entry(name), (), [run], None, 1) for name, run in zip(("int8", "dense"), pairs[0.0][0], strict=True)]
+    runs.insert(0, joined(Entry("none"), (), [part(50.0, 9.0, [4.0, 9.0], 0.0)], None, 1))
+    found = report(dense=[(100.0, 2.0)]) | {"runs": runs}
+    measure(found)
+    words = verdict.line(found)
+    assert "same loss (+0.0% ± 0.0%)" in words, "no gap below its error is called one"
+    assert words.endswith("losses are after 4 steps (1.9 tokens per parameter), of one seed")
+    assert "(1.9 tokens per parameter)" in reports.title(found)
+
+
+def test_neighbouring_windows_that_err_alike_are_not_taken_for_many():
+    """Differences that are the same over stretches of 10 windows: the error is that of 200 stretches, not of 2000."""
+    draw = random.Random(1)
+    dense = [2.0] * 2000
+    stretches = [draw.gauss(0.0, 0.02) for _ in range(200)]
+    mine = [2.0 + stretches[at // 10] - statistics.fmean(stretches) for at in range(2000)]
+    found = verdict.text_error([(with_windows(mine), with_windows(dense))])
+    assert found is not None
+    assert 0.7 < found / (statistics.stdev(stretches) / math.sqrt(200) / 2.0) < 1.3
+
+
+def test_windows_that_only_one_of_two_runs_has_are_left_out():
+    run, dense = with_windows([1.0, 2.0, 3.0]), with_windows([1.0, 2.0, 2.5, 7.0])
+    assert verdict.text_error([(run, dense)]) is not None
+    assert verdict.text_error([(run, part(1.0, 1.0, [1.0], 0.0))]) is None
+    assert verdict.above([(run, part(1.0, 1.0, [1.0], 0.0))]).half == 0
 
 
 @pytest.mark.parametrize(
@@ -118,10 +177,10 @@ def test_when_dense_s_loss_was_reached():
 
 def test_the_page_is_escaped_and_whole(tmp_path):
     found = report(dense=[(200.0, 2.0)], **{"<b>": [(100.0, 2.0)]})
-    (tmp_path / "a_b.png").write_bytes(b"\x89PNG")
-    page = reports.page(found, [tmp_path / "a_b.png"])
+    (tmp_path / "a_b.svg").write_bytes(b"<svg/>")
+    page = reports.page(found, [tmp_path / "a_b.svg"])
     assert "<b>" not in page and "&lt;b&gt;: 2.0x faster" in page and "--out '&lt;&amp;&gt;'" in page
-    assert 'src="data:image/png;base64,iVBORw==" alt="a b"' in page
+    assert 'src="data:image/svg+xml;base64,PHN2Zy8+" alt="a b"' in page
     assert "http" not in page and "NO rate limit" in page
 
 
@@ -148,3 +207,17 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_made(tmp_path, wo
     with pytest.raises(ThinwireError, match=said):
         compare_main(["--out", str(tmp_path / "out"), *words])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_narrow_terminal_has_the_columns_that_matter_whole() -> None:
+    long = "trickle:merged(density=0.02)"
+    found = report(dense=[(100.0, 4.0751), (101.0, 4.1)], int8=[(50.0, 4.08), (51.0, 4.11)])
+    found["runs"] += [dict(found["runs"][2], method=long), dict(found["runs"][2], method="bf16", failed="no memory")]
+    brief, wide = (in_text(reports.fitting(found, width), width) for width in (80, 200))
+    assert max(map(len, brief.splitlines())) <= 80 and "…" not in brief + wide
+    rows = {row.split()[0]: row.split()[1:] for row in brief.splitlines() if row.strip()}
+    assert rows["method"] == ["faster", "loss", "to", "dense", "sent/step"]
+    assert rows["int8"] == ["1.99x", "4.0950", "±", "0.1906", "+0.2%", "±", "0.8%", "1", "kB"]
+    assert rows[long[:22]] == rows["int8"] and rows[long[22:]] == [], "a long name is folded, not cut"
+    assert rows["bf16"] == ["failed", "-", "-", "-"]
+    assert "All columns are in report.md" in brief and "report.md" not in wide and "x none" in wide

@@ -29,12 +29,10 @@ from thinwire.base.random import random_normal, seed_of
 from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
 from thinwire.codecs.sparse import Positions, Sparse
-from thinwire.core.run import Parameter
-from thinwire.core.selection import keep_dense
 from thinwire.methods import resolve
 from thinwire.ops import direction, sparse
 from thinwire.ops.direction import DirectionSegment, cpu, reference
-from threaded import entries, reduce_on_threads
+from threaded import FlatMuon, entries, reduce_on_threads
 
 SHAPES = {"a": (16, 20), "b": (8, 40)}
 LR, B2, DECAY, STEPS, SIZE = 1e-2, 0.9, 0.1, 12, 3
@@ -60,7 +58,7 @@ def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
 def played(spec: str, topology: str = "all_reduce", **more):
     return reduce_on_threads(
         lambda: methods.resolve(spec), gradient, topology=topology, size=SIZE, shapes=SHAPES, steps=STEPS,
-        optimizer=adamw, **more,
+        **{"optimizer": adamw, **more},
     )  # fmt: skip
 
 
@@ -127,34 +125,90 @@ COMPRESSORS = {
 }
 
 
-class Muon(Trickle):
-    """Jordan et al., 2024, with the scale of arXiv 2502.16982: each worker's own momentum, orthogonalised."""
+class MuonTranscribed(Trickle):
+    """Jordan et al., 2024, by torch's arithmetic: each worker's own momentum, orthogonalised; ``scale`` by shape."""
+
+    def __init__(self, *args, scale=lambda shape: 0.2 * math.sqrt(max(shape)), nesterov=True, **more):
+        super().__init__(*args, **more)
+        self.scale_of, self.nesterov = scale, nesterov
 
     def update(self, n, i, t, g, r, lr, b2, eps):
-        self.m[n][i] = 0.95 * self.m[n][i] + g
-        x = g + 0.95 * self.m[n][i]
+        self.m[n][i] = 0.95 * self.m[n][i] + 0.05 * g
+        x = 0.05 * g + 0.95 * self.m[n][i] if self.nesterov else self.m[n][i]
         x = x / np.sqrt((x**2).sum())
         for _ in range(5):
             gram = x @ x.T
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        return lr * 0.2 * math.sqrt(max(x.shape)) * x
+        return lr * self.scale_of(x.shape) * x
 
 
-def test_muons_direction_is_the_transcription():
-    spec = f"topk(density={DENSITY}, smallest=0, feedback='update', portion=1.0"
-    other = Muon([np.zeros(shape) for shape in SHAPES.values()], SIZE, COMPRESSORS[f"{spec})"](), sample, delayed=True)
-    agree(f"{spec}, direction='muon')", other)
+def muon(parameters: list[Tensor], **settings) -> torch.optim.Optimizer:
+    return FlatMuon(parameters, lr=LR, weight_decay=DECAY, **{"adjust_lr_fn": "match_rms_adamw", **settings})
+
+
+ZEROS = [np.zeros(shape) for shape in SHAPES.values()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "transcribed"),
+    [
+        ({}, {}),
+        ({"adjust_lr_fn": None, "nesterov": False},
+         {"scale": lambda shape: math.sqrt(max(1, shape[0] / shape[1])), "nesterov": False}),
+    ],
+)  # fmt: skip
+def test_muons_direction_is_the_transcription(settings, transcribed):
+    spec = f"topk(density={DENSITY}, smallest=0, feedback='update', portion=1.0)"
+    other = MuonTranscribed(ZEROS, SIZE, COMPRESSORS[spec](), sample, delayed=True, **transcribed)
+    agree(spec, other, optimizer=partial(muon, **settings))
+
+
+@pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter", "hsdp"])
+def test_muons_direction_is_the_transcription_on_every_engine(topology):
+    """On HSDP a node is a worker, its gradient the mean of its ranks'; half of every value is sent, the rest waits."""
+    spec, size, per_node = "topk(density=1.0, smallest=0, portion=0.5)", 4, 2 if topology == "hsdp" else 1
+    found = reduce_on_threads(
+        lambda: methods.resolve(spec), gradient, topology=topology, size=size, per_node=per_node, shapes=SHAPES,
+        steps=STEPS, optimizer=muon,
+    )  # fmt: skip
+    workers = size // per_node
+    other = MuonTranscribed(ZEROS, workers, compressors.each_worker(lambda h: 0.5 * h), None)
+    for step in range(STEPS):
+        inputs = [np.stack([whole_tensors(found[rank][step]["input"], topology, size)[i] for rank in range(size)])
+                  for i in range(2)]  # fmt: skip
+        nodes = [value.reshape(workers, per_node, *value.shape[1:]).mean(1) for value in inputs]
+        expected = other.step(step + 1, [[node[n] for node in nodes] for n in range(workers)], LR, B2, EPS, DECAY)
+        for i, name in enumerate(SHAPES):
+            parts = [found[rank][step]["weights"][name].double().numpy() for rank in range(size)]
+            if topology == "hsdp":
+                assert (parts[0] == parts[2]).all() and (parts[1] == parts[3]).all()
+                parts = parts[:2]
+            ours = np.concatenate(parts) if topology != "all_reduce" else parts[0]
+            of = expected[i].reshape(-1)
+            assert np.abs(ours[: of.size] - of).max() <= 1e-4 * np.abs(of).max(), (step, name)
+
+
+def whole_tensors(flat: Tensor, topology: str, size: int) -> list[np.ndarray]:
+    """The tensors of a rank's own gradient in an engine's buffer: of rows, one behind the other, on sharded engines."""
+    rows = {"all_reduce": 1, "reduce_scatter": size, "hsdp": 2}[topology]
+    matrix, found, at = flat.view(rows, -1), [], 0
+    for shape in SHAPES.values():
+        width = -(-shape[0] // rows) * shape[1]
+        values = matrix[:, at : at + width].reshape(-1)[: math.prod(shape)]
+        found.append(values.double().numpy().reshape(shape))
+        at += width
+    return found
 
 
 def test_whole_muon_on_one_rank_is_torchs():
     """All sent: Muon, with the momentum and the iteration of ``torch.optim.Muon``, which computes in bfloat16."""
-    spec = "topk(density=1.0, smallest=0, direction='muon', portion=1.0)"
+    spec = "topk(density=1.0, smallest=0)"
     found = reduce_on_threads(
         lambda: methods.resolve(spec), gradient, topology="all_reduce", size=1, shapes=SHAPES, steps=5,
-        optimizer=adamw,
+        optimizer=partial(muon, adjust_lr_fn="original"),
     )  # fmt: skip
     weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
-    stepper = torch.optim.Muon(weights, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    stepper = torch.optim.Muon(weights, lr=LR, weight_decay=DECAY)
     for step in range(5):
         for weight, values in zip(weights, found[0][step]["input"].split([320, 320]), strict=True):
             weight.grad = values.view(weight.shape)
@@ -164,23 +218,42 @@ def test_whole_muon_on_one_rank_is_torchs():
             assert (ours - weight).norm() < 0.02 * weight.norm()
 
 
-@pytest.mark.parametrize("topology", ["reduce_scatter", "two_level", "hsdp"])
-def test_muon_takes_whole_matrices(topology):
-    with pytest.raises(ThinwireError, match="takes one level" if topology == "two_level" else "a part of a"):
+class Cautious(FlatMuon):
+    """A Muon with a step of its own."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("topology", "optimizer", "words"),
+    [
+        ("two_level", muon, "on two levels a rank sends a part of a"),
+        ("two_level_owner", muon, "on two levels a rank sends a part of a"),
+        ("all_reduce", Cautious, "Cautious has a step of its own"),
+    ],
+)
+def test_where_muon_cannot_be_had_one_line_says_so(topology, optimizer, words):
+    with pytest.raises(ThinwireError, match=words) as refused:
         reduce_on_threads(
-            lambda: methods.resolve("trickle(smallest=0, direction='muon')"), gradient, topology=topology, size=4,
-            per_node=1 if topology == "reduce_scatter" else 2, shapes=SHAPES, optimizer=adamw,
+            lambda: methods.resolve("trickle(smallest=0)"), gradient, topology=topology, size=4, per_node=2,
+            shapes=SHAPES, optimizer=optimizer,
         )  # fmt: skip
+    assert "\n" not in str(refused.value)
 
 
-def test_what_is_no_matrix_stays_dense_with_muon():
-    def kept(shape: tuple[int, ...], role: str = "matrix") -> str | None:
-        numel = math.prod(shape)
-        return keep_dense(method, Parameter("a", shape, numel, role, torch.float32, numel))
-
-    method = methods.resolve("trickle(smallest=0, direction='muon')")
-    assert kept((8, 4, 3, 3)) == "not a matrix" and kept((32,)) == "1-D"
-    assert kept((8, 4)) is None and kept((8, 4), "embedding") is None
+def test_muons_steps_are_delivered_whole_beside_adams():
+    """Of a density of 0.05 a fourth of Adam's steps is delivered."""
+    found = {
+        spec: reduce_on_threads(
+            lambda spec=spec: methods.resolve(spec), gradient, topology="all_reduce", size=2, shapes=SHAPES, steps=3,
+            optimizer=muon,
+        )[0][-1]
+        for spec in ("topk(density=0.05, smallest=0)", "topk(density=0.05, smallest=0, portion=1.0)",
+                     "topk(density=0.05, smallest=0, portion=0.25)")
+    }  # fmt: skip
+    default, whole, fourth = (of["weights"]["a"] for of in found.values())
+    assert torch.equal(default, whole) and not torch.equal(default, fourth)
 
 
 @pytest.mark.parametrize("spec", COMPRESSORS)
@@ -193,8 +266,8 @@ def test_it_is_the_transcription(spec):
     agree(spec, Trickle(zeros, SIZE, compress, places, delayed=True, b1=b1, server=server))
 
 
-def agree(spec: str, other: Trickle) -> None:
-    found = played(spec)
+def agree(spec: str, other: Trickle, **more) -> None:
+    found = played(spec, **more)
     for step in range(STEPS):
         parts = [
             [part.reshape(shape) for part, shape in zip(of.split([320, 320]), SHAPES.values(), strict=True)]
@@ -337,7 +410,8 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "bits is"),
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
         ("trickle(bits=2)", "bits is 4 or 8"),
-        ("trickle(feedback='gradient',direction='muon')", "direction does nothing"),
+        ("trickle(direction='muon')", "give the matrices to torch.optim.Muon"),
+        ("trickle(feedback=\"updates(direction='muon')\")", "give the matrices to torch.optim.Muon"),
         ("topk(portion=0.0)", "delivered_share is a share"),
         ("topk:paper(portion=0.5)", "delivered_share does nothing"),
         ("topk(feedback=None, portion=0.5)", "delivered_share does nothing"),
@@ -346,8 +420,6 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
         ("trickle(server_density=0.2)", "server_density does nothing"),
         ("trickle:merged(server_density=0.0)", "server_density is the share"),
         ("trickle:merged(portion=0.5)", "delivered_share is for"),
-        ("trickle(direction='shampoo')", "direction is"),
-        ("trickle(direction='muon',beta1=0.5)", "beta1 does nothing"),
     ],
 )  # fmt: skip
 def test_bad_knobs_are_refused(spec, words):
@@ -370,7 +442,7 @@ def _everywhere(rank: int, world: int) -> list[str]:
     """Moments are never made; ranks stay equal; a skipped step and a resume leave no trace; planned = sent."""
     found = []
     cases = [
-        ("ddp", "beta1=0.0"), ("ddp", "direction='muon'"), ("fsdp2", "beta1=0.5"), ("hsdp", "beta1=0.5"),
+        ("ddp", "beta1=0.0"), ("fsdp2", "beta1=0.5"), ("hsdp", "beta1=0.5"),
     ]  # fmt: skip
     for kind, knob in spread(2, cases):
         spec = f"trickle(density=0.1, smallest=100, {knob})"
@@ -410,7 +482,6 @@ def _flushes(rank: int, world: int) -> list[str]:
     cases: list[tuple[str, str, dict]] = [
         ("ddp", "trickle(density=0.1, smallest=100)", {}), ("fsdp2", "trickle(density=0.1, smallest=100)", {}),
         ("hsdp", "topk(density=0.1, smallest=100, feedback='update')", {}),
-        ("ddp", "trickle(density=0.1, smallest=100, direction='muon')", {}),
         ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
         ("ddp", "sign(smallest=100, feedback='update')", {}),
     ]  # fmt: skip

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import ranks
+import thinwire
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 
@@ -38,7 +41,7 @@ def test_a_group_of_some_ranks_is_not_split_off_all_ranks():
 
 
 def _dropped(rank, world):
-    comm = GroupComm.aside(dist.group.WORLD)
+    comm = GroupComm.aside(dist.group.WORLD, torch.device("cpu"))
 
     def gather(value, **more):
         out = torch.empty(world, 1000)
@@ -73,3 +76,45 @@ def test_messages_side_by_side_do_not_count_twice_and_a_step_ends_between_them(m
     with ledger.span("wire"):  # from 10 to 12
         pass
     assert ledger.last.seconds["wire"] == 4 and ledger.current.seconds["wire"] == 2 + 2
+
+
+def test_no_device_of_ours_lacks_its_number():
+    """ "cuda" alone is the current device: cuda:0 on every rank of a program that does not call set_device()."""
+    sources = Path(thinwire.__file__).parent.rglob("*.py")
+    lines = [(path.name, line.strip()) for path in sources for line in path.read_text().splitlines()]
+    assert not [found for found in lines if re.search(r"""device[(=]["']cuda["'](?!,)""", found[1])]
+
+
+class _Event:
+    """A device's event: ``over`` once the device has come to it, ``at`` so many milliseconds."""
+
+    def __init__(self, at: float, over: bool) -> None:
+        self.at, self.over, self.waited = at, over, False
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = self.waited = True
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self.over and end.over, "both events must be completed"
+        return end.at - self.at
+
+
+def test_times_of_events_are_read_when_both_are_over_and_no_step_waits_for_them():
+    """The start may be the later one, where weights were there before they were needed; without the guard's flag
+    nobody has waited for either."""
+    ledger = Ledger()
+    start, end = _Event(2.0, over=False), _Event(5.0, over=True)
+    ledger.between("exposed", start, end)
+    step = ledger.current
+    for _ in range(3):
+        ledger.close_step()
+    assert not start.waited and not end.waited and step.seconds["exposed"] == 0
+    start.over = True
+    ledger.close_step()
+    assert step.seconds["exposed"] == 0.003 and not step.events and not start.waited
+    ledger.between("exposed", _Event(1.0, over=False), _Event(2.0, over=False))
+    ledger.close_step()
+    assert ledger.stats(last=True)["exposed_ms"] == 1.0, "who asks, waits"

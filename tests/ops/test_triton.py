@@ -22,6 +22,7 @@ from launches import LaunchWatch
 from programs import needs_triton, run_python
 from test_dry_run import exchange_of
 from test_memory import method_of
+from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Parameter
@@ -67,6 +68,15 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
     with dry_cuda.run(lambda name, variant: seen.extend(inside)):
         quant.sum_rows(rows, out)
     assert len(seen) == 1 and seen[0] is rows
+
+
+def test_a_grid_beyond_cudas_is_refused_by_a_dry_run():
+    """65,535 programs along the second dimension: rows of tiles would be more."""
+    words = torch.zeros(65536, 1, dtype=torch.int64, device="meta")
+    with dry_cuda.run():
+        mask.from_indices(torch.zeros(65535, 3, dtype=torch.int32, device="meta"), words[1:])
+        with pytest.raises(ThinwireError, match=r"_from_indices: CUDA takes grids .*, not \(1, 65536\)"):
+            mask.from_indices(torch.zeros(65536, 3, dtype=torch.int32, device="meta"), words)
 
 
 def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:

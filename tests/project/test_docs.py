@@ -44,7 +44,7 @@ RECORDS = ("log.md", "runs.md", "speed.md")
 """Pages of what was measured, in the words of its day: a method or knob in them may have left the library."""
 PAST = re.compile(
     r"bf16-acc32|fp8|demo|frozen-adam|mask='shared'|:shared|choosers|:recommended|:ls1|:diloco|:sparseloco|factored|payload|clip="
-    r"|update='printed'|estimator='(?:srht|orthonormal|shrunk)'|restart="
+    r"|direction=|update='printed'|estimator='(?:srht|orthonormal|shrunk)'|restart="
 )
 """What may be in them without being there today."""
 
@@ -115,7 +115,7 @@ def test_a_changed_figure_makes_a_page_and_a_picture_stale(figures: ModuleType) 
     readme = (ROOT / "README.md").read_text()
     with mock.patch.object(figures, "read", other):
         assert figures.fresh(readme) != readme
-        assert figures.shown(figures.HERE / "tradeoff.png") != figures.digest("tradeoff.png")
+        assert figures.shown(figures.HERE / "tradeoff.svg") != figures.digest("tradeoff.svg")
 
 
 def test_every_method_has_its_row_and_every_measurement_its_command(figures: ModuleType) -> None:
@@ -266,7 +266,7 @@ def test_methods_are_written_as_they_can_be_given(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_their_flags_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    train = flags_of(Config)
+    train = flags_of(Config) | {"--config"}
     for words in shell(page):
         program, rest = words[0], words[1:]
         if program == "make":
@@ -375,7 +375,8 @@ def test_the_papers_stand_on_the_pages_of_their_methods(pages: ModuleType) -> No
 def test_the_site_has_every_page_and_what_pages_include() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.DOTALL | re.MULTILINE)
-    named = {line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")}
+    lines = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    named = {re.sub(r"^.* <(.+)>$", r"\1", line) for line in lines}
     assert named == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} | {"methods/index"}
     for page in PAGES:
         for file, options in re.findall(r"^```\{include\} (\S+)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,17 +43,6 @@ def test_a_command_says_which_extra_it_needs(command):
     assert done.returncode == 2
     assert done.stderr.startswith("thinwire: the package '") and "pip install 'thinwire[" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_requirements_are_torch_and_numpy_and_every_extra_brings_what_it_says():
-    needed = metadata.requires("thinwire") or []
-    core = {line.partition(">")[0] for line in needed if "extra ==" not in line}
-    assert core == {"torch", "numpy"}
-    names = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}
-    for package, extra in extras.EXTRAS.items():
-        assert any(
-            line.startswith(names.get(package, package)) and f'extra == "{extra}"' in line for line in needed
-        ), f"{package} in [{extra}]"
 
 
 def test_importing_thinwire_imports_neither_torch_nor_extras():

@@ -25,7 +25,7 @@ from thinwire.plan.plan import Plan
 from thinwire.proof.laws import EVERYWHERE, broken_laws, check_laws
 from thinwire.proof.ranks import Threads, parameters_for
 from thinwire.proof.record import Setup, small
-from threaded import exchange_on
+from threaded import FlatMuon, exchange_on
 
 HERE = (Setup("all_reduce", 3), Setup("reduce_scatter", 3))
 GRADIENT = {"feedback": "gradient"}
@@ -65,8 +65,15 @@ def test_so_it_does_with_other_knobs(name, knobs):
     check_laws(type(methods.resolve(name)), setups=HERE, **knobs)
 
 
-def test_so_does_muons_direction_where_matrices_are_whole():
-    check_laws(methods.Trickle, setups=(Setup("all_reduce", 3),), feedback="updates(direction='muon')")
+class Matrices(methods.Trickle):
+    """Trickle of a user whose matrices are Muon's."""
+
+    OPTIMIZER: ClassVar[Any] = FlatMuon
+
+
+@pytest.mark.parametrize("knobs", [{}, {"mask": "merged"}], ids=str)
+def test_so_does_muons_direction_on_every_engine(knobs):
+    check_laws(Matrices, setups=(*HERE, Setup("hsdp", 4, 2)), **knobs)
 
 
 @pytest.mark.parametrize(("name", "knobs"), [(name, {}) for name in methods.names()] + KNOBS, ids=str)
@@ -105,8 +112,10 @@ def test_what_is_not_returned_is_said_in_one_line():
 def test_thinwire_methods_says_it(capsys):
     methods.main([])
     printed = capsys.readouterr().out
-    assert all(str(listed.promise) in printed and listed.does in printed for listed in methods.listed())
-    assert str(methods.resolve("separate:paper").card.promise) in printed
+    for name, _, does, promise in methods.listed():
+        assert str(promise) in printed and does.replace("``", "") in printed, name
+    methods.main(["separate"])
+    assert str(methods.resolve("separate:paper").card.promise) in capsys.readouterr().out
 
 
 def test_the_plan_says_what_is_not_returned():

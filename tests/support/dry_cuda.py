@@ -28,6 +28,8 @@ FAMILIES = (
 
 Report = Callable[[str, Mapping[str, Any]], object]
 """(the kernel's name, by argument what it is compiled for: types at run time, and constants)"""
+Launched = Callable[[Callable[..., None], Mapping[str, object]], object]
+"""(the kernel's source, its arguments at run time by name)"""
 
 
 waits: ContextVar[Callable[[str], object] | None] = ContextVar("waits", default=None)
@@ -41,15 +43,20 @@ class Bound(dict[str, Any]):
 class _Kernel:
     """Has of a kernel what ``ops/gpu.py`` uses."""
 
-    def __init__(self, function: Callable[..., None], report: Report) -> None:
+    def __init__(self, function: Callable[..., None], report: Report, launched: Launched) -> None:
+        self.function, self._launched = function, launched
         self._name = f"{function.__module__.removesuffix('.triton')}.{function.__name__}"
         self._arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
         self._report = report
+
+    def __repr__(self) -> str:
+        return self._name
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: object, **constants: object) -> None:
             if (report := launches.get()) is not None:
                 report(self._name, (Bound({**dict(zip(self._arguments, arguments, strict=False)), **constants}),))
+            self._launched(self.function, dict(zip(self._arguments, arguments, strict=False)))
             self.warmup(*arguments, grid=grid, **constants)
 
         return launch
@@ -67,9 +74,9 @@ def _type(value: object) -> str:
     return type(value).__name__
 
 
-def _triton_stand_ins(report: Report) -> dict[str, ModuleType]:
+def _triton_stand_ins(report: Report, launched: Launched) -> dict[str, ModuleType]:
     def jit(function: Any = None, **knobs: object) -> Any:
-        return jit if function is None else _Kernel(function, report)
+        return jit if function is None else _Kernel(function, report, launched)
 
     module, language = ModuleType("triton"), ModuleType("triton.language")
     vars(module).update(jit=jit, cdiv=lambda a, b: -(-a // b), language=language)
@@ -147,13 +154,16 @@ def _like_cuda() -> Iterator[None]:
 
 
 @contextmanager
-def run(report: Report = lambda name, variant: None) -> Iterator[None]:
-    """Let tensors without storage stand for CUDA's. ``report`` is called at each launch and each compiled variant."""
+def run(
+    report: Report = lambda name, variant: None, launched: Launched = lambda function, arguments: None
+) -> Iterator[None]:
+    """Let tensors without storage stand for CUDA's. ``report`` is called at each launch and each compiled variant,
+    ``launched`` at each launch."""
     own_modules = ["thinwire.ops.gpu", *(f"thinwire.ops.{family}.triton" for family in FAMILIES)]
     replaced = [*own_modules, *(name for name in sys.modules if name.partition(".")[0] == "triton")]
     originals = {name: sys.modules.pop(name) for name in replaced if name in sys.modules}
     try:
-        sys.modules.update(_triton_stand_ins(report))
+        sys.modules.update(_triton_stand_ins(report, launched))
         imported = {name: importlib.import_module(name) for name in own_modules}
     finally:
         for name in [*own_modules, "triton", "triton.language"]:

@@ -1,23 +1,26 @@
 """All that needs a GPU, on the GPUs of this machine, and one report of it that can be attached to an issue.
 
     make test-gpu                                   # or: python tests/support/gpu_report.py --out report.md
+    python tests/support/gpu_report.py --rows report.md        # the report's tables, as docs/gpu.md takes them
 
 On one GPU several ranks share it and talk by gloo; where there are more, each rank has its own, up to 8, and they talk
-by NCCL. Every part runs to its end or its limit of time, whatever became of those before it. Exit status: 0 if all of
-them passed, 1 if one did not, 2 without a GPU.
+by NCCL. Every part runs to its end or its limit of time, whatever became of those before it, and all of them for 15
+minutes (``--minutes``): what teaches most comes first. Exit status: 0 if all of them passed, 1 if one did not, 2
+without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PASSED, FAILED = 80, 400
@@ -29,23 +32,54 @@ class Part(NamedTuple):
 
     name: str
     arguments: tuple[str, ...]
-    limit: float = 1800
+    limit: float
 
 
-def parts(gpus: int) -> list[Part]:
-    """What is run on so many GPUs, from the root of the checkout."""
-    found = [
-        Part("tests", ("-m", "pytest", "-m", "gpu", "-q", "-rfEs")),
-        Part("codecs", ("benchmarks/speed/codecs.py", "--device", "cuda")),
+def parts(capability: int) -> list[Part]:
+    """What is run from the root of the checkout, on GPUs of this compute capability (90: an H100)."""
+    return [
+        Part("operations beside the CPU's", ("-m", "pytest", "tests/ops", "-m", "gpu", "-q", "-rfEs"), 180),
+        Part("engines and methods", ("tests/support/gpu_cases.py",), 480),
+        Part("codecs", ("benchmarks/speed/codecs.py", "--device", "cuda", "--sizes", "8"), 60),
+        Part("kernels as compiled", ("tests/support/aot.py", str(capability)), 180),
+        Part("the other tests", ("-m", "pytest", "-m", "gpu", "-q", "-rfEs", "--ignore", "tests/ops"), 180),
     ]
-    if gpus > 1:
-        ranks = str(min(gpus, 8))
-        shape = ("--preset", "gpt-125m", "--device", "cuda", "--ranks", ranks)
-        found.append(Part(f"memory, {ranks} GPUs", ("benchmarks/speed/memory.py", *shape)))
-        for method in ("dense", "int8", "sdp4bit"):
-            run = ("train", "--method", method, "--steps", "50", "--out", f"runs/gpu/{method}", "--overwrite")
-            found.append(Part(f"{method}, {ranks} GPUs", ("-m", "thinwire", *run, *shape)))
-    return found
+
+
+def tables(report: str) -> str:
+    """The tables of a report's lines of JSON: what became of each method, what it cost, what kernels became."""
+    found = []
+    for line in report.splitlines():
+        if line.startswith("{"):
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                print(f"passed over, not whole: {line[:60]}", file=sys.stderr)
+    cases = [case for case in found if "engine" in case]
+    unset = {True: "", False: ", no set_device()"}
+    steps = [[f"`{case['method']}`", case["engine"] + unset[case["sets_device"]], f"{case['world']}, {case['backend']}",
+              case["what"], *_values(case["result"], "ended waits launches seconds")]
+             for case in cases if case["what"] != "speed"]  # fmt: skip
+    speeds = [[f"`{case['method']}`", f"{case['world']}, {case['backend']}", *_values(case["result"], SPEED)]
+              for case in cases if case["what"] == "speed"]  # fmt: skip
+    kernels = [[f"`{of['kernel']}`", *_values(of, "registers stack shared")] for of in found if "registers" in of]
+    blocks = (
+        ("method, engine, ranks, what, ended, host waits, launches, s", steps),
+        ("method, ranks, " + ", ".join(name.replace("_", " ") for name in SPEED.split()), speeds),
+        ("kernel, registers, stack, shared bytes", kernels),
+    )
+    return "\n".join(_table(head.split(", "), rows) for head, rows in blocks if rows)
+
+
+SPEED = "ended step_ms host_ms encode_ms wire_ms decode_ms exposed_ms peak_MB planned_MB"
+
+
+def _values(of: dict[str, Any], names: str) -> list[str]:
+    return ["" if of.get(name) is None else str(of[name]) for name in names.split()]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) + "\n"
 
 
 def machine() -> list[str]:
@@ -61,11 +95,20 @@ def machine() -> list[str]:
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     cards = [f"{of.name}, sm{of.major}{of.minor}, {of.total_memory / 2**30:.0f} GiB" for of in gpus]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    ways = _said("nvidia-smi", "topo", "-m").splitlines()
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     return [
-        ", ".join(versions), f"CUDA {torch.version.cuda}, NCCL {nccl}", *cards, platform.platform(),
-        f"commit {commit.strip() or 'unknown'}",
+        ", ".join(versions), f"CUDA {torch.version.cuda}, driver {' '.join(driver)}, NCCL {nccl}", *cards,
+        platform.platform(), f"commit {commit.strip() or 'unknown'}", "", "```", *ways, "```",
     ]  # fmt: skip
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no {command[0]}: {type(error).__name__}"
 
 
 def run(part: Part) -> tuple[bool, str]:
@@ -82,7 +125,10 @@ def run(part: Part) -> tuple[bool, str]:
         said = error.stdout or b""
         output = said.decode(errors="replace") if isinstance(said, bytes) else said
         passed, ended = False, f"ended after {part.limit:.0f} s"
-    lines = output.splitlines()[-(PASSED if passed else FAILED) :]
+    lines = output.splitlines()
+    lines = [line for line in lines if line.startswith("{")] + [line for line in lines if not line.startswith("{")][
+        -(PASSED if passed else FAILED) :
+    ]
     verdict = f"{'passed' if passed else 'FAILED'}, {ended}, {time.monotonic() - began:.0f} s"
     command = " ".join(("python", *part.arguments))
     return passed, "\n".join([f"## {part.name}: {verdict}", "", f"    {command}", "", "```", *lines, "```", ""])
@@ -91,16 +137,26 @@ def run(part: Part) -> tuple[bool, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-report.md"), help="the report (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=15, help="that all parts take together (default: %(default)s)")
+    parser.add_argument("--rows", type=Path, metavar="REPORT", help="print the tables of a report, and run nothing")
     options = parser.parse_args(arguments)
+    if options.rows is not None:
+        if not options.rows.is_file():
+            print(f"no report: there is no file {options.rows}", file=sys.stderr)
+            return 1
+        print(tables(options.rows.read_text()), end="")
+        return 0
     import torch
 
     if not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees no CUDA device on this machine", file=sys.stderr)
         return 2
     sections, passed = ["# Thinwire on GPUs", "", *machine(), ""], True
-    for part in parts(torch.cuda.device_count()):
+    ends = time.monotonic() + 60 * options.minutes
+    major, minor = torch.cuda.get_device_capability()
+    for part in parts(10 * major + minor):
         print(part.name, flush=True)
-        well, section = run(part)
+        well, section = run(part._replace(limit=max(min(part.limit, ends - time.monotonic()), 1)))
         passed = passed and well
         sections.append(section)
         options.out.write_text("\n".join(sections))

@@ -12,21 +12,27 @@ the group's device (here the CPU plays that part), buffers that overlap. :func:`
 called: each group must have had the same calls on all of its ranks, and no two groups may be able to wait for each
 other. A GPU runs the collectives of all streams in some order of its own, but each blocks until its peers have come: so
 all ranks that share two groups have to call them in one order.
+
+:func:`as_on_cuda` lets engines take the way that they take on CUDA: no worker, no group for it, one order of calls.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 
 NAME = "strict"
@@ -229,3 +235,41 @@ for _name in (
     setattr(StrictGroup, _name, _verb(_name))
 
 dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=["cpu"])
+
+
+class _Stream:
+    """A stream that is always over: the CPU's operations are when they return."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+
+def as_on_cuda() -> Any:
+    """Patch ``thinwire.base.device``, as a context: a CPU has streams, each of which is always over."""
+    one = _Stream()
+    here = SimpleNamespace(
+        Stream=_Stream, Event=_Event, current_stream=lambda device=None: one, stream=lambda stream: nullcontext(),
+        synchronize=lambda device=None: None,
+    )  # fmt: skip
+    return mock.patch.multiple(
+        devices, streams=lambda device: here if device.type == "cpu" else None, keep=lambda tensor: None,
+        host_memory=lambda shape, device, dtype=torch.float32: torch.zeros(tuple(shape), dtype=dtype),
+        future=lambda device: torch.futures.Future(),
+    )  # fmt: skip

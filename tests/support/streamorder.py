@@ -6,6 +6,9 @@ collectives of a process group on which everybody says what this rank says tell 
 one of them a write, of which neither is known to be over before the other begins, are a race; so is memory that is
 given away while another stream still uses it. The host is a stream, too: it alone works on memory of its own, and
 whatever it enqueues comes after what it has waited for.
+
+The host code of Triton's kernels runs, with a stand-in for Triton: every launch tells which tensors it was handed, and
+its source which of these it writes to. What it would compute, the reference computes, unseen.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import importlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -24,10 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import dry_cuda
+from kernel_access import written as written_by
 from thinwire.base import device as devices
-from thinwire.ops import backends
+from thinwire.engines import ddp
+from thinwire.ops import backends, programs
+from thinwire.ops.moments import Moments
 
 VIEWS = (
     "view", "as_strided", "slice", "select", "split.", "unsqueeze", "expand", "detach", "alias", "t.", "transpose",
@@ -37,6 +46,8 @@ VIEWS = (
 EMPTY = ("empty", "new_empty", "resize_")
 WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select")
 """Operations whose result the host reads."""
+READ_BY_HOST = ("tolist", "item", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__", "__iter__")
+"""Functions of a tensor whose values are on the host when they return."""
 KEPT = 64
 """Accesses remembered of each storage."""
 
@@ -45,6 +56,8 @@ class Stream:
     def __init__(self, device: object = None, priority: int = 0, name: str = "") -> None:
         World.now.streams += 1
         self.name, self.clock = name or f"stream {World.now.streams}", {}
+        if not name:
+            World.now.priorities[World.place()[0]] = priority
 
     def __repr__(self) -> str:
         return self.name
@@ -86,13 +99,17 @@ class Event:
         (stream or current()).wait_event(self)
 
     def synchronize(self) -> None:
-        World.now.host.merge(self.clock)
+        if World.now.heeds("synchronize"):
+            World.now.wait(self.clock)
 
     def query(self) -> bool:
-        return True
+        """Does the host know that it is over?"""
+        return World.now.knows(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
-        """One millisecond per operation."""
+        """One millisecond per operation. A real event raises where this one tells."""
+        if not (self.query() and end.query()):
+            World.now.races["the time between events is read", "what is before them may not be over"] += 1
         return float(end.at - self.at)
 
 
@@ -111,9 +128,7 @@ def on(stream: Stream | None) -> Iterator[None]:
 
 def synchronize(device: object = None) -> None:
     if World.now.heeds("synchronize"):
-        for stream in list(World.now.main.clock) + [World.now.main]:
-            World.now.host.merge(stream.clock)
-        World.now.host.merge(World.now.everything)
+        World.now.wait(World.now.everything)
 
 
 class _Module:
@@ -124,18 +139,16 @@ class _Module:
 
 
 class _Future(torch.futures.Future):
-    """DDP waits for it when the backward pass is over."""
-
     def set_result(self, result: Any) -> None:
-        clock, main = dict(current().clock), World.now.main
-        heeded = World.now.heeds("future")
-
-        def wait() -> None:
-            if heeded:
-                main.merge(clock)
-
-        torch.autograd.Variable._execution_engine.queue_callback(wait)
+        self.clock = dict(current().clock) if World.now.heeds("future") else {}
         super().set_result(result)
+
+
+def _hook(state, bucket):  # DDP looks at its arguments' names
+    """Our hook of DDP, which waits for what it hands back when the backward pass is over, as nobody else does."""
+    future, main = state.reduce(bucket), World.now.main
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: main.merge(future.clock))
+    return future
 
 
 class _Work(dist.Work):
@@ -155,19 +168,29 @@ class World:
     Attributes:
         races: (one access, the other) -> how often. given_away: the same, of memory that was free too early.
         waits: our own places that wait, as "file:line verb". deaf: the one that is ignored.
-        syncs: where the host waited for the device. exposed: ms per step, as the ledger has it.
+        syncs: where the host waited for the device; waited: in the last step.
+        exposed: ms per step, as the ledger has it.
+        priorities: of streams, by the place that made them. watching: operations are seen.
+        inside: storages that Triton's host code has made, while it runs. launched: those that it has launched on.
     """
 
     now: World
 
     def __init__(self, deaf: str = "") -> None:
         World.now = self
+        for cache in (devices._uploaded, programs._programs_on):  # their tables were made in another world
+            cache.cache_clear()
         self.streams, self.count, self.deaf = 0, 0, deaf
         self.exposed = 0.0
         self.waits: Counter[str] = Counter()
         self.races: Counter[tuple[str, str]] = Counter()
         self.given_away: Counter[tuple[str, str]] = Counter()
         self.syncs: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()
+        self.priorities: dict[str, int] = {}
+        self.watching = False
+        self.inside: set[int] | None = None
+        self.launched: set[int] = set()
         self.everything: dict[Stream, int] = {}
         self.main, self.host = Stream(name="main"), Stream(name="host")
         self.stack = [self.main]
@@ -198,10 +221,20 @@ class World:
     def heeds(self, verb: str) -> bool:
         """Does a wait of ``verb``, asked for here, count? One of ours is noted, and may be left out."""
         place, ours = self.place(3)
-        if ours:
+        if ours and self.watching:
             place = f"{place} {verb}"
             self.waits[place] += 1
         return place != self.deaf
+
+    def knows(self, clock: dict[Stream, int]) -> bool:
+        """Does the host know that all of ``clock`` is over?"""
+        return all(self.host.clock.get(stream, 0) >= count for stream, count in clock.items())
+
+    def wait(self, clock: dict[Stream, int]) -> None:
+        """Let the host wait until all of ``clock`` is over."""
+        if not self.knows(clock):
+            self.syncs[self.place(3)[0]] += 1
+        self.host.merge(clock)
 
     # What is touched.
 
@@ -219,8 +252,13 @@ class World:
         key = tensor.untyped_storage()._cdata
         return key in self._pinned or (tensor.dim() == 0 and key not in self._computed)
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in self._pinned
+
     def computed(self, tensor: Tensor) -> None:
-        self._computed.add(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        if key in self._touched:  # else it is empty, and nobody would say when its address is another's
+            self._computed.add(key)
 
     def pin(self, tensor: Tensor) -> Tensor:
         self._pinned.add(tensor.untyped_storage()._cdata)
@@ -232,6 +270,8 @@ class World:
         key = storage._cdata
         if key in self._touched:
             return
+        if self.inside is not None:
+            self.inside.add(key)
         self._touched[key], self._made[key] = [], (stream, self.place()[0])
         weakref.finalize(storage, _gone, weakref.ref(self), key)
         left = []
@@ -273,6 +313,19 @@ class World:
         left.append((self.count, stream, write, low, high, what, place))
         self._touched[key] = left[-KEPT:]
 
+    def launch(self, kernel: Callable[..., None], arguments: Mapping[str, object]) -> None:
+        """A kernel is launched on the current stream."""
+        if not self.watching:
+            return
+        stream, targets = self.begin(), written_by(kernel)
+        name = f"{kernel.__module__.split('.')[-2]}.{kernel.__name__}"
+        for argument, value in arguments.items():
+            if isinstance(value, Tensor):
+                self.touch(value, argument in targets, name, stream)
+                self.launched.add(value.untyped_storage()._cdata)
+                if argument in targets:
+                    self.computed(value)
+
     def release(self, key: int) -> None:
         """A storage is freed: its stream may use the memory for the next thing that it allocates."""
         made, where = self._made.pop(key, (None, ""))
@@ -306,8 +359,70 @@ def _gone(world: weakref.ref[World], key: int) -> None:
         there.release(key)
 
 
+class _Host(TorchFunctionMode):
+    """Sees what the host does to tensors beside operations: it reads and writes pinned memory, and copies from it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name, world = kwargs or {}, getattr(func, "__name__", ""), World.now
+        of = args[0] if args and type(args[0]) is Tensor else None
+        if of is None or of.device.type != "cpu" or name not in (*READ_BY_HOST, "to"):
+            return func(*args, **kwargs)
+        if name == "to":
+            words = (word for word in (*args[1:], *kwargs.values()) if isinstance(word, torch.device | str))
+            device = next(words, "meta")
+            if device == "cpu" and isinstance(device, str) and not world.is_host(of):
+                return _to_host(of)  # a device of ours has a number, or is a tensor's
+            goes = torch.device(device).type == "cpu" and world.is_pinned(of)
+            return _uploaded(of) if goes else func(*args, **kwargs)
+        if world.is_pinned(of):
+            world.touch(of, name == "numpy", name, world.begin(host=True))  # numpy's array may be written to
+        elif name in ("tolist", "numpy", "cpu") and not world.is_host(of):  # which no operation shows
+            stream = world.begin()
+            world.touch(of, False, name, stream)
+            world.wait(stream.clock)
+        return func(*args, **kwargs)
+
+
+def _to_host(there: Tensor) -> Tensor:
+    """A copy of ``there`` in the host's memory, for which the host waits."""
+    world, stream = World.now, World.now.begin()
+    world.touch(there, False, "to", stream)
+    world.wait(stream.clock)
+    with unseen():
+        copied = world.pin(there.clone())
+    world.born(copied, world.host)
+    return copied
+
+
+def _uploaded(pinned: Tensor) -> Tensor:
+    """A copy of ``pinned`` on the device, made by the current stream while the host goes on."""
+    world, stream = World.now, World.now.begin()
+    world.touch(pinned, False, "to", stream)
+    with unseen():
+        there = pinned.clone()
+    world.touch(there, True, "to", stream)
+    world.computed(there)
+    return there
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
 class Watch(TorchDispatchMode):
     """Sees every operation."""
+
+    def __enter__(self):
+        World.now.watching, self._host = True, _Host()
+        self._host.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._host.__exit__(*error)
+        World.now.watching = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, world = kwargs or {}, World.now
@@ -344,6 +459,11 @@ class Watch(TorchDispatchMode):
         if (kind == "wait" and not host) or (name.startswith("index.Tensor") and _by_flags(args[1])):
             world.syncs[world.place()[0]] += 1
             world.host.merge(stream.clock)
+        if world.inside is not None:
+            results = [tensor for key, value in (*enumerate(args), *kwargs.items()) if key in written
+                       for tensor in _tensors((value,))]  # fmt: skip
+            if any(tensor.untyped_storage()._cdata not in world.inside for tensor in results):  # the reference makes it
+                return results[0] if len(func._schema.returns) == 1 else None
         out = func(*args, **kwargs)
         old = {id(tensor) for tensor in given}
         for tensor in _tensors((out,)):
@@ -450,6 +570,52 @@ class Echo(dist.ProcessGroup):
     all_to_all_single, all_gather_single_coalesced = alltoall_base, allgather_into_tensor_coalesced
 
 
+@functools.cache
+def _host_code() -> Mapping[str, ModuleType]:
+    """The modules of Triton's kernels, by family, over a stand-in for Triton that tells the world of each launch."""
+    with dry_cuda.run(launched=lambda function, arguments: World.now.launch(function, arguments)):
+        modules = backends.host_code.get()
+        assert modules is not None
+        return dict(modules)
+
+
+class _Operations(ModuleType):
+    """A family's operations: the host code of its Triton kernels is seen, and the reference computes."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family)
+        self._host = _host_code()[family]
+        self._reference = importlib.import_module(f"{family}.reference")
+
+    def __getattr__(self, name: str) -> Any:
+        host, reference = getattr(self._host, name, None), getattr(self._reference, name)
+        if host is None or not World.now.watching or World.now.inside is not None:
+            return reference
+        return functools.partial(_run, f"{self.__name__.rpartition('.')[2]}.{name}", host, reference)
+
+
+def _run(name: str, host: Callable[..., Any], reference: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    world = World.now
+    world.inside, world.launched = set(), set()
+    try:
+        made = host(*args, **options)
+    finally:
+        world.inside = None
+    stream = current()
+    given = (*args, *options.values())
+    for segment in [segment for of in given if isinstance(of, Moments) for segment in of.segments]:
+        world.touch(segment.moment, False, name, stream)  # by its address, in a table
+        world.touch(segment.scores, True, name, stream)
+    for tensor in _tensors(given):
+        if tensor.untyped_storage()._cdata not in world.launched:
+            world.touch(tensor, False, name, stream)  # lists in one memory, of which a launch is told the first
+    with unseen():
+        found = reference(*args, **options)
+        if isinstance(made, Tensor) and isinstance(found, Tensor):
+            made.copy_(found)
+    return found if made is None else made
+
+
 def _host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     with _disable_current_modes():
         tensor = World.now.pin(torch.zeros(tuple(shape), dtype=dtype))
@@ -459,15 +625,13 @@ def _host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.fl
 
 @contextlib.contextmanager
 def gpu(world: int) -> Iterator[None]:
-    """Rank 0 of ``world``; the CPU is a GPU meanwhile. Operations run as plain torch, so that they are seen."""
+    """Rank 0 of ``world``; the CPU is a GPU meanwhile, and operations take the way of its kernels' host code."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if "echo" not in dist.Backend.backend_list:
         dist.Backend.register_backend("echo", lambda options, _: Echo(options), extended_api=True, devices=["cpu"])
 
-    def reference(family: str, module: str, needs: str) -> Any:
-        return importlib.import_module(f"{family}.reference")
-
+    operations = functools.cache(lambda family, module, needs: _Operations(family))
     World()
     here = _Module()
     with (
@@ -476,7 +640,7 @@ def gpu(world: int) -> Iterator[None]:
             devices, streams=lambda device: None if device.type == "meta" else here, future=lambda device: _Future(),
             keep=lambda tensor: World.now.keep(tensor), host_memory=_host_memory,
         ),
-        mock.patch.object(backends, "_load", reference),
+        mock.patch.object(backends, "_load", operations), mock.patch.object(ddp, "thinwire_hook", _hook),
     ):  # fmt: skip
         dist.init_process_group("echo", store=FakeStore(), rank=0, world_size=world)
         try:

@@ -87,6 +87,17 @@ def reduce_on_threads(
     return world.run(body)
 
 
+class FlatMuon(torch.optim.Muon):
+    """torch's Muon for virtual ranks, whose weights are flat. It steps none: that is left to the method."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3, **settings: Any) -> None:
+        defaults = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))], lr=lr, **settings).defaults
+        torch.optim.Optimizer.__init__(self, parameters, defaults)
+
+    def _init_group(self, *lists: Any) -> bool:
+        return False
+
+
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``state`` by key without the rank: ``"residual/w"``."""
     return {re.sub(r"^rank-\d+-of-\d+/", "", key): value for key, value in state.items()}

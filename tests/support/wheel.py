@@ -31,6 +31,10 @@ def main() -> None:
 
     listed = program(thin, "methods", "--json")
     assert listed.returncode == 0 and any(of["name"] == "int8" for of in json.loads(listed.stdout)), listed.stderr
+    found = program(thin, "env", "--json")
+    assert found.returncode == 0 and json.loads(found.stdout)["packages"]["numba"] is None, found.stderr
+    tested = program(thin, "selftest")
+    assert tested.returncode == 0 and "FAILED" not in tested.stdout, tested.stdout + tested.stderr
     step = program(sys.executable, str(HERE / "core_step.py"))
     assert step.returncode == 0 and "pip install 'thinwire[train]'" in step.stdout, step.stderr
     for command in ("train", "compare"):

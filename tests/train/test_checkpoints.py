@@ -259,14 +259,14 @@ class Run:
     def save(self, *steps: int, good: bool = True) -> None:
         for step in steps:
             self.checkpoints.save(
-                step, 10 * step, model=self.model, optimizer=self.optimizer, wire=self.wire, good=good
+                step, 10 * step, model=self.model, optimizers=[self.optimizer], wire=self.wire, good=good
             )
 
     def resume(self, how: str = "auto") -> int | None:
         found = self.checkpoints.find(how)
         if found is None:
             return None
-        found.restore(model=self.model, optimizer=self.optimizer, wire=self.wire)
+        found.restore(model=self.model, optimizers=[self.optimizer], wire=self.wire)
         return found.checkpoint.step
 
     def weights(self) -> list[float]:
@@ -789,9 +789,9 @@ def spoilt_from(step: int) -> Iterator[None]:
         inputs, targets = batch(self, first, count)
         return inputs, targets if first < 2 * (step - 1) else targets.fill_(-1_000_000)
 
-    def loss(*given: Any) -> torch.Tensor:
+    def loss(*given: Any, **how: Any) -> torch.Tensor:
         good = bool((given[1] >= 0).all())
-        return cross_entropy(given[0], given[1].clamp(min=0)) * (1.0 if good else float("nan"))
+        return cross_entropy(given[0], given[1].clamp(min=0), **how) * (1.0 if good else float("nan"))
 
     with mock.patch.object(Windows, "batch", spoil), mock.patch("torch.nn.functional.cross_entropy", loss):
         yield
@@ -824,6 +824,22 @@ def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_pat
     one_rank("--steps", "2", "--overwrite", "--no-checkpoints")
     assert steps_of(tmp_path / "run") == ["eval 0", "1", "2", "eval 2"] and not run.exists()
     assert not [str(said.message) for said in recwarn if "not bit for bit" in str(said.message)]
+
+
+def test_muon_and_adamw_go_on_exactly_too(tmp_path, one_rank):
+    words = ["--steps", "6", "--optimizer", "muon", "--muon-lr", "8e-3", "--method", "trickle:muon(smallest=1000)"]
+    one_rank(*words, "--out", f"{tmp_path}/whole")
+    with ended_after(3), pytest.raises(ThinwireError, match="--resume auto goes on"):
+        one_rank(*words, "--resume", "auto")
+    one_rank(*words, "--resume", "auto")
+    whole = tmp_path / "whole/checkpoints/step-000006"
+    assert equal(whole, tmp_path / "run/checkpoints/step-000006")
+    kinds = {name.rpartition("/")[2] for name in tensors(whole) if "optimizer/" in name}
+    assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= kinds
+    with pytest.raises(ThinwireError, match="optimizer muon there and adamw here"):
+        one_rank("--steps", "8", "--method", "trickle:muon(smallest=1000)", "--resume", "auto")
+    with pytest.raises(ThinwireError, match="--muon-lr is for --optimizer muon"):
+        one_rank("--muon-lr", "8e-3")
 
 
 def test_a_run_goes_on_on_another_engine(tmp_path, one_rank):
@@ -930,9 +946,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     ]  # fmt: skip
 
     def train(out: str, dies_at: int = -1) -> list[int]:
-        return ranks.run(
-            _train, 2, free_port(), [*words, "--out", f"{tmp_path}/{out}"], dies_at, LOCAL_WORLD_SIZE="2"
-        )
+        return ranks.run(_train, 2, free_port(), [*words, "--out", f"{tmp_path}/{out}"], dies_at, LOCAL_WORLD_SIZE="2")
 
     assert train("whole") == [0, 0]
     with pytest.raises(AssertionError, match="returned nothing"):

@@ -27,7 +27,7 @@ from thinwire.train.config import Config
 from thinwire.train.data.corpus import read_corpus, split
 from thinwire.train.data.token_files import find_token_files
 from thinwire.train.data.windows import IGNORED, batches
-from thinwire.train.job.setup import make_optimizer
+from thinwire.train.job.setup import make_optimizers
 
 needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
@@ -136,7 +136,7 @@ def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(plac
     model = pretrained.load(config.init, config.adapters)
     tokenizer = pretrained.load_tokenizer(place / "llama")
     rows, held = instruction_rows.read_rows([str(place / "rows.jsonl")], (), tokenizer, 24, 0, warns=False)
-    optimizer = make_optimizer(model, config)
+    (optimizer,) = make_optimizers(model, config)
     for step in range(2):
         inputs, targets = rows.batch(8 * step, 8)
         assert rows.count_learnt(8 * step, 8) == int((targets != IGNORED).sum())

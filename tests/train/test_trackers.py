@@ -15,7 +15,7 @@ from thinwire.train.job.progress import Display
 
 STAND_IN = {
     # wandb/sdk/wandb_init.py and wandb_run.py of 0.21
-    "wandb": '''
+    "wandb": """
 def init(entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None, group=None,
          mode=None, resume=None, settings=None):
     calls.append(("init", dict(project=project, dir=dir, id=id, name=name, config=config, resume=resume)))
@@ -30,9 +30,9 @@ class Run:
     def finish(self, exit_code=None, quiet=None):
         calls.append(("finish", exit_code))
 calls = []
-''',
+""",
     # trackio/__init__.py and run.py of 0.43
-    "trackio": '''
+    "trackio": """
 def init(project, name=None, group=None, space_id=None, server_url=None, dataset_id=None, bucket_id=None, config=None,
          resume="never", settings=None, private=None, embed=True):
     calls.append(("init", dict(project=project, name=name, config=config, resume=resume)))
@@ -44,7 +44,27 @@ class Run:
     def finish(self):
         calls.append(("finish",))
 calls = []
-''',
+""",
+    # mlflow/tracking/fluent.py of 3.6
+    "mlflow": """
+from types import SimpleNamespace
+def set_experiment(experiment_name=None, experiment_id=None, trace_location=None):
+    calls.append(("experiment", experiment_name))
+def start_run(run_id=None, experiment_id=None, run_name=None, nested=False, parent_run_id=None, tags=None,
+              description=None, log_system_metrics=None):
+    global runs
+    runs += run_id is None
+    calls.append(("init", dict(id=run_id or f"run-{runs}", asked=run_id, name=run_name)))
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or f"run-{runs}"))
+def log_params(params, synchronous=None, run_id=None):
+    calls.append(("params", params))
+def log_metrics(metrics, step=None, synchronous=None, run_id=None, timestamp=None, model_id=None, dataset=None):
+    assert type(step) is int
+    calls.append(("log", step, metrics))
+def end_run(status="FINISHED"):
+    calls.append(("finish", status))
+calls, runs = [], 0
+""",
 }
 
 
@@ -122,26 +142,42 @@ def test_a_service_is_told_every_step_once_however_often_the_run_is_resumed(tmp_
     a_run(run, 3, 6)
     told = calls(name)
     inits = [call[1] for call in told if call[0] == "init"]
-    assert inits[0] == inits[1], "the same run"
-    assert inits[0]["project"] == "mine" and inits[0]["resume"] == "allow"
-    assert inits[0]["config"]["optimizer"] is None and inits[0]["config"]["track"] == [name]
+    assert {**inits[0], "asked": ""} == {**inits[1], "asked": ""}, "the same run"
+    if name == "mlflow":
+        assert [call[1] for call in told if call[0] == "experiment"] == ["mine"] * 2
+        (settings,) = [call[1] for call in told if call[0] == "params"]  # they cannot be changed
+    else:
+        assert inits[0]["project"] == "mine" and inits[0]["resume"] == "allow"
+        settings = inits[0]["config"]
+    assert settings["optimizer"] is None and settings["track"] == [name]
     assert [call[1] for call in told if call[0] == "log"] == [0, 1, 2, 3, 4, 5, 6]
     numbers = next(call[2] for call in told if call[0] == "log" and call[1] == 2)
     assert numbers["loss"] == 2.5 and numbers["lr"] == 0.1 and numbers["step_ms"] == 20 and numbers["skipped"] == 1
     assert numbers["wire_bytes_inter"] == 40 and numbers["exposed_ms"] == 4 and "facts" not in numbers
-    finished = ("finish", 0) if name == "wandb" else ("finish",)
+    finished = {"wandb": ("finish", 0), "trackio": ("finish",), "mlflow": ("finish", "FINISHED")}[name]
     assert [call for call in told if call[0] == "finish"] == [finished] * 2
     a_run(run, 0, 1)  # afresh
     third = [call[1] for call in told if call[0] == "init"][2]
-    identity = "id" if name == "wandb" else "name"
+    identity = "name" if name == "trackio" else "id"
     assert third[identity] != inits[0][identity] and told[-2][1] == 1
 
 
+def test_each_of_several_services_goes_on_with_its_own_run(tmp_path, calls):
+    run = config(tmp_path, *STAND_IN)
+    a_run(run, 0, 4)
+    first = json.loads((run.out / "tracked.json").read_text())
+    a_run(run, 3, 6)
+    assert json.loads((run.out / "tracked.json").read_text()) == first and set(first) == set(STAND_IN)
+    for name in STAND_IN:
+        begun = [call[1] for call in calls(name) if call[0] == "init"]
+        assert begun[0].get("id") == begun[1].get("id") and begun[0]["name"] == begun[1]["name"]
+
+
 def test_a_failed_run_is_reported_as_failed_and_other_ranks_report_nothing(tmp_path, calls):
-    run = config(tmp_path, "wandb")
+    run = config(tmp_path, "wandb", "mlflow")
     with pytest.raises(ThinwireError), Display(run, 0, 0):
         raise ThinwireError("diverged")
-    assert calls("wandb")[-1] == ("finish", 1)
+    assert calls("wandb")[-1] == ("finish", 1) and calls("mlflow")[-1] == ("finish", "FAILED")
     before = len(calls("wandb"))
     a_run(config(tmp_path, "wandb", "trackio", "csv"), 0, 2, rank=1)
     assert len(calls("wandb")) == before and "trackio" not in sys.modules

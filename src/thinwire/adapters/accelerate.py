@@ -8,36 +8,65 @@ The training loop stays as it is: ``accumulate``, ``backward``, ``clip_grad_norm
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from thinwire.adapters import files
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.core.step import unwrapped
 from thinwire.methods import Method
 from thinwire.wire import Wire
 from thinwire.wire import compress as compress_model
 
 
 def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method | str = "int8", **options: Any) -> Wire:
-    """Call ``thinwire.compress`` with the accelerator's scaler, and connect its clipping and checkpoints.
+    """Call ``thinwire.compress`` with the accelerator's scaler, and connect its clipping, checkpoints and schedules.
 
-    Collective. Call it after ``accelerator.prepare`` and before the first step.
+    Collective. Call it after ``accelerator.prepare`` and before the first step. Of a step that the guard skips, the
+    accelerator says ``optimizer_step_was_skipped``, so that the schedules that it prepared wait.
 
     Args:
         accelerator: the ``accelerate.Accelerator`` that prepared ``model`` and ``optimizer`` (or a list of several).
         method, options: see ``thinwire.compress``: ``steps``, ``guard``, ``seed``, ...
 
     Raises:
-        ThinwireError: as ``thinwire.compress``; or the accelerator knows of one process only.
+        ThinwireError: as ``thinwire.compress``; or the accelerator knows of one process only, or shards with FSDP1.
     """
+    _check(accelerator)
+    wire = compress_model(model, optimizer, method, scaler=accelerator.scaler, **options)
+    _connect_clipping(accelerator, model, wire)
+    _connect_schedules(accelerator, optimizer, wire)
+    # Every rank calls both hooks. The wire's state does not depend on the weights, which are loaded after it.
+    accelerator.register_save_state_pre_hook(lambda models, weights, path: files.save(wire, Path(path, "thinwire")))
+    accelerator.register_load_state_pre_hook(lambda models, path: files.load(wire, Path(path, "thinwire")))
+    return wire
+
+
+def _check(accelerator: Any) -> None:
+    """Refuse what cannot be carried; warn of a sharding that was asked for and not made."""
     if accelerator.num_processes == 1:
         raise ThinwireError(
             "the Accelerator knows of one process: start under torchrun or accelerate launch; without a GPU with "
             "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
         )
-    wire = compress_model(model, optimizer, method, scaler=accelerator.scaler, **options)
+    sharded = accelerator.distributed_type.value == "FSDP"
+    if sharded and not accelerator.is_fsdp2:
+        raise ThinwireError(
+            "Accelerate shards with FSDP1, its default: take FSDP2, with fsdp_version: 2 in its config file, or "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    if not sharded and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.is_main_process:
+        warnings.warn(
+            "FSDP was asked for, and Accelerate trains with DDP: it shards on GPUs only", ThinwireWarning, stacklevel=3
+        )
+
+
+def _connect_clipping(accelerator: Any, model: nn.Module, wire: Wire) -> None:
+    """Let ``accelerator.clip_grad_norm_`` of the whole model go through the wire."""
     original_clip = accelerator.clip_grad_norm_
     all_ids = {id(parameter) for parameter in model.parameters()}
     trained_ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -50,7 +79,24 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
         return wire.clip_grad_norm_(max_norm, norm_type)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
-    # Every rank calls both hooks. The wire's state does not depend on the weights, which are loaded after it.
-    accelerator.register_save_state_pre_hook(lambda models, weights, path: files.save(wire, Path(path, "thinwire")))
-    accelerator.register_load_state_pre_hook(lambda models, path: files.load(wire, Path(path, "thinwire")))
-    return wire
+
+
+def _connect_schedules(accelerator: Any, optimizer: Any, wire: Wire) -> None:
+    """Tell the accelerator's wrappers of ``optimizer`` which steps are skipped."""
+    inner = {id(opened) for opened in unwrapped(optimizer)}
+    for wrapper in accelerator._optimizers:
+        for opened in unwrapped(wrapper):
+            if id(opened) in inner:
+                opened.register_step_post_hook(_SkipTeller(wrapper, wire))
+
+
+class _SkipTeller:
+    """A hook behind the wire's own. ``wrapper`` is an ``AcceleratedOptimizer``, which asks none but its GradScaler."""
+
+    def __init__(self, wrapper: Any, wire: Wire) -> None:
+        self.wrapper, self.wire = wrapper, wire
+
+    def __call__(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        self.wrapper._is_overflow = self.wire.step_was_skipped
+        if self.wire.step_was_skipped:
+            self.wrapper._accelerate_step_called = False  # so it takes the step for one that its GradScaler skipped

@@ -1,12 +1,17 @@
-"""The Hugging Face Trainer, with its own checkpoints, resuming, accumulation, clipping, bf16, gradient checkpointing.
+"""The Hugging Face Trainer, with its own checkpoints, resuming, accumulation, clipping, bf16, FSDP2.
 
     trainer = Trainer(...)
     attach(trainer, "int8")
     trainer.train()
+
+or ``Trainer(..., callbacks=[ThinwireCallback("int8")])``, where a program takes callbacks.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ except ModuleNotFoundError as error:
     raise extras.missing(error) from None
 
 
-def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> Thinwire:
+def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> ThinwireCallback:
     """Compress the gradients of ``trainer`` from its next ``train()`` on. Return the callback, which has the wire.
 
     Every log of a loss gains ``wire_mb`` (10^6 bytes) and ``exposed_ms`` of the last step on this rank, and
@@ -35,30 +40,45 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
     Raises:
         ThinwireError: this Trainer compresses already, or its version is not carried; ``train()`` raises the rest.
     """
-    if any(isinstance(callback, Thinwire) for callback in trainer.callback_handler.callbacks):
-        raise ThinwireError("this Trainer compresses already: attach() once")
-    if not hasattr(trainer, "_save_optimizer_and_scheduler"):
-        raise ThinwireError("this transformers saves in another way: pip install -U 'thinwire[hf]'")
-    callback = Thinwire(trainer, method, options)
-    trainer.callback_handler.callbacks.insert(0, callback)  # before the callbacks that report its logs
-    if trainer.args.ddp_find_unused_parameters is None:
-        trainer.args.ddp_find_unused_parameters = False
-        if getattr(trainer.accelerator, "ddp_handler", None) is not None:
-            trainer.accelerator.ddp_handler.find_unused_parameters = False
+    callback = ThinwireCallback(method, **options)
+    callback.join(trainer)
     return callback
 
 
-class Thinwire(TrainerCallback):
-    """The callback that ``attach`` adds. It keeps the trainer, which hands callbacks the model without DDP.
+class ThinwireCallback(TrainerCallback):
+    """What ``attach`` adds, for ``Trainer(callbacks=[...])`` and for programs that take a callback's name.
+
+    Args:
+        method: None: that of the environment variable THINWIRE_METHOD, or "int8". options: see ``attach``.
 
     Attributes:
+        trainer: the Trainer that it serves, which hands callbacks the model without DDP; None before it has one.
         wire: the wire of the model; None before training.
     """
 
-    def __init__(self, trainer: Trainer, method: Method | str, options: dict[str, Any]) -> None:
-        self.trainer, self.method, self.options = trainer, method, options
+    def __init__(self, method: Method | str | None = None, **options: Any) -> None:
+        self.method = (os.environ.get("THINWIRE_METHOD") or "int8") if method is None else method
+        self.options = options
+        self.trainer: Trainer | None = None
         self.wire: Wire | None = None
         self._resumed: Path | None = None
+
+    def join(self, trainer: Trainer) -> None:
+        """Serve ``trainer``, as ``attach`` describes."""
+        callbacks = trainer.callback_handler.callbacks
+        if any(isinstance(other, ThinwireCallback) and other is not self for other in callbacks):
+            raise ThinwireError(
+                "this Trainer compresses already: attach() once, or one ThinwireCallback; THINWIRE_METHOD adds one"
+            )
+        if not hasattr(trainer, "_save_optimizer_and_scheduler"):
+            raise ThinwireError("this transformers saves in another way: pip install -U 'thinwire[hf]'")
+        self.trainer = trainer
+        # Before the callbacks that report its logs. One that is being called stays behind those that were.
+        callbacks[:] = [self, *(other for other in callbacks if other is not self)]
+        if trainer.args.ddp_find_unused_parameters is None:
+            trainer.args.ddp_find_unused_parameters = False
+            if getattr(trainer.accelerator, "ddp_handler", None) is not None:
+                trainer.accelerator.ddp_handler.find_unused_parameters = False
         save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
         # The Trainer calls these two on every rank, with the folder.
@@ -74,7 +94,15 @@ class Thinwire(TrainerCallback):
         trainer._save_optimizer_and_scheduler = save_with_wire
         trainer._load_optimizer_and_scheduler = load_with_wire
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the Trainer that is being made: it tells callbacks everything but itself."""
+        frames = traceback.walk_stack(sys._getframe(1))
+        callers = (frame.f_locals.get("self") for frame, _ in frames)
+        self.join(next(caller for caller in callers if isinstance(caller, Trainer)))
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer is None:
+            raise ThinwireError("a ThinwireCallback goes into Trainer(callbacks=[...]); later, call attach(trainer)")
         model = self.trainer.model_wrapped
         if self.wire is None or self.wire.engine.model is not getattr(model, "_orig_mod", model):
             if self.wire is not None:

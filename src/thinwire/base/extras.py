@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.metadata
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +22,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "wandb": "wandb",
     "trackio": "trackio",
+    "mlflow": "mlflow",
     "datasets": "hub",
     "accelerate": "hf",
     "peft": "hf",
@@ -62,11 +59,3 @@ def save_file(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | No
     mode = path.stat().st_mode
     load("safetensors.torch").save_file(tensors, path, metadata=metadata)
     path.chmod(mode)
-
-
-@functools.cache  # reading it takes as long as a small model's step
-def version() -> str:
-    """Return Thinwire's own version, or "from source"."""
-    with suppress(PackageNotFoundError):
-        return importlib.metadata.version("thinwire")
-    return "from source"

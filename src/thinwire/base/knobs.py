@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
@@ -83,6 +85,18 @@ def knobs_of(method: HasKnobs | type[HasKnobs]) -> list[Field[Any]]:
 def own_knobs_of(method: HasKnobs | type[HasKnobs]) -> list[str]:
     """Return the names of ``method``'s knobs, except those that choose parameters."""
     return [knob.name for knob in knobs_of(method) if knob.name not in ("dense", "send", "smallest")]
+
+
+def knob_docs(method: type[HasKnobs]) -> dict[str, str]:
+    """Return what each knob of ``method`` does: the entries under ``Args:`` in the docstrings of its classes."""
+    texts: dict[str, str] = {}
+    for cls in reversed(method.__mro__):
+        arguments = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for entry in re.split(r"\n(?=    \w)", "\n" + arguments):
+            name, colon, text = entry.strip().partition(": ")
+            if colon:
+                texts[name] = " ".join(text.replace("``", "").split())
+    return {knob.name: texts.get(knob.name, "") for knob in knobs_of(method)}
 
 
 def unknown_knob(cls: type[HasKnobs], knob: str) -> ThinwireError:

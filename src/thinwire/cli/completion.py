@@ -16,9 +16,11 @@ from thinwire.train.model.shapes import PRESETS
 SHELLS = ("bash", "zsh")
 HELP = """usage: thinwire completion bash|zsh
 
-Print a script that completes commands, flags and the words that flags take.
-    thinwire completion bash > ~/.local/share/bash-completion/completions/thinwire
-    thinwire completion zsh > ~/.thinwire.zsh; echo 'source ~/.thinwire.zsh' >> ~/.zshrc     (after compinit)"""
+Print a script that completes commands, options and the words that they take.
+
+  thinwire completion bash > ~/.local/share/bash-completion/completions/thinwire
+  thinwire completion zsh > ~/.thinwire.zsh    (and in ~/.zshrc, after compinit:
+                                                source ~/.thinwire.zsh)"""
 FLAGS = re.compile(r"^[\s│]*(?:-h, )?(--[a-z][\w-]*(?:, --[a-z][\w-]*)*)(?: \{([\w,]+)\})?", re.MULTILINE)
 
 

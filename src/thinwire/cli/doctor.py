@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from pathlib import Path
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
+from thinwire.base.terminal import ends_at_once, note
 from thinwire.cli.lab import split
-from thinwire.train.cli import run_ranks
+from thinwire.train.cli import begin_rank, run_ranks, under_torchrun
 
 LONGEST_S = 600.0
 
@@ -21,9 +21,9 @@ class Doctor:
     """Measure the links, the computing and the methods' kernels of a job, in a minute, on its own ranks: start it
     as you start `thinwire train`.
 
-    Flags for `thinwire train` follow after --, so that what is measured is your run. Prints what bounds you, what would
-    help and by how much, and what to type; then a table of methods. Writes a cluster's constants, from which `thinwire
-    simulate --cluster FILE` goes on.
+    Options of `thinwire train` follow after --, so that what is measured is your run. Prints what takes the time, what
+    would help and by how much, and what to type; then a table of methods. Writes the cluster's constants to a file, for
+    `thinwire simulate --cluster FILE`.
 
     $ torchrun --nnodes 2 --nproc-per-node 8 -m thinwire doctor --preset gpt-125m -- --batch-size 16
     """
@@ -55,14 +55,18 @@ class Doctor:
 def doctor_main(argv: list[str]) -> int:
     """Run ``thinwire doctor ... [-- flags of thinwire train]`` as one rank, or start ranks here."""
     began = time.monotonic()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    begin_rank()
     from thinwire.train.config import from_arguments
 
     options, extra = split(argv)
-    settings = read_options(Doctor, options, "thinwire doctor")
+    settings = read_options(Doctor, options, "thinwire doctor", after="[-- options of thinwire train]")
     if any(word.partition("=")[0] in ("--method", "--out", "--preset") for word in extra):
         raise ThinwireError("write --methods, --out and --preset before --: they are the doctor's own")
-    config = from_arguments(["--preset", settings.preset, *extra]).check()
+    config = from_arguments(["--preset", settings.preset, *extra])
+    if not under_torchrun():
+        note(f"loading torch, starting the ranks, then measuring: {settings.seconds:g} s in all")
+    with ends_at_once():
+        config.check()
     names = settings.names()
     command = shlex.join(["thinwire", "train", "--preset", settings.preset, *extra, "--method"])
 

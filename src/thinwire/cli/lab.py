@@ -17,10 +17,9 @@ class LabRun(Network):
     """Run any torchrun-style COMMAND once per rank on an emulated cluster: every node a network namespace, its link
     limited both ways.
 
-    Write the command after ``--``. It has torchrun's environment, with gloo bound to the slow link. Output of ranks
-    other than 0 begins with ``[rank k]``; when a rank fails, all are ended and its exit status is ours. Afterwards:
-    seconds, and the kernel's count of bytes by node. Nothing needs cleaning up: the kernel ends a lab with its
-    launcher.
+    Write the command after --. It has torchrun's environment, with gloo bound to the slow link. Output of ranks other
+    than 0 begins with [rank k]; when a rank fails, all are ended and its exit status is ours. At the end: seconds, and
+    the kernel's count of bytes by node. Nothing needs cleaning up: the kernel ends a lab with its launcher.
 
     $ thinwire lab run --nodes 2 --link 200mbit -- python train.py
     $ thinwire lab run --delay 30ms --jitter 5ms --loss 1% --reorder 1% -- thinwire train --method bf16 --out runs/b
@@ -29,13 +28,15 @@ class LabRun(Network):
 
 def lab_main(argv: list[str]) -> int:
     """Run ``thinwire lab run ... -- COMMAND``. Return the exit status."""
-    word, *rest = argv or [""]
+    if not argv:
+        raise ThinwireError("thinwire lab has one word, run: thinwire lab run -- COMMAND (thinwire lab run --help)")
+    word, *rest = argv
     if word in ("-h", "--help"):
         rest = argv
     elif word != "run":
         raise ThinwireError(f"unknown word '{word}' after 'thinwire lab'; there is: run (thinwire lab run --help)")
     options, command = split(rest)
-    settings = read_options(LabRun, options, "thinwire lab run")
+    settings = read_options(LabRun, options, "thinwire lab run", after="-- COMMAND")
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
         outcome = launch(cluster, command)
         if outcome.failed_rank is not None:

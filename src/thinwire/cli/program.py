@@ -2,72 +2,104 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
+from thinwire.base.terminal import begin_line, ends_at_once, lost_readers, say, silence
+from thinwire.base.version import __version__
 
 COMMANDS = {
-    "train": ("thinwire.train.cli:main", "train a language model, on ranks of this machine, torchrun, srun or mpirun"),
-    "inspect": (
-        "thinwire.train.checkpoint.inspect:main",
-        "show what a checkpoint holds and whether it is whole, or compare two",
-    ),
-    "compare": ("thinwire.cli.compare:compare_main", "train with several methods on an emulated network: a verdict"),
-    "doctor": ("thinwire.cli.doctor:doctor_main", "measure a job on its ranks: what bounds it, what would help"),
-    "simulate": (
-        "thinwire.cli.simulate:simulate_main",
-        "predict step time, bytes and memory of methods on a cluster: will it help?",
-    ),
-    "lab": ("thinwire.cli.lab:lab_main", "run any torchrun-style command on an emulated cluster"),
-    "tokenize": ("thinwire.train.data.token_files:main", "tokenize text once, for `thinwire train --corpus FOLDER`"),
-    "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "print text that a trained model goes on with"),
+    "train": ("thinwire.train.cli:main", "train a language model on several ranks"),
+    "inspect": ("thinwire.train.checkpoint.inspect:main", "show and check a checkpoint, or compare two"),
+    "compare": ("thinwire.cli.compare:compare_main", "train with several methods on a slow emulated link: a verdict"),
+    "doctor": ("thinwire.cli.doctor:doctor_main", "measure a job: what bounds it, and which method would help"),
+    "simulate": ("thinwire.cli.simulate:simulate_main", "predict time, bytes and memory of methods on a cluster"),
+    "lab": ("thinwire.cli.lab:lab_main", "run a program of your own on a slow emulated link"),
+    "tokenize": ("thinwire.train.data.token_files:main", "tokenize a text once, for `thinwire train --corpus FOLDER`"),
+    "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "let a trained model continue a text"),
     "export": ("thinwire.train.checkpoint.trained_model:export_main", "write a trained model as a Hugging Face folder"),
     "eval": ("thinwire.train.checkpoint.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
-    "methods": ("thinwire.methods:main", "list the methods and their knobs"),
-    "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers, beside its figures"),
-    "completion": ("thinwire.cli.completion:main", "print a script that completes commands and flags, for bash or zsh"),
+    "env": ("thinwire.cli.environment:main", "show versions, devices and what is missing: for bug reports"),
+    "selftest": ("thinwire.cli.selftest:main", "try this installation on two ranks here, for half a minute"),
+    "methods": ("thinwire.methods:main", "list the methods; methods NAME: what each of its knobs does"),
+    "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers"),
+    "completion": ("thinwire.cli.completion:main", "print a script that completes commands, for bash or zsh"),
 }
+USAGE = "usage: thinwire COMMAND [options]      (thinwire COMMAND --help: its options)"
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""The exit status when the reader of the output has gone, as of programs that the signal ends."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Return the exit status: 0, 2 for unusable input, or the error's own."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:
+        lost = lost_readers()
+        if not lost:  # it was another pipe that broke
+            raise
+        for stream in lost:
+            silence(stream)
+        return BROKEN_PIPE
+
+
+def _run(argv: list[str]) -> int:
+    """Run one command, and say in one line why it failed."""
+    try:
+        # A launcher of ranks blocks it until here, so that a Ctrl-C meets no half-started interpreter.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            status = run_command(argv)
+        except SystemExit as stop:  # a help page was printed, or rich met a pipe whose reader has gone
+            status = BROKEN_PIPE if stop.code else 0
+        sys.stdout.flush()
+        return status
+    except ThinwireError as error:
+        say(f"thinwire: {error}", sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        begin_line(sys.stderr)
+        say("thinwire: interrupted", sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def run_command(argv: list[str]) -> int:
+    """Run one command; errors are raised."""
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print("usage: thinwire COMMAND [options]     (thinwire COMMAND --help for its options)\n")
+        print(USAGE + "\n")
         for command, (_, text) in COMMANDS.items():
             print(f"  {command:<12}{text}")
         return 0 if argv else 2
     if argv[0] == "--version":
-        from importlib.metadata import version
-
-        print(version("thinwire"))
+        print(__version__)
         return 0
     word, *arguments = argv
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(word, COMMANDS, 1)
+        guess = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        raise ThinwireError(f"unknown command '{word}'; {guess}")
+    module, function = COMMANDS[word][0].split(":")
     try:
-        if word not in COMMANDS:
-            raise ThinwireError(f"unknown command '{word}'; there are: {', '.join(COMMANDS)}")
-        module, function = COMMANDS[word][0].split(":")
-        try:
-            return getattr(importlib.import_module(module), function)(arguments)
-        except ModuleNotFoundError as error:
-            raise extras.missing(error) from None
-    except ThinwireError as error:
-        print(f"thinwire: {error}", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:
-        print("thinwire: interrupted", file=sys.stderr)
-        return 130
+        with ends_at_once():
+            run = getattr(importlib.import_module(module), function)
+        return run(arguments)
+    except ModuleNotFoundError as error:
+        raise extras.missing(error) from None
 
 
 def program() -> NoReturn:
     """Run :func:`main` and end the process with its status."""
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):
+            stream.flush()
     # End without taking the interpreter down. A worker thread of torch's may be releasing the last collective's tensors
     # and needs Python for it: it would abort the process ("terminate called without an active exception").
     if "torch" in sys.modules:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
+from thinwire.base.terminal import note, say
 from thinwire.lab.compare import method_names
 from thinwire.lab.link import UNITS
 from thinwire.predict.cluster import read_cluster
@@ -33,14 +34,18 @@ SEQUENCES = 8
 
 @dataclass
 class SimulateOptions:
-    """Predict the step time, bytes and memory of methods on a cluster, without one.
+    """Predict the step time, bytes and memory of methods on a cluster, without running anything there.
 
     Prints which is the fastest, by how much, and what bounds it; then tables, and what is assumed. `thinwire doctor`
     measures a cluster, and writes its file.
 
     $ thinwire simulate --model gpt-1.3b --cluster l40s-10g --nodes 8
-    $ thinwire simulate --model config.json --method sdp4bit,int8 --engine fsdp2 --cluster mine.toml --nodes 4 --links
+    $ thinwire simulate --model config.json --engine fsdp2 --cluster mine.toml --links
     """
+
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "cluster": "What is predicted", "nodes": "Size", "two_level": "Network", "links": "Pictures and output",
+    }  # fmt: skip
 
     cluster: str
     """A TOML file as `thinwire doctor` writes it, or the name of one that Thinwire brings; a wrong name lists them."""
@@ -50,9 +55,9 @@ class SimulateOptions:
     method: str = "bf16,int8,sdp4bit,trickle"
     """Comma-separated methods, with or without knobs. Dense is always beside them."""
     engine: str = "ddp"
-    """ddp, fsdp2 or hsdp."""
+    """torch's engine for data parallelism: ddp, fsdp2 or hsdp."""
     nodes: int = 2
-    """Each with the ranks that the cluster's file says."""
+    """Nodes, each with as many ranks as the cluster's file says."""
     ranks: int | None = None
     """Ranks of all nodes, in place of --nodes."""
     sequence: int | None = None
@@ -89,6 +94,7 @@ def simulate_main(argv: list[str]) -> int:
     """Run ``thinwire simulate``. Return the exit status."""
     options = read_options(SimulateOptions, argv, "thinwire simulate")
     ranks_to_draw = _check(options)
+    note(f"predicting {options.model} on {options.cluster}: some seconds")
     job, methods = make_job(options), method_names(options.method)
     simulation = simulate(job, methods)
     written = []
@@ -101,16 +107,16 @@ def simulate_main(argv: list[str]) -> int:
 
         options.out.mkdir(parents=True, exist_ok=True)
         if options.links:
-            written.append(pictures.links(simulation, options.out / "links.png"))
+            written.append(pictures.links(simulation, options.out / "links.svg"))
         if ranks_to_draw:
             curves = at_scale(job, methods, ranks_to_draw, strong=options.strong)
-            written.append(pictures.scale(job, curves, options.out / "scale.png", strong=options.strong))
+            written.append(pictures.scale(job, curves, options.out / "scale.svg", strong=options.strong))
     if options.json:
         print(json.dumps(simulation.to_json() | {"written": [str(path) for path in written]}, indent=2))
     else:
-        print(simulation)
+        say(str(simulation))
         for path in written:
-            print(f"written: {path}")
+            say(f"written: {path}")
     return 0
 
 

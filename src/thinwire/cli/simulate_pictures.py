@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from thinwire.base.errors import ThinwireError
-from thinwire.lab.plots import DASHES, GREY, INK, PANEL_CURVES, STYLE, colour, save
+from thinwire.lab.plots import DASHES, GREY, INK, PANEL_CURVES, SHADE, STYLE, colour, save
 from thinwire.predict.play import Prediction
 from thinwire.predict.simulate import DENSE, Job, Simulation, at_rates, bits, pays_below, seconds
 
@@ -69,7 +69,7 @@ def _mark_links(axes: Axes, own: float, limit: float) -> None:
                   color=INK, fontweight="bold")  # fmt: skip
     if limit < RATES[-1]:
         begin = max(limit, RATES[0])
-        axes.axvspan(8 * begin, 8 * RATES[-1], color="#F0F0F0", zorder=0)
+        axes.axvspan(8 * begin, 8 * RATES[-1], color=SHADE, zorder=0)
         axes.annotate("do not compress", (8 * math.sqrt(begin * RATES[-1]), 0.5), xycoords=("data", "axes fraction"),
                       ha="center", va="center", rotation=90, color=GREY)  # fmt: skip
 

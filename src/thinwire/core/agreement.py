@@ -144,21 +144,29 @@ def find_difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
     return None
 
 
-INSTRUCTIONS, KERNELS = "torch's CPU instructions", "Thinwire's CPU kernels"
+INSTRUCTIONS, KERNELS, GPU = "torch's CPU instructions", "Thinwire's CPU kernels", "the GPU"
 _ADVICE = {
     INSTRUCTIONS: "every rank steps weights that all hold, and these would drift apart: set ATEN_CPU_CAPABILITY to the "
     "least of them on all ranks (avx2, say), or shard weights with fully_shard",
     KERNELS: "their last bits differ, and ranks would drift apart: pip install 'thinwire[cpu]' on all hosts or on none",
+    GPU: "their matrix products differ in the last bits, which this method needs equal on all ranks: use GPUs of one "
+    "kind, or another method",
 }
 
 
-def host_facts(method: Method, optimizers: Sequence[torch.optim.Optimizer], *, replicated: bool) -> dict[str, str]:
-    """Read this host's facts that change bits which must be equal on all ranks, for tensors on a CPU.
+def host_facts(
+    method: Method, optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, replicated: bool
+) -> dict[str, str]:
+    """Read this host's facts that change bits which must be equal on all ranks, for tensors on ``device``.
 
     ``replicated``: several ranks hold the same weights. numba's own instruction set changes no bits
-    (tests/core/test_hosts.py tries all methods).
+    (tests/core/test_hosts.py tries all methods). GPUs of another kind take other kernels for matrix products.
     """
-    facts = {}
+    if device.type == "cuda":
+        return {GPU: torch.cuda.get_device_name(device)} if method.card.same_arithmetic else {}
+    facts: dict[str, str] = {}
+    if device.type != "cpu":
+        return facts
     if replicated or method.card.same_arithmetic:
         facts[INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
     if method.card.same_arithmetic or any(type(optimizer).__name__ == "AdamS" for optimizer in optimizers):

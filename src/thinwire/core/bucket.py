@@ -127,12 +127,14 @@ class Layout:
     Attributes:
         buffers: the places of the parameters in each flat buffer of a backward pass, in order. dtypes: of the buffers.
         shards: one for each sharded module. comm: the ranks that the weights are sharded over.
+        held: bytes of buffers that the engine keeps because of us, beyond what the method keeps.
     """
 
     buffers: Sequence[tuple[Piece, ...]]
     dtypes: Sequence[torch.dtype]
     shards: Sequence[Shard] = ()
     comm: Comm | None = None
+    held: int = 0
 
 
 class Bucket:

@@ -80,8 +80,8 @@ class Card:
             receives every rank's message.
         instead_at_scale: what to write in the method's place among many ranks; "": nothing is better.
         encodes_weights: where the engine shards weights, messages of ``Method.weight_message`` travel in their place.
-        same_arithmetic: ranks hold equal bits only if their CPUs round alike, with the same kernels and the same
-            instructions in torch.
+        same_arithmetic: ranks hold equal bits only if they round alike: CPUs with the same kernels and the same
+            instructions in torch, GPUs of one kind.
         takes_dense: gradients of parameters that stay dense go to ``Method.reduce``, too. False: the engine sums them.
         alone_from: the first optimizer step in which each rank (HSDP: each node) goes its own way, or None. From then
             on no gradients travel, each rank decides alone whether its step counts, and numbers of steps may differ.

@@ -131,4 +131,4 @@ def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str
 
 def _aside(comm: Comm) -> GroupComm:
     assert isinstance(comm, GroupComm)
-    return GroupComm.aside(comm.group)
+    return GroupComm.aside(comm.group, comm.device)

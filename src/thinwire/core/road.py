@@ -406,7 +406,7 @@ class Worker:
     def _enqueue(self, job: Callable[[], Tensor], device: torch.device, last: bool) -> torch.futures.Future:
         streams = devices.streams(device)
         if self._stream is None:
-            self._stream = streams.Stream(device)
+            self._stream = streams.Stream(device, priority=-1)  # as FSDP2's: its small kernels go before the model's
         start = devices.mark(device)
         self._stream.wait_stream(streams.current_stream(device))
         future = devices.future(device)

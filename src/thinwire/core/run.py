@@ -82,7 +82,7 @@ class Run:
         weights: the tensors of ``parameters``, by name (DTensors on FSDP2).
         rank: this process's data-parallel rank, for streams that must differ by rank. Tensor-parallel ranks share it,
             or what they hold in common would drift apart.
-        hop: 2 if a hop inside the node has averaged the method's input; else 1.
+        hop: 2 if a hop inside the node has averaged the method's input; else 1. inside: the topology of that hop.
         chunk: (index, number) of the equal chunk of each parameter's dim 0 that travels here, if the rank holds whole
             weights (two levels on DDP). None: what the rank holds travels.
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
@@ -100,6 +100,7 @@ class Run:
     hop: int = 1
     chunk: tuple[int, int] | None = None
     gathers: frozenset[torch.dtype] = frozenset()
+    inside: Exchange | None = None
 
     @property
     def holders(self) -> dict[str, Holder]:

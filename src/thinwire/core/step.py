@@ -57,6 +57,7 @@ class StepLoop:
 
     Attributes:
         skipped: steps skipped on all ranks, or by this one where ranks go their own ways.
+        step_was_skipped: the last optimizer step was skipped by all ranks that take it together.
         norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
         closed: no exchange is due now: micro-batches are being accumulated.
         weight_watch: notices that weights were put back.
@@ -75,7 +76,7 @@ class StepLoop:
         self._replica_check = None if every is None else ReplicaCheck(engine, road, self.weights, every)
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
-        self.closed = self.ended = False
+        self.closed = self.ended = self.step_was_skipped = False
         self._frozen = {
             bare_name(name): weight
             for name, weight in engine.model.named_parameters()
@@ -291,6 +292,7 @@ class StepLoop:
             if diverged is not None:
                 raise ThinwireError(diverged)
             return False
+        self.step_was_skipped = False
         self._cancel()
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
@@ -363,6 +365,8 @@ class StepLoop:
     def _skip(self, *, was_due: bool = False) -> None:
         """Skip a step, without counting it for the method. ``was_due``: the optimizers were about to take it."""
         self._skipping = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
+        # Where ranks go their own ways the others have stepped, and so do all schedules.
+        self.step_was_skipped = not self.method.card.alone(self.road.step)
         self.state.rollback()
         if self.bound is not None:
             self.bound.rollback()

@@ -282,6 +282,7 @@ class Replica:
                     "it was saved with another world size"
                 )
             row[piece.columns].copy_(saved)
+            devices.keep(saved)  # loaded on another stream, and replaced below
             saved_step = self._state.get("replica step", piece.name)
             assert saved_step is not None
             step = int(saved_step)

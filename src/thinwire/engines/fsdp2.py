@@ -201,6 +201,8 @@ class FSDP2(ShardedEngine):
         for module, group in self.groups:
             link = GroupLink(self, group, step_loop, road)
             self.links.append(link)
+            if self._inputs > 1:
+                link.keep_inputs(self._inputs)
             # Duck-typed: torch does not look at the type, and the base classes are private names.
             module.set_custom_reduce_scatter(cast(Any, link))
             module.set_custom_all_gather(cast(Any, ModuleAllGather(link)))
@@ -223,7 +225,19 @@ class FSDP2(ShardedEngine):
                 dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
             dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
             shards.append(link.shard(dtype))
-        return Layout(buffers, dtypes, shards, self.comm(self.groups[0][1].mesh_info.shard_process_group))
+        sizes = [sum(of.numel for of in pieces) * dtype.itemsize for pieces, dtype in zip(buffers, dtypes, strict=True)]
+        held = (self._inputs - 1) * max(sizes, default=0)
+        return Layout(buffers, dtypes, shards, self.comm(self.groups[0][1].mesh_info.shard_process_group), held)
+
+    @property
+    def _inputs(self) -> int:
+        """The number of modules whose gradients may wait for a reduction at once (torch 2.13).
+
+        torch keeps one: then the stream that computes waits with the next module's gradients until those of the one
+        before have been sent, which on a slow link takes longer than computing them. A user's larger number stands.
+        """
+        settable = hasattr(self.groups[0][1], "reduce_scatter_max_input_buffers")
+        return 2 if settable and self.worker is None else 1
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -246,7 +260,13 @@ class FSDP2(ShardedEngine):
 
     @staticmethod
     def renew(model: Any) -> None:
-        """Put torch's own communication objects back in place of those of a closed engine."""
+        """Put back torch's own communication objects for those of a closed engine, and shards for whole weights.
+
+        A forward pass without a backward one, an evaluation say, leaves weights whole; the optimizer has the shards.
+        """
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         for _, group in param_groups(model):
             link = group._reduce_scatter_comm
             if isinstance(link, GroupLink) and link.engine.closed:

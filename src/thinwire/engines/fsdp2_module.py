@@ -121,7 +121,10 @@ class ShardedEngine(Engine):
 
 _WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
 """The functions of torch's parameter group that a link wraps."""
-_REPLACED = ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info", "post_forward_mesh_info")
+_REPLACED = (
+    "_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info", "post_forward_mesh_info",
+    "reduce_scatter_max_input_buffers",
+)  # fmt: skip
 """The attributes of torch's parameter group that are replaced until the link is detached."""
 
 
@@ -135,7 +138,7 @@ class GroupLink:
     def __init__(self, engine: ShardedEngine, group: Any, step_loop: StepLoop, road: Road) -> None:
         self.engine, self.group, self.step_loop, self.road = engine, group, step_loop, road
         self.replica: Replica | None = None
-        self._stock = {name: getattr(group, name) for name in _REPLACED}
+        self._stock = {name: getattr(group, name) for name in _REPLACED if hasattr(group, name)}
         self._active: list[Any] = []
         self._ranks = engine.reduce_group.size()
         self._expected: list[Tensor] | None = None
@@ -186,6 +189,12 @@ class GroupLink:
             delattr(self.group, name)  # the class's own functions apply again
         for name, value in self._stock.items():
             setattr(self.group, name, value)
+
+    def keep_inputs(self, count: int) -> None:
+        """Let torch keep the gradients of up to ``count`` modules that wait for their reduction, or more if it does."""
+        for holder in (self.group, self.group.comm_ctx):  # the second follows the first in the first forward pass only
+            held = getattr(holder, "reduce_scatter_max_input_buffers", 1)
+            holder.reduce_scatter_max_input_buffers = max(held, count)
 
     def in_order(self) -> list[Any]:
         """Return the parameters in the order in which the reduction packs them.

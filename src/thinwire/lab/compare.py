@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import re
 import shlex
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tyro.conf import Fixed, Suppress
 
+from thinwire.base import terminal
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network, share
-from thinwire.lab.run import launch, open_cluster, say
+from thinwire.lab.progress import Progress
+from thinwire.lab.run import describe_machine, launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
 FAILED, LOSS_TOO_HIGH = 1, 3
@@ -62,10 +61,15 @@ class Entry:
 class Comparison(Network):
     """Train the same model on the same data with each method, on one emulated network, and show what each gains.
 
-    A run that communicates nothing (method "none") always comes first, because no method can be faster. Flags
-    for ``thinwire train`` follow after ``--``. Prints a verdict and a table; writes them with pictures to report.html
-    (one file), report.md and report.json. Exit status: 0; 1: a method has failed; 3: --fail-if-loss-worse-than.
+    A run that exchanges nothing (method "none") always comes first, because no method can be faster. Options of
+    `thinwire train` follow after --. Prints a verdict and a table; writes them with pictures to report.html (one file),
+    report.md and report.json. Exit status: 0; 1: a method has failed; 3: --fail-if-loss-worse-than.
+
+    $ thinwire compare --methods dense,int8 --link 1gbit --out runs/compare
+    $ thinwire compare --methods "dense,topk --lr 1e-4" --seeds 3 --out runs/a -- --batch-size 16
     """
+
+    GROUPS: ClassVar[Mapping[str, str]] = {"methods": "Comparison", "nodes": "Emulated network"}
 
     methods: str = "dense,bf16,int8,sdp4bit,topk"
     """Comma-separated names, with or without knobs, and with flags of thinwire train for one alone behind its name:
@@ -157,6 +161,8 @@ def compare(settings: Comparison) -> int:
     entries = settings.entries()
     settings.out.mkdir(parents=True, exist_ok=True)
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
+        count = len(entries) * max(settings.seeds, 1)
+        say(f"compare: {count} runs of {settings.preset}, {settings.steps} steps each: {', '.join(entries)}")
         runs = _train_all(settings, entries, cluster)
         report = _facts(settings, cluster) | {"runs": runs}
     measure(report)
@@ -172,22 +178,25 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
     """Train once per seed and entry, without the entries that have failed before. Return a run per entry."""
     runs: dict[str, list[Run]] = {label: [] for label in entries}
     failed: dict[str, str] = {}
-    for seed in settings.seed_numbers or (None,):
+    seeds = settings.seed_numbers or (None,)
+    progress = Progress(settings.steps, [label for _ in seeds for label in entries])
+    for seed in seeds:
         for label, entry in entries.items():
             if label in failed:
                 continue
             name = label if seed is None else f"{label} seed {seed}"
-            print(f"compare: {name} ...", end=" ", file=sys.stderr, flush=True)
             directory = settings.out / directory_name(name)
             command = [*settings.program, *settings.flags(entry, seed, directory)]
             try:
-                run = train(command, directory, cluster, 60 * settings.limit_minutes)
-                runs[label].append(run | {"seed": seed})
-                print(f"{run['seconds']:.1f} s", file=sys.stderr)
+                with progress.run(label, name, directory / "metrics.jsonl") as watch:
+                    run = train(command, directory, cluster, 60 * settings.limit_minutes, watch)
             except ThinwireError as error:
                 failed[label] = str(error) if seed is None else f"seed {seed}: {error}"
-                print("failed", file=sys.stderr)
+                progress.failed(label)
                 say(f"thinwire: method {label}: {failed[label]}; its output is in {log_of(directory)}")
+                continue
+            runs[label].append(run | {"seed": seed})
+            progress.ended(label, run, cluster)
     return [
         joined(entry, entry.own_flags(settings.extra), runs[label], failed.get(label), settings.ranks_per_node)
         for label, entry in entries.items()
@@ -203,7 +212,7 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
         **{name: getattr(settings, name) for name in own},
         "seeds": list(settings.seed_numbers),
         "extra": list(settings.extra),
-        "machine": machine(),
+        "machine": describe_machine(),
         "link": settings.parse_link().text,
         "distance": link.distance,
         "delay_s": link.delay,
@@ -217,35 +226,28 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def machine() -> str:
-    """Describe processor, operating system and Python."""
-    model = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
-
-
 def _write(report: dict[str, Any], out: Path) -> None:
     """Write the reports and the pictures to ``out``; print the verdict, the table and the notes."""
+    from rich import box
     from rich.console import Console
 
     from thinwire.lab.plots import draw
-    from thinwire.lab.report import markdown, notes, page, table
+    from thinwire.lab.report import ALL, fitting, markdown, notes, page, table
 
     (out / "report.json").write_text(json.dumps(for_json(report), indent=1) + "\n")
     pictures = draw(report, out)
     (out / "report.md").write_text(markdown(report, pictures))
     (out / "report.html").write_text(page(report, pictures))
-    terminal = sys.stdout.isatty()
-    print(report["verdict"])
-    console = Console(markup=False) if terminal else Console(markup=False, width=1000, color_system=None)
-    console.print(table(report, terminal))
+    width = terminal.columns()
+    if width is None:
+        print(report["verdict"])
+        Console(markup=False, width=1000, color_system=None).print(table(report, ALL, box.ASCII2))
+    else:
+        terminal.say(report["verdict"].replace("; ", "\n"))
+        Console(markup=False, width=width).print(fitting(report, width))
     for note in notes(report):
-        print(f"* {note}")
-    print(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
+        terminal.say(f"* {note}")
+    terminal.say(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
 
 
 def directory_name(label: str) -> str:
@@ -257,17 +259,19 @@ def log_of(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.log")
 
 
-def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float) -> Run:
+def train(
+    command: Sequence[str], directory: Path, cluster: Cluster, limit_s: float, watch: Callable[[], None] = lambda: None
+) -> Run:
     """Run ``command``; return the contents of its files, and the kernel's bytes of each node over the whole run.
 
     Raises:
         ThinwireError: it failed, took longer than ``limit_s``, left no readable files, or its loss is not finite.
     """
     log = log_of(directory)
-    outcome = launch(cluster, command, log=log, limit_s=limit_s)
+    outcome = launch(cluster, command, log=log, limit_s=limit_s, watch=watch)
     if outcome.failed_rank is not None:
         lines = log.read_text(errors="replace").splitlines()
-        print("\n".join(["", *lines[-12:]]), file=sys.stderr)
+        say("\n".join(lines[-12:]))
         messages = [line.partition("thinwire: ")[2] for line in lines if "thinwire: " in line] or lines
         status = f"rank {outcome.failed_rank} failed with exit status {outcome.returncode}"
         reason = [re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in messages[-1:]]
@@ -275,7 +279,8 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        windows = verdict.read_windows(directory / verdict.WINDOWS)
+    except (OSError, ValueError, KeyError) as error:
         raise ThinwireError(f"no readable run in {directory}: {error}") from None
     if not math.isfinite(verdict.final_loss(summary)):
         raise ThinwireError("it diverged: its loss is not finite")
@@ -284,6 +289,7 @@ def train(command: Sequence[str], directory: Path, cluster: Cluster, limit_s: fl
         "seconds": outcome.seconds,
         "summary": summary,
         "rows": [row for row in rows if "loss" in row],  # rows of steps, without rows of evaluations
+        "windows": windows,
         "node_totals": None if outcome.traffic is None else [traffic._asdict() for traffic in outcome.traffic],
     }
 
@@ -378,9 +384,9 @@ def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None
 
 
 def for_json(value: Any) -> Any:
-    """Return the report without the rows of metrics.jsonl, and named tuples as dictionaries."""
+    """Return the report without steps' rows and windows' losses, and named tuples as dictionaries."""
     if isinstance(value, dict):
-        return {key: for_json(item) for key, item in value.items() if key != "rows"}
+        return {key: for_json(item) for key, item in value.items() if key not in ("rows", "windows")}
     if hasattr(value, "_asdict"):
         return value._asdict()
     return [for_json(item) for item in value] if isinstance(value, list) else value

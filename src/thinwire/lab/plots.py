@@ -1,10 +1,13 @@
-"""The pictures of a comparison: loss against step, time and bytes, bytes per step, and where a step's time goes."""
+"""The pictures of a comparison: where a step's time goes, loss against step, time and bytes, bytes per step.
+
+They are SVG: text stays text, and colours follow the reader's light or dark mode.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +18,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from thinwire.lab.report import network
 from thinwire.plan.plan import human
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GREY, INK = "#8A8A8A", "#333333"
-COMPUTE, EXPOSED = "#56B4E9", "#D55E00"
+GREY, INK, GRID, SHADE = "#8A8A8A", "#333333", "#E6E6E6", "#F5F5F5"
+PAPER = "#FFFFFE"  # white, but for what is white on a bar in dark mode, too
+COMPUTE, EXPOSED, ON_BAR = "#56B4E9", "#D55D00", "#222222"
 # One colour per method in every picture, distinct for any colour vision (after Paul Tol's muted palette and Okabe and
 # Ito's). The baselines are grey.
 COLOURS = {
@@ -37,12 +39,27 @@ COLOURS = {
     "tagc": "#AA4499", "lhc": "#AA4499", "topk": "#882255", "dgc": "#882255",
     "trickle": "#B22222", "sign": "#117733", "local-steps": "#44AA99",
 }  # fmt: skip
+OTHER = "#010101"
+"""The colour of the user's own methods. (Matplotlib leaves pure black out of a file, where DARK cannot find it.)"""
+DARK = {
+    PAPER: "#131416", INK: "#D5D7DB", GREY: "#8F939A", GRID: "#32353B", SHADE: "#22252A", OTHER: "#FFFFFF",
+    "#1A1A1A": "#F4F4F4", "#5C5C5C": "#B4B4B4", "#7A7A7A": "#9C9C9C", "#0072B2": "#4FA9E6", "#44AA99": "#5CC4B3",
+    "#117733": "#3FB568", "#332288": "#9F92F2", "#8A7A00": "#C7B42A", "#D55E00": "#F0803C", "#CC6677": "#E88C9A",
+    "#AA4499": "#D884CA", "#882255": "#D8709A", "#B22222": "#FF6B6B",
+}  # fmt: skip
+"""A colour -> what it is in dark mode; others stay as they are."""
 DASHES = ("-", "--", ":", "-.")
 """Line styles of the first, second, ... run of one colour."""
 PANEL_CURVES = 8
 """Most curves in one panel. More runs take more panels, each with the grey curves."""
 STYLE: dict[Any, Any] = {
     "font.size": 11,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],  # Verdana is as wide
+    "svg.fonttype": "none",
+    "svg.hashsalt": "thinwire",  # the same picture is the same file
+    "text.color": INK,
+    "axes.facecolor": "none",
+    "axes.titlecolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": GREY,
@@ -52,15 +69,14 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "axes.grid": True,
-    "grid.color": "#E6E6E6",
+    "grid.color": GRID,
     "axes.axisbelow": True,
-    "savefig.dpi": 200,
 }
 
 
 def colour(method: str) -> str:
     """Choose the colour of ``method``, as written on the command line; black for the user's own methods."""
-    return COLOURS.get(plain(method), "#000000")
+    return COLOURS.get(plain(method), OTHER)
 
 
 def plain(method: str) -> str:
@@ -69,33 +85,42 @@ def plain(method: str) -> str:
 
 
 def draw(report: dict[str, Any], out: Path) -> list[Path]:
-    """Write pictures of the methods in ``report`` that have not failed, if any, to ``out``; return their paths."""
+    """Write pictures of the methods in ``report`` that have not failed, if any, to ``out``; return their paths, the
+    most important first."""
     report = report | {"runs": [run for run in report["runs"] if not run["failed"]]}
     if not report["runs"]:
         return []
     with plt.rc_context(STYLE):
         figures = {
-            "loss_by_step": loss(report, "step", "optimizer step"),
+            "step_time": step_time(report),
             "loss_by_time": loss(report, "wall_s", "seconds of training"),
+            "loss_by_step": loss(report, "step", "optimizer step"),
             "loss_by_bytes": loss(report, "sent", "sent by a node (logarithmic)"),
             "bytes_per_step": traffic(report),
-            "step_time": step_time(report),
         }
         for name, figure in figures.items():
-            save(figure, out / f"{name}.png")
-    return [out / f"{name}.png" for name in figures]
+            save(figure, out / f"{name}.svg")
+    return [out / f"{name}.svg" for name in figures]
 
 
-def save(figure: Figure, path: Path, text: Mapping[str, str] | None = None) -> None:
-    """Write a PNG of 256 colours (a third of the bytes) with ``text`` in its header, and close the figure."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight", facecolor="white")
+def save(figure: Figure, path: Path, note: str | None = None) -> None:
+    """Write an SVG with ``note`` as its description, and close the figure."""
+    buffer = io.StringIO()
+    about = {"Date": None, "Creator": None, "Description": note}
+    figure.savefig(buffer, format="svg", bbox_inches="tight", facecolor=PAPER, metadata=about)
     plt.close(figure)
-    notes = PngInfo()
-    for key, value in (text or {}).items():
-        notes.add_text(key, value)
-    with Image.open(buffer) as image:
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True, pnginfo=notes)
+    head, rest = buffer.getvalue().split("<defs>", 1)
+    path.write_text(f"{head}{_dark_mode()}\n <defs>{rest}", encoding="utf-8")
+
+
+def _dark_mode() -> str:
+    """Write a style that turns colours into those of DARK: stronger than those that Matplotlib gives each element."""
+    rules = [
+        f'[style*="{part}: {light.lower()}"] {{ {part}: {dark} !important }}'
+        for light, dark in DARK.items()
+        for part in ("fill", "stroke")
+    ]
+    return "<style>@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>"
 
 
 def loss(report: dict[str, Any], x: str, label: str) -> Figure:
@@ -180,7 +205,7 @@ def step_time(report: dict[str, Any]) -> Figure:
     exposed = [min(run["summary"]["exposed_ms"], total) for run, total in zip(runs, totals, strict=True)]
     hidden = [total - waited for total, waited in zip(totals, exposed, strict=True)]
     for widths, starts, tint, ink, label in (
-        (hidden, [0.0] * len(runs), COMPUTE, INK, "computation, and communication hidden behind it"),
+        (hidden, [0.0] * len(runs), COMPUTE, ON_BAR, "computation, and communication hidden behind it"),
         (exposed, hidden, EXPOSED, "white", "exposed communication"),
     ):
         spans = axes.barh(range(len(runs)), widths, left=starts, color=tint, height=0.6, label=label)

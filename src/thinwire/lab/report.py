@@ -12,9 +12,10 @@ from typing import Any
 
 from markdown_it import MarkdownIt  # rich brings it
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
-from thinwire.lab import framing
+from thinwire.lab import framing, verdict
 from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
 from thinwire.plan.plan import human
 
@@ -46,7 +47,7 @@ def _gap(run: Run) -> str:
     span = run["loss_gap"]
     if span is None or run["method"] in (SILENT, DENSE):
         return "-"
-    return percent(span.mean) + _spread(run, span, ".1%")
+    return percent(span.mean) + (f" ± {span.half:.1%}" if span.half else "")
 
 
 def _spread(run: Run, span: Span | None, digits: str) -> str:
@@ -85,29 +86,50 @@ COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
 )
 SHORT = ("method", "step, ms", "x none", "faster than dense", "exposed, ms", "sent/step", "valid loss",
          "loss to dense", "s to dense's loss")  # fmt: skip
-"""The columns on a terminal."""
+"""The columns on a terminal that is wide enough."""
+BRIEF = ("method", "faster", "loss", "to dense", "sent/step")
+"""The columns on a narrow one: the speed without its interval."""
 ALL = tuple(name for name, _ in COLUMNS)
+CELLS = {
+    **dict(COLUMNS),
+    "faster": lambda run: _faster(run).partition(" ")[0],
+    "loss": _final,
+    "to dense": _gap,
+}
 
 
 def cells(run: Run, columns: Sequence[str]) -> list[str]:
     if run["failed"]:
         return [run["method"], "failed", *["-"] * (len(columns) - 2)]
-    return [cell(run) for name, cell in COLUMNS if name in columns]
+    return [CELLS[name](run) for name in columns]
 
 
 def title(report: dict[str, Any]) -> str:
     seeds = f", {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
-    return f"{report['preset']}, {report['steps']} steps{seeds}, {network(report)}"
+    ended = next((run for run in reversed(report["runs"]) if not run["failed"]), None)
+    long = f"{report['steps']} steps" if ended is None else verdict.length(report, ended)
+    return f"{report['preset']}, {long}{seeds}, {network(report)}"
 
 
-def table(report: dict[str, Any], terminal: bool = False) -> Table:
-    out = Table(title=title(report), box=box.SIMPLE_HEAD if terminal else box.ASCII2)
-    columns = SHORT if terminal else ALL
+def table(report: dict[str, Any], columns: Sequence[str] = ALL, lines: box.Box = box.SIMPLE_HEAD) -> Table:
+    """Make the table of ``report``. Only the names of methods are broken where the width is short."""
+    out = Table(title=title(report), title_justify="left", box=lines)
     for index, name in enumerate(columns):
-        out.add_column(name, justify="left" if index == 0 else "right", no_wrap=not terminal)
+        out.add_column(name, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
     for run in report["runs"]:
         out.add_row(*cells(run, columns))
     return out
+
+
+def fitting(report: dict[str, Any], width: int) -> Table:
+    """Return the table with as many columns as a terminal of this ``width`` has room for."""
+    console = Console(width=1000)
+    wide = table(report, SHORT)
+    if console.measure(wide).maximum <= width:
+        return wide
+    brief = table(report, BRIEF)
+    brief.caption, brief.caption_justify = "All columns are in report.md.", "left"
+    return brief
 
 
 def notes(report: dict[str, Any]) -> list[str]:
@@ -141,15 +163,16 @@ def explained(report: dict[str, Any]) -> list[str]:
         "link use: kernel bytes over what the link could carry while a collective was in flight (small messages can "
         "pass 100%: a burst of 66 kB, or 1 ms of the rate, goes through at once).",
         "loss to dense: the final loss on held-out text (on training text where there was no evaluation) above "
-        "dense's" + ("; ±: half of the 95% t-interval over seeds, each method with the same ones."
-                     if len(report["seeds"]) > 1 else ", of one seed."),
+        "dense's. ±: half of a 95% interval, 1.96 standard errors of the difference on the same stretches of that text"
+        + (", and the t-interval over seeds, each method with the same ones." if len(report["seeds"]) > 1 else
+           "; it says nothing of other seeds. None: the run has no losses by window."),
         "s to dense's loss, tokens to it: seconds of training, and tokens of all ranks, until the training loss was "
         "down at dense's at the end; both averaged over as many steps as are a tenth of the run.",
     ]  # fmt: skip
 
 
 def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
-    """Write report.md."""
+    """Write report.md. The first of ``pictures`` stands before the table, the others behind it."""
 
     def bullets(lines: Sequence[str]) -> str:
         return "\n".join(f"* {line}" for line in lines)
@@ -160,11 +183,11 @@ def markdown(report: dict[str, Any], pictures: Sequence[Path]) -> str:
         )
         return "\n".join([head, "|---" + "|---:" * (len(columns) - 1) + "|", *rows])
 
+    shown = [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
     loopback = "**No network was emulated: the ranks ran on plain loopback without a rate limit.**"
     blocks = [
         f"# {title(report)}", f"**{report['verdict']}**", "" if report["emulated_network"] else loopback,
-        grid(SHORT), bullets(notes(report)),
-        *(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures),
+        *shown[:1], grid(SHORT), bullets(notes(report)), *shown[1:],
         "## All columns", grid(ALL), bullets(explained(report)),
         "## How it was measured", f"`{report['command']}`", report["machine"],
     ]  # fmt: skip
@@ -183,7 +206,7 @@ h1 + p { font-size: 1.2rem; border-left: 4px solid #0072b2; padding-left: 1rem }
 table { display: block; overflow-x: auto; border-collapse: collapse }
 th, td { padding: .3rem .6rem; font-size: .85rem; white-space: nowrap; border-bottom: 1px solid #8884 }
 td { font-variant-numeric: tabular-nums }
-img { max-width: 100%; background: white; margin: .5rem 0 }
+img { max-width: 100%; border-radius: .4rem; margin: .5rem 0 }
 code { overflow-wrap: anywhere }
 li { font-size: .9rem }
 </style>
@@ -197,5 +220,5 @@ def page(report: dict[str, Any], pictures: Sequence[Path]) -> str:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown(report, pictures))
     for path in pictures:
         data = base64.b64encode(path.read_bytes()).decode()
-        body = body.replace(f'src="{path.name}"', f'src="data:image/png;base64,{data}"')
+        body = body.replace(f'src="{path.name}"', f'src="data:image/svg+xml;base64,{data}"')
     return PAGE.substitute(title=html.escape(title(report)), body=body)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import IO
 
+from thinwire.base import terminal
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import POLL_S, Bytes, wait
+from thinwire.base.version import __version__
 from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
 from thinwire.lab.link import Link
 
@@ -53,11 +58,16 @@ def open_cluster(nodes: int, ranks_per_node: int, link: Link) -> Iterator[Cluste
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    terminal.say(line, sys.stderr)
 
 
 def launch(
-    cluster: Cluster, command: Sequence[str], *, log: Path | None = None, limit_s: float | None = None
+    cluster: Cluster,
+    command: Sequence[str],
+    *,
+    log: Path | None = None,
+    limit_s: float | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run ``command`` once per rank and wait for all ranks; when one fails, end all.
 
@@ -65,6 +75,7 @@ def launch(
         command: as on a shell; a first word ``thinwire`` means this installation.
         log: file for the output of all ranks (None: our stdout and stderr). Lines of ranks > 0 begin with ``[rank k]``.
         limit_s: end all ranks after so many seconds.
+        watch: is called many times a second while the ranks run.
 
     Raises:
         ThinwireError: the limit has passed, or the emulated network has ended.
@@ -73,6 +84,11 @@ def launch(
         raise ThinwireError("no command to run: write it after --, for example  thinwire lab run -- python train.py")
     if command[0] == "thinwire":
         command = [sys.executable, "-m", "thinwire", *command[1:]]
+
+    def check() -> None:
+        cluster.check()
+        watch()
+
     cluster.new_port()
     begin = cluster.counters()
     start = time.monotonic()
@@ -83,7 +99,7 @@ def launch(
             for rank in range(cluster.world_size):
                 ranks.append(_start(cluster, command, rank, piped=rank > 0 or file is not None))
                 copiers += _copy(ranks[-1], rank, file)
-            failed = wait(ranks, None if limit_s is None else start + limit_s, cluster.check)
+            failed = wait(ranks, None if limit_s is None else start + limit_s, check)
         finally:
             _end(ranks)
             for copier in copiers:
@@ -119,7 +135,8 @@ def _copy(process: subprocess.Popen[bytes], rank: int, file: IO[str] | None) -> 
 def _copy_lines(source: IO[bytes], target: IO[str], prefix: str) -> None:
     with source:
         for line in source:
-            with WHOLE_LINES, suppress(ValueError):  # the file may be closed by now
+            # The file may be closed by now, or nobody reads our output any longer: the ranks go on.
+            with WHOLE_LINES, suppress(ValueError, BrokenPipeError):
                 target.write(prefix + line.decode(errors="replace"))
                 target.flush()
 
@@ -135,3 +152,15 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         kill_group(process, signal.SIGKILL)
         process.wait()
+
+
+def describe_machine() -> str:
+    """Describe processor, operating system, and the versions of Python, torch and Thinwire."""
+    model = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} x {model}, {system}, torch {metadata.version('torch')}, Thinwire {__version__}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 SILENT = "none"  # the method that exchanges nothing
@@ -20,6 +23,12 @@ T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
+
+WINDOWS = "valid_losses.csv"
+"""In a run's folder, if its program writes it: window, targets, loss."""
+NORMAL95 = 1.96
+BLOCKS = 128
+"""Stretches of held-out text whose mean losses are compared (fewer: safer where text is alike over long stretches)."""
 
 Run = dict[str, Any]
 Pairs = Sequence[tuple[Run, Run]]
@@ -47,6 +56,14 @@ def interval(values: Sequence[float]) -> Span:
     return Span(mean, mean - half, mean + half)
 
 
+def read_windows(path: Path) -> dict[int, tuple[float, float]]:
+    """Read a run's losses on held-out text, window -> (targets, mean loss); {}: it wrote none."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {int(row["window"]): (float(row["targets"]), float(row["loss"])) for row in csv.DictReader(file)}
+
+
 def final_loss(summary: dict[str, Any]) -> float:
     """Return the loss on held-out text if there was an evaluation, otherwise the training loss."""
     return summary["train_loss"] if summary.get("valid_loss") is None else summary["valid_loss"]
@@ -70,8 +87,45 @@ def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
 
 
 def above(pairs: Pairs) -> Span:
-    """Return how far a method's final loss is above dense's, as a share of dense's."""
-    return interval([final_loss(run["summary"]) / final_loss(dense["summary"]) - 1 for run, dense in pairs])
+    """Return how far a method's final loss is above dense's, as a share of dense's, with its 95% interval.
+
+    The interval is that of the held-out text, paired window by window, and of the seeds, if there are several, as the
+    root of the sum of their squares. Without windows (and of one seed) it has no width.
+    """
+    seeds = interval([final_loss(run["summary"]) / final_loss(dense["summary"]) - 1 for run, dense in pairs])
+    half = math.hypot(seeds.half, NORMAL95 * (text_error(pairs) or 0.0))
+    return Span(seeds.mean, seeds.mean - half, seeds.mean + half)
+
+
+def text_error(pairs: Pairs) -> float | None:
+    """Return the standard error of ``above`` from the choice of the held-out text; None: it is not known.
+
+    The differences of both runs on the same windows are averaged over seeds and over ``BLOCKS`` stretches of the text,
+    as neighbours are alike; what these means scatter around their own mean says how far that is to be trusted.
+    """
+    common = set.intersection(*(set(part.get("windows", ())) for pair in pairs for part in pair))
+    if len(common) < 2:
+        return None
+    order = sorted(common)
+    excess, weights = [0.0] * len(order), [0.0] * len(order)
+    for run, dense in pairs:
+        mine, base = run["windows"], dense["windows"]
+        total = sum(base[window][0] for window in order)
+        level = sum(math.prod(base[window]) for window in order) / total
+        ratio = sum(mine[window][0] * mine[window][1] for window in order) / total / level
+        for at, window in enumerate(order):
+            targets, loss = base[window]
+            excess[at] += targets * (mine[window][1] - ratio * loss) / level / len(pairs)
+            weights[at] = targets
+    return block_error(excess, weights)
+
+
+def block_error(excess: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the standard error of sum(excess) / sum(weights), where the sum is 0, from up to ``BLOCKS`` stretches."""
+    count = min(BLOCKS, len(excess))
+    cuts = [len(excess) * at // count for at in range(count + 1)]
+    sums = [sum(excess[begin:end]) for begin, end in pairwise(cuts)]
+    return math.sqrt(count / (count - 1) * sum(value * value for value in sums)) / sum(weights)
 
 
 def worse(report: dict[str, Any], limit: float) -> list[str]:
@@ -100,7 +154,7 @@ def line(report: dict[str, Any]) -> str:
     bad: list[str] = []
     for run in compared:
         speed, gap = run["faster"], run["loss_gap"]
-        against = [f"loss {_loss(gap, seeds)}"] if gap.low > limit else []
+        against = [f"loss {_loss(gap)}"] if gap.low > limit else []
         if speed.high < 1:
             against.append(f"slower than dense ({speed.mean:.2f}x)")
         if against:
@@ -110,9 +164,15 @@ def line(report: dict[str, Any]) -> str:
         pace = f"{speed.mean:.1f}x faster{than}" if speed.low > 1 else f"as fast as dense ({speed.mean:.2f}x)"
         good.append(f"{run['method']}: {pace}, {_loss_words(gap, seeds)}")
     words = [*_ceiling(runs[SILENT]), *good, *bad, *failed] or ["dense alone was run"]
-    if seeds == 1 and (good or bad):
-        words.append("losses are from one seed")
+    if good or bad:
+        words.append(f"losses are after {length(report, dense)}" + ", of one seed" * (seeds == 1))
     return "; ".join(words)
+
+
+def length(report: dict[str, Any], run: Run) -> str:
+    """Write how long the runs were: steps and, if the program says it, tokens per parameter."""
+    tokens = run["summary"].get("tokens_per_parameter")
+    return f"{report['steps']} steps" + (f" ({tokens:.2g} tokens per parameter)" if tokens else "")
 
 
 def _ceiling(silent: Run) -> list[str]:
@@ -124,16 +184,17 @@ def _ceiling(silent: Run) -> list[str]:
     return [f"compression is not worth it here: without any communication a step is only {speed.mean:.2f}x faster"]
 
 
-def _loss(gap: Span, seeds: int) -> str:
-    return percent(gap.mean) + (f" ± {100 * gap.half:.1f}%" if seeds > 1 else "")
+def _loss(gap: Span) -> str:
+    return percent(gap.mean) + (f" ± {100 * gap.half:.1f}%" if gap.half else "")
 
 
 def _loss_words(gap: Span, seeds: int) -> str:
-    if seeds == 1 or not gap.low <= 0 <= gap.high:
-        return f"loss {_loss(gap, seeds)}"
+    known = gap.half > 0 or seeds > 1
+    if not known or not gap.low <= 0 <= gap.high:
+        return f"loss {_loss(gap)}"
     if gap.half <= SAME:
-        return f"same loss ({_loss(gap, seeds)})"
-    return f"loss {_loss(gap, seeds)}, not told apart from dense's"
+        return f"same loss ({_loss(gap)})"
+    return f"loss not told apart from dense's ({_loss(gap)})"
 
 
 def reached(run: Run, dense: Run) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from inspect import getdoc
 from typing import Any, NamedTuple
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.knobs import knobs_of, read_arguments, unknown_knob
+from thinwire.base.knobs import knob_docs, knobs_of, read_arguments, unknown_knob
+from thinwire.base.terminal import say
 from thinwire.core.method import Method as Method
 from thinwire.core.method import Parameter as Parameter
 from thinwire.core.method import Promise as Promise
@@ -136,31 +137,66 @@ def listed() -> list[Listed]:
     return [Listed(cls.name, cls, (getdoc(cls) or "").partition("\n")[0], cls().card.promise) for cls in TABLE]
 
 
+HELP = """usage: thinwire methods [NAME] [--json]
+
+List the methods. With NAME: what that method does, and each of its knobs.
+--json: the same for programs."""
+
+
 def main(argv: list[str]) -> int:
-    """Print each method, its effect, promise, knobs and defaults: ``thinwire methods [--json]``."""
-    if argv == ["--json"]:
-        described = [
-            {
-                "name": name,
-                "does": does,
-                "promise": {"kind": promise.kind, "of": promise.of, "text": str(promise)},
-                "engines": list(cls.engines),
-                "knobs": {knob.name: knob.default for knob in knobs_of(cls)},
-                "presets": {f"{name}:{preset}": dict(values) for preset, values in cls.PRESETS.items()},
-            }
-            for name, cls, does, promise in listed()
-        ]
-        print(json.dumps(described, indent=2, default=str))
+    """Print all methods, or one with what its knobs do: ``thinwire methods [NAME] [--json]``."""
+    arguments = [word for word in argv if word != "--json"]
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
         return 0
-    if argv and argv[0] not in ("-h", "--help"):
-        raise ThinwireError(f"'thinwire methods' takes --json or nothing, got '{argv[0]}'")
-    for name, cls, does, promise in listed():
-        knobs = ", ".join(f"{knob.name}={knob.default!r}" for knob in knobs_of(cls)) or "none"
-        print(f"{name:<12}{does}\n{'':<12}{promise}\n{'':<12}knobs: {knobs}")
-        for preset, values in cls.PRESETS.items():
-            settings = ", ".join(f"{knob}={value!r}" for knob, value in values.items()) or "the defaults"
-            print(f"{'':<12}{name}:{preset}: {settings}")
-            preset_promise = cls(**values).card.promise
-            if str(preset_promise) != str(promise):
-                print(f"{'':<12}{'':<{len(name) + len(preset) + 2}} {preset_promise}")
+    if len(arguments) > 1 or any(word.startswith("-") for word in arguments):
+        raise ThinwireError(f"'thinwire methods' takes the name of one method, or none, got '{' '.join(arguments)}'")
+    cls = type(resolve(arguments[0])) if arguments else None
+    entries = [entry for entry in listed() if cls in (None, entry.cls)]
+    if "--json" in argv:
+        print(json.dumps([_described(entry) for entry in entries], indent=2, default=str))
+    elif cls is not None:
+        say(_page(entries[0]), indent="")
+    else:
+        for entry in entries:
+            say(f"{entry.name:<12}{entry.does.replace('``', '')}\n{'':<12}{entry.promise}", indent=" " * 12)
+        say("\nthinwire methods NAME says what each knob of a method does.")
     return 0
+
+
+def _described(entry: Listed) -> dict[str, Any]:
+    name, cls, does, promise = entry
+    return {
+        "name": name,
+        "does": does,
+        "promise": {"kind": promise.kind, "of": promise.of, "text": str(promise)},
+        "engines": list(cls.engines),
+        "knobs": {knob.name: knob.default for knob in knobs_of(cls)},
+        "presets": {f"{name}:{preset}": dict(values) for preset, values in cls.PRESETS.items()},
+    }
+
+
+def _depth(cls: type[Method], knob: str) -> int:
+    """Return the place of the class that has ``knob``, from ``cls`` to what it is made of."""
+    return next(depth for depth, base in enumerate(cls.__mro__) if knob in vars(base).get("__annotations__", ()))
+
+
+def _page(entry: Listed) -> str:
+    """Write a page on one method: what it does, promises, and takes."""
+    name, cls, does, promise = entry
+    lines = [f"{name}: {does.replace('``', '')}", "", f"promise: {promise}", f"engines: {', '.join(cls.engines)}"]
+    texts = knob_docs(cls)
+    knobs = sorted(knobs_of(cls), key=lambda knob: _depth(cls, knob.name))
+    if knobs:
+        lines += [f'written: {name}, or with knobs: "{name}({knobs[0].name}={knobs[0].default!r})"', ""]
+    lines += ["Knobs, each with its default"] if knobs else ["", "It has no knobs."]
+    for knob in knobs:
+        lines += [f"  {knob.name}={knob.default!r}", f"      {texts[knob.name]}"]
+    lines += ["", "Presets"] if cls.PRESETS else []
+    for preset, values in cls.PRESETS.items():
+        settings = ", ".join(f"{knob}={value!r}" for knob, value in values.items()) or "the defaults"
+        lines.append(f"  {name}:{preset}: {settings}")
+        preset_promise = cls(**values).card.promise
+        if str(preset_promise) != str(promise):
+            lines.append(f"    promise: {preset_promise}")
+    return "\n".join(lines)

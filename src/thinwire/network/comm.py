@@ -226,10 +226,13 @@ class GroupComm(Comm):
         self._idle: list[dist.ProcessGroup] | None = None  # where ``release`` puts the group
 
     @classmethod
-    def aside(cls, group: dist.ProcessGroup) -> GroupComm:
-        """Make a double of ``group`` for uncounted messages beside the exchange, on a device that it supports."""
-        kinds = {device.type for device in _devices(group)}
-        return cls(group, Ledger(), device="cpu" if "cpu" in kinds or not kinds else min(kinds))
+    def aside(cls, group: dist.ProcessGroup, device: torch.device) -> GroupComm:
+        """Make a double of ``group`` for uncounted messages beside the exchange.
+
+        They are CPU tensors if it carries those. If not (NCCL alone), they are on ``device``, the model's, with its
+        number: "cuda" without one is the current device, which is cuda:0 on every rank until a program sets it.
+        """
+        return cls(group, Ledger(), device="cpu" if _carries_cpu_tensors(group) else device)
 
     def twin(self) -> GroupComm:
         """Make another process group of the same ranks, which another thread may use beside this one."""
@@ -262,6 +265,11 @@ class GroupComm(Comm):
     def idle_groups(group: dist.ProcessGroup) -> int:
         """Count the released subsets of ``group``: as many on all ranks."""
         return sum(map(len, _IDLE.get(group, {}).values()))
+
+    def wait_up_to(self, limit: timedelta) -> None:
+        """Wait ``limit`` for a rank from now on, here and in groups that are made of this one."""
+        _set_timeout(self.group, limit)
+        self.timeout = timeout_of(self.group)
 
     def patient(self, seconds: float) -> GroupComm:
         """Make a gloo group of the same ranks, for CPU tensors, that waits ``seconds`` for a rank. Collective.
@@ -406,14 +414,22 @@ def _inherit_timeout(group: dist.ProcessGroup) -> None:
     ``init_device_mesh`` does not pass on ``init_process_group(timeout=...)``.
     """
     whole, limit = timeout_of(dist.group.WORLD), timeout_of(group)  # type: ignore[arg-type]
-    if whole is None or limit is None or limit not in _DEFAULTS:
-        return
+    if whole is not None and limit is not None and limit in _DEFAULTS:
+        _set_timeout(group, whole)
+
+
+def _set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
     for backend in _backends(group):
         if hasattr(backend, "_set_default_timeout"):
-            backend._set_default_timeout(whole)
+            backend._set_default_timeout(limit)
 
 
 _DEFAULTS = [getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout")]
+
+
+def _carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    kinds = {device.type for device in _devices(group)}
+    return "cpu" in kinds or not kinds
 
 
 def _devices(group: dist.ProcessGroup) -> Sequence[torch.device]:

@@ -34,12 +34,21 @@ class Account:
     weight_bytes: float = 0.0
     dense_bytes: float = 0.0
 
-    def read_events(self) -> None:
-        """Convert device events to seconds. It waits for the device, so call it only after a step."""
+    def read_events(self, *, wait: bool = False) -> None:
+        """Convert pairs of device events to seconds, and keep those that are not over, or ``wait`` for them.
+
+        The start may be the later one: weights were there before they were needed.
+        """
+        pending = []
         for kind, start, end in self.events:
-            end.synchronize()
-            self.seconds[kind] += max(start.elapsed_time(end), 0.0) / 1e3  # the end may have come first
-        self.events.clear()
+            if wait:
+                start.synchronize()
+                end.synchronize()
+            if start.query() and end.query():
+                self.seconds[kind] += max(start.elapsed_time(end), 0.0) / 1e3
+            else:
+                pending.append((kind, start, end))
+        self.events = pending
 
     def add(self, step: Account) -> None:
         """Add ``step`` without its calls and times."""
@@ -67,6 +76,7 @@ class Ledger:
         self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
         self._thread_state = threading.local()
         self._under_way, self._since = 0, 0.0  # messages, and the time up to which they are counted
+        self._unread: list[Account] = []  # closed steps with events that were not over yet
 
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
@@ -132,7 +142,10 @@ class Ledger:
 
     def close_step(self, *, skipped: bool = False) -> None:
         """End the current step."""
-        self.last.read_events()
+        self._unread.append(self.last)
+        for step in self._unread:
+            step.read_events()
+        self._unread = [step for step in self._unread if step.events]
         self._under_way_now(0)
         self.current.skipped = int(skipped)
         self.last, self.current = self.current, Account()
@@ -151,7 +164,7 @@ class Ledger:
         """
         total, timed = (self.last, [self.last]) if last else (self.total, list(self.steps))
         for step in timed:
-            step.read_events()
+            step.read_events(wait=True)
         divisor = max(total.steps, 1)
         return {
             "steps": total.steps,

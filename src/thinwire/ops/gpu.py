@@ -11,8 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import every_variant
 
+GRID = (2**31 - 1, 65535, 65535)
+"""The most programs that CUDA takes along each dimension of a grid. A launch beyond it fails ("invalid argument")."""
 VARIANTS = {"ALIGN": (16, 1), "WIRE": (16, 4)}
 """The values of these constants in a step: see :func:`alignment` and :func:`wire_alignment`."""
 
@@ -81,7 +84,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = Fa
         arguments: a tensor of two dimensions is passed with the distance of its rows in elements.
         fused: a product may be contracted into an addition, which rounds once instead of twice.
         constants: all values of those in ``VARIANTS`` are compiled before the first step.
+
+    Raises:
+        ThinwireError: the grid is larger than CUDA's; a dry run (``tests/support/dry_cuda.py``) raises it, too.
     """
+    if any(size > most for size, most in zip(grid, GRID, strict=False)):
+        raise ThinwireError(f"{kernel}: CUDA takes grids of up to {GRID} programs, not {grid}: send fewer rows at once")
     flattened: list[Any] = []
     for argument in arguments:
         is_matrix = isinstance(argument, Tensor) and argument.dim() == 2

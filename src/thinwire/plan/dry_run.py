@@ -350,11 +350,14 @@ class Playback:
 
     def _double(self, road: Road, run: Run) -> Road:
         on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())
-        stages = []
+        stages: list[Stage] = []
         for hop, stage in enumerate(road.stages, 1):
             method, exchange = replace(stage.method), on_comm(stage.exchange, self._comm(stage.exchange.comm))
             method.state = CountedState(method.card.offloaded_kinds, None if on_cpu else self._watch)
-            method.begin(replace(run, exchange=exchange, weights=self.weights, optimizers=self.optimizers, hop=hop))
+            inside = stages[0].exchange if stages else None
+            method.begin(replace(
+                run, exchange=exchange, weights=self.weights, optimizers=self.optimizers, hop=hop, inside=inside
+            ))  # fmt: skip
             stages.append(self._stage(method, stage.dense, exchange, Guard([], False), self.ledger))
         return Road(stages, None if road.levels is None else road.levels.on(self._comm))
 

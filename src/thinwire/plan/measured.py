@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -27,6 +28,8 @@ class MeasuredLoss:
     Attributes:
         method: with its knobs. regime: "scratch", "long", "going-on" or "finetune". ranks: number of ranks.
         parameters: number in the model. gap_percent: loss above dense's (negative: below), mean over ``seeds`` runs.
+        error_percent: half of the 95% interval of that over the seeds; NaN: not known, as of one seed.
+        tokens_per_parameter: that the run was trained on.
     """
 
     method: str
@@ -37,12 +40,16 @@ class MeasuredLoss:
     steps: int
     seeds: int
     gap_percent: float
+    error_percent: float = math.nan
+    tokens_per_parameter: float = 0.0
 
     def __str__(self) -> str:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        error = "" if math.isnan(self.error_percent) else f" ± {self.error_percent:.1f}%"
+        length = f" ({self.tokens_per_parameter:.2g} tokens per parameter)" if self.tokens_per_parameter else ""
         return (
-            f"{self.gap_percent:+.1f}% ({self.method}, {self.ranks} ranks, {self.parameters / 1000:.0f}k parameters, "
-            f"{self.text}, {self.steps} steps {REGIMES[self.regime]}, {seeds})"
+            f"{self.gap_percent:+.1f}%{error} ({self.method}, {self.ranks} ranks, {self.parameters / 1000:.0f}k "
+            f"parameters, {self.text}, {self.steps} steps{length} {REGIMES[self.regime]}, {seeds})"
         )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
+from thinwire.base.terminal import columns, fold
 from thinwire.core.bucket import Layout
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Fp32, Method, Parameter, Run, carrier_of
@@ -48,6 +49,8 @@ MIN_SENT = 0.5e6
 smaller buckets for methods that compress most."""
 MAX_MB = 25.0
 """The size of torch's own buckets. Larger ones gain nothing, even for a large model."""
+WIDEST = 120
+"""Columns of a plan's table where it goes to a file."""
 _HELP = {
     "small": "lower smallest, or name them in send=",
     "named in dense=": "take them out of dense=",
@@ -211,7 +214,7 @@ class Plan:
     def memory_bytes(self) -> int | None:
         """The bytes that this rank needs at its peak, beyond the stock engine's; None without the engine's layout."""
         memory = None if self._layout is None else self.dry_run.memory
-        return None if memory is None else memory.peak
+        return None if memory is None or self._layout is None else memory.peak + self._layout().held
 
     def _share(self, stage: Stage) -> float | None:
         carrier = carrier_of(stage.method)
@@ -248,19 +251,25 @@ class Plan:
         )
 
     def __str__(self) -> str:
+        return self.text(min(columns() or WIDEST, WIDEST))
+
+    def text(self, width: int = WIDEST) -> str:
+        """Write the plan as text of ``width`` columns; ``print(plan)`` has the terminal's."""
         title = f"{self.method} on {self.engine}, {self.ranks} ranks: sent per step and rank"
-        table = extras.load("rich.table").Table(title=title)
-        for column in ("parameter", "shape", "role", "sent as"):
+        narrow = {} if width >= WIDEST else {"box": extras.load("rich.box").SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+        table = extras.load("rich.table").Table(title=title, **narrow)
+        for column in ("parameter", "shape", *(() if narrow else ("role",)), "sent as"):
             table.add_column(column, overflow="fold")
         for column in ("wire", "dense"):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows:
             encoding = self.method.split("(")[0] if row.why_dense is None else f"dense: {row.why_dense}"
             shape = "x".join(map(str, row.parameter.shape))
             sent, dense = human(row.wire_bytes), human(row.dense_bytes)
-            table.add_row(row.parameter.name, shape, row.parameter.role, encoding, sent, dense)
-        table.caption = "\n".join(filter(None, self._summary()))
-        return in_text(table, 120) + ("" if self.choice is None else f"\n{self.choice}")
+            role = () if narrow else (row.parameter.role,)
+            table.add_row(row.parameter.name, shape, *role, encoding, sent, dense)
+        lines = filter(None, [*self._summary(), self.choice and str(self.choice)])
+        return "\n".join([in_text(table, width), *(fold(line, width) for line in lines)])
 
     def _summary(self) -> Iterator[str | None]:
         """Yield the lines below the table; None or "" for no line."""
@@ -277,8 +286,9 @@ class Plan:
         yield totals
         yield self.lost
         yield self.measured
-        if self.bucket_cap_mb is not None:
-            yield f"DistributedDataParallel(bucket_cap_mb={self.bucket_cap_mb:g}) suits it"
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb < MAX_MB:
+            cap = f"DistributedDataParallel(model, bucket_cap_mb={self.bucket_cap_mb:g})"
+            yield f"smaller buckets let the exchange begin earlier: {cap}"
         yield self._grows
         yield self.note
 
@@ -314,7 +324,7 @@ class Report:
         for name, text in rows.items():
             if text is not None:
                 table.add_row(name, text)
-        return in_text(table, 100)
+        return in_text(table, min(columns() or 100, 100))
 
 
 def plan_of(method: Method, parameters: Iterable[Parameter], *exchanges: Exchange, intra: Method | None = None) -> Plan:

@@ -333,7 +333,7 @@ class Trials:
 
     def __init__(self, auto: Auto, training: Training, start: Start) -> None:
         assert dist.group.WORLD is not None
-        self.comm = GroupComm.aside(dist.group.WORLD)
+        self.comm = GroupComm.aside(dist.group.WORLD, next(training.model.parameters()).device)
         self.inputs: tuple[Any, ...] = ()
         self._forwards = 0
         self._auto, self._training, self._start = auto, training, start

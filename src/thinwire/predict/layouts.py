@@ -70,12 +70,13 @@ class Virtual:
         run = Run(
             parameters, hops[-1], steps, optimizers=(make(list(weights.values()), lr=1e-3),), weights=weights,
             hop=len(hops), chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
+            inside=hops[0] if len(hops) > 1 else None,
         )  # fmt: skip
         method.begin(run)
         methods = [method]
         if len(hops) > 1:
             methods.insert(0, intra_of(method) if intra is None else resolve(intra))
-            methods[0].begin(replace(run, exchange=hops[0], hop=1))
+            methods[0].begin(replace(run, exchange=hops[0], hop=1, inside=None))
         stages = [
             Stage(hop, dense_among(hop, parameters.values()), exchange, Guard([], False), Ledger())
             for hop, exchange in zip(methods, hops, strict=True)

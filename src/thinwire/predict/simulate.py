@@ -17,6 +17,7 @@ from torch import nn
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
+from thinwire.base.terminal import columns
 from thinwire.plan.plan import human, in_text
 from thinwire.predict.cluster import Cluster
 from thinwire.predict.layouts import timeline_of
@@ -26,6 +27,10 @@ from thinwire.predict.timeline import Timeline
 
 DENSE, SILENT = "dense", "none"
 ENGINES = ("ddp", "fsdp2", "hsdp")
+WIDE = 150
+"""Columns that the whole tables take."""
+NARROW = ("method", "a step", "10 to 90%", "exposed", "x dense", "per rank")
+"""Columns of the table of times where a terminal has fewer."""
 
 
 @dataclass(frozen=True)
@@ -187,40 +192,39 @@ class Simulation:
         return "\n".join([*self.verdict(), "", self.details()])
 
     def details(self) -> str:
-        """Return the tables and what is assumed."""
-        tables = (in_text(table, 150) for table in (self._times(), self._memory()))
-        return "\n".join([str(self.job), *tables, *self._remarks()])
+        """Return the tables and what is assumed, as wide as the terminal."""
+        width = min(columns() or WIDE, WIDE)
+        times, memory = [*map(self._times, self.outcomes)], [*map(self._memory, self.outcomes)]
+        if width < WIDE:
+            times = [{name: row[name] for name in NARROW} for row in times]
+            memory = [dict([next(iter(row.items())), *list(row.items())[-2:]]) for row in memory]  # name, in all, fits
+        return "\n".join([str(self.job), *(_table(rows, width) for rows in (times, memory)), *self._remarks()])
 
-    def _times(self) -> Any:
-        table = extras.load("rich.table").Table(box=extras.load("rich.box").SIMPLE_HEAD, padding=(0, 1))
-        table.add_column("method", overflow="fold")
-        for column in (
-            "a step", "10 to 90%", "computing", "codec", "exposed", "optimizer", "x dense", "per rank", "per NICs",
-        ):  # fmt: skip
-            table.add_column(column, justify="right")
-        table.add_column("bound by")
-        for outcome in self.outcomes:
-            step = outcome.prediction
-            parts = (step.split[name] for name in ("computing", "codec", "exposed communication", "optimizer"))
-            gain = self.gain(outcome)
-            table.add_row(
-                outcome.method, seconds(step.seconds), f"{seconds(step.low)} - {seconds(step.high)}",
-                *map(seconds, parts), "1" if outcome is self.dense else f"{gain.middle:.2f}",
-                human(sum(step.rank_bytes.values())), human(step.nic_bytes), step.bound_by,
-            )  # fmt: skip
-        return table
+    def _times(self, outcome: Outcome) -> dict[str, str]:
+        """Return a row of the table of times, by column."""
+        step = outcome.prediction
+        return {
+            "method": outcome.method,
+            "a step": seconds(step.seconds),
+            "10 to 90%": f"{seconds(step.low)} - {seconds(step.high)}",
+            "computing": seconds(step.split["computing"]),
+            "codec": seconds(step.split["codec"]),
+            "exposed": seconds(step.split["exposed communication"]),
+            "optimizer": seconds(step.split["optimizer"]),
+            "x dense": "1" if outcome is self.dense else f"{self.gain(outcome).middle:.2f}",
+            "per rank": human(sum(step.rank_bytes.values())),
+            "per NICs": human(step.nic_bytes),
+            "bound by": step.bound_by,
+        }
 
-    def _memory(self) -> Any:
-        table = extras.load("rich.table").Table(box=extras.load("rich.box").SIMPLE_HEAD, padding=(0, 1))
-        table.add_column("memory of a device", overflow="fold")
-        rows = [(outcome, self.memory(outcome)) for outcome in self.outcomes]
-        for column in rows[0][1]:
-            table.add_column(column, justify="right")
-        table.add_column(f"fits {human(self.job.cluster.memory_bytes.value)}")
-        for outcome, memory in rows:
-            sizes = (human(low) if low == high else f"{human(low)} - {human(high)}" for low, high in memory.values())
-            table.add_row(outcome.method, *sizes, self.fits(outcome))
-        return table
+    def _memory(self, outcome: Outcome) -> dict[str, str]:
+        """Return a row of the table of memory, by column."""
+        sizes = {
+            name: human(low) if low == high else f"{human(low)} - {human(high)}"
+            for name, (low, high) in self.memory(outcome).items()
+        }
+        fits = f"fits {human(self.job.cluster.memory_bytes.value)}"
+        return {"memory of a device": outcome.method, **sizes, fits: self.fits(outcome)}
 
     def _remarks(self) -> Iterator[str]:
         for method, reason in self.refused.items():
@@ -270,6 +274,16 @@ class Simulation:
                     "ts": 1e6 * span.begin, "dur": 1e6 * (span.end - span.begin),
                 })  # fmt: skip
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _table(rows: Sequence[dict[str, str]], width: int) -> str:
+    """Write ``rows`` as a table of ``width`` columns; what begins with a digit stands to the right."""
+    table = extras.load("rich.table").Table(box=extras.load("rich.box").SIMPLE_HEAD, padding=(0, 1))
+    for name, cell in rows[0].items():
+        table.add_column(name, justify="right" if cell[:1].isdigit() else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    return in_text(table, width)
 
 
 def _name(kind: str, name: str, process: int, row: int) -> dict[str, Any]:

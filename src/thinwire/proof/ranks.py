@@ -201,7 +201,14 @@ class ThreadEngine:
     def run(self, steps: int | None = None, **options: Any) -> Run:
         """Make the run as ``compress()`` does; ``options``: optimizers, weights, seed."""
         return Run(
-            self.parameters, self.hops[-1], steps, rank=self.rank, hop=len(self.hops), chunk=self.chunk, **options
+            self.parameters,
+            self.hops[-1],
+            steps,
+            rank=self.rank,
+            hop=len(self.hops),
+            chunk=self.chunk,
+            inside=self.hops[0] if len(self.hops) > 1 else None,
+            **options,
         )
 
     def road(self, method: Method, run: Run, *, all_sent: bool = False, stage: type[Stage] = Stage) -> Road:

@@ -161,18 +161,18 @@ class Header:
 
 
 def _translate(knobs: Mapping[str, str]) -> dict[str, str]:
-    """Turn old states' ``portion``, ``direction`` and ``beta1`` (a carrier's: "topk's portion") into ``feedback``."""
+    """Turn old states' ``portion`` and ``beta1`` (a carrier's: "topk's portion") into ``feedback``."""
     translated = dict(knobs)
     for key in [key for key in knobs if key.endswith("portion")]:
         owner = key.removesuffix("portion")
-        old = {knob: _literal(translated.pop(owner + knob)) for knob in OLD_KNOBS if owner + knob in translated}
+        if translated.get(owner + "direction") == "adam":  # Muon's had another state: it does not fit
+            del translated[owner + "direction"]
+        old = {
+            knob: ast.literal_eval(translated.pop(owner + knob)) for knob in OLD_KNOBS if owner + knob in translated
+        }  # fmt: skip
         sends_steps = translated[f"{owner}feedback"] == "update"
         translated[f"{owner}feedback"] = str(translate_knobs(UPDATES, old)["feedback"] if sends_steps else GRADIENTS)
     return translated
-
-
-def _literal(text: str) -> object:
-    return text if text in ("adam", "muon") else ast.literal_eval(text)
 
 
 def _knobs(method: Method) -> dict[str, str]:

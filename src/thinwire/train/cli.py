@@ -9,25 +9,32 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
+from thinwire.base.terminal import SHOW_CURSOR, begin_line, columns, ends_at_once, note, say
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config
 
+PATIENCE_S = 1.0
+"""Seconds from a signal to a line on what it is waiting for."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: list[str]) -> int:
     """Train: as one rank of a job that somebody started (torchrun, srun, mpirun), or on ranks started here."""
-    # Set before torch is imported: its sockets would print stack traces beside our one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    begin_rank()
     from thinwire.train.config import from_arguments
 
-    config = from_arguments(argv).check()
+    config = from_arguments(argv)
+    if not under_torchrun():
+        note("loading torch, then starting the ranks: some seconds")
+    with ends_at_once():
+        config.check()
 
     def work() -> None:
         from thinwire.train.loop import train
@@ -35,6 +42,16 @@ def main(argv: list[str]) -> int:
         train(config)
 
     return run_ranks(["train", *argv], config, work)
+
+
+def begin_rank() -> None:
+    """Prepare this process to be a rank, or to start ranks, before torch is imported."""
+    # Torch's sockets would print stack traces beside our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if under_torchrun():
+        from thinwire.train.job.signals import end_at_once
+
+        end_at_once()
 
 
 def run_ranks(command: list[str], config: Config, work: Callable[[], object]) -> int:
@@ -45,15 +62,14 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], object]) ->
         os.environ |= torchrun_variables(os.environ)
     if not under_torchrun():
         if line := forgotten_srun(os.environ):
-            print(f"thinwire: {line}", file=sys.stderr)
-        ranks = config.ranks or _default_ranks(config.device)
+            say(f"thinwire: {line}", sys.stderr)
+        with ends_at_once():
+            ranks = config.ranks or _default_ranks(config.device)
         per_node = config.ranks_per_node or ranks
         if ranks % per_node:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
+        note(f"starting {ranks} rank{'s' * (ranks > 1)} on this machine")
         return start_ranks(command, ranks, per_node)
-    from thinwire.train.job.signals import end_at_once
-
-    end_at_once()
     warnings.formatwarning = _one_line
     work()
     return 0
@@ -88,24 +104,17 @@ def start_ranks(words: list[str], ranks: int, per_node: int) -> int:
 
     Return the exit status of the first rank that fails (128 + signal if a signal ended it), or 0. A first SIGTERM or
     Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When a rank fails or this process ends
-    in any way, the other ranks are ended.
+    in any way, the other ranks are ended, and a cursor that a progress bar has hidden is shown again.
     """
     port = str(free_port())
     command = [sys.executable, "-m", "thinwire", *words]
     processes: list[subprocess.Popen[str]] = []
     relays: list[threading.Thread] = []
     shown, lock = set[str](), threading.Lock()
-    signals: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        if signals:
-            raise KeyboardInterrupt  # the ranks are ended on the way out
-        signals.append(number)
-        for process in processes:
-            process.send_signal(number)
+    stop = Stop(processes)
 
     handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, pass_on) for number in handled}
+    previous = {number: signal.signal(number, stop.pass_on) for number in handled}
     try:
         for rank in range(ranks):
             environment = {
@@ -122,30 +131,68 @@ def start_ranks(words: list[str], ranks: int, per_node: int) -> int:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                 # A terminal's Ctrl-C reaches the ranks only through this process.
-                preexec_fn=die_with_parent, start_new_session=True,
+                preexec_fn=_prepare, start_new_session=True,
             )  # fmt: skip
             processes.append(process)
+            if stop.number:  # it came before this rank was there
+                process.send_signal(stop.number)
             relays.append(threading.Thread(target=_relay, args=(process.stderr, shown, lock), daemon=True))
             relays[-1].start()
-        return _wait(processes)
+        return _wait(processes, stop)
     finally:
         for process in processes:
             process.kill()
-        for process in processes:
-            process.wait()
+        if any(process.wait() < 0 for process in processes) and columns() is not None:
+            sys.stdout.write(SHOW_CURSOR)
+            sys.stdout.flush()
         for relay in relays:
             relay.join(timeout=5)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[str]]) -> int:
-    failed = wait(processes)
+class Stop:
+    """The end of a job that a signal asks for.
+
+    Attributes:
+        number: the first SIGTERM or SIGINT that came; 0: none.
+    """
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        self.processes, self.number, self._came, self._announced = processes, 0, 0.0, False
+
+    def pass_on(self, number: int, frame: object) -> None:
+        """Pass a first signal on to the ranks; end this process, and so them, at a second one."""
+        if self.number:
+            raise KeyboardInterrupt  # the ranks are ended on the way out
+        self.number, self._came = number, time.monotonic()
+        begin_line(sys.stderr)
+        for process in self.processes:
+            process.send_signal(number)
+
+    def check(self) -> None:
+        """Say what is being waited for, if ranks that are in a step have not ended at once."""
+        if self.number and not self._announced and time.monotonic() > self._came + PATIENCE_S:
+            self._announced = True
+            say("thinwire: ending after this step, which saves the run; Ctrl-C again: at once", sys.stderr)
+
+
+def _prepare() -> None:
+    """Prepare a process that is to run a rank: it ends with this one, and takes no Ctrl-C before it can answer it."""
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def _wait(processes: list[subprocess.Popen[str]], stop: Stop) -> int:
+    failed = wait(processes, check=stop.check)
     if failed is None:
         return 0
+    if stop.number and failed[1] == -stop.number:  # before the run began to note signals, or after
+        say("thinwire: interrupted" if stop.number == signal.SIGINT else "thinwire: ended by SIGTERM", sys.stderr)
+        return 128 + stop.number
     for rank, process in enumerate(processes):
         if (state := process.poll()) is not None and state < 0:
-            print(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", file=sys.stderr)
+            say(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", sys.stderr)
     # The other ranks notice by themselves and may say why; then they are ended.
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
@@ -160,5 +207,5 @@ def _relay(stream: TextIO, shown: set[str], lock: threading.Lock) -> None:
         with lock:
             if not line.startswith("thinwire:") or line not in shown:
                 shown.add(line)
-                sys.stderr.write(line)
-                sys.stderr.flush()
+                with suppress(BrokenPipeError):  # a rank that cannot be heard goes on
+                    say(line.removesuffix("\n"), sys.stderr)

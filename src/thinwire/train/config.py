@@ -7,14 +7,16 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
+from thinwire.base.help import Option
 from thinwire.base.knobs import Within, check_types
 from thinwire.base.options import read_options
 from thinwire.lab.link import share
@@ -39,84 +41,104 @@ Seconds = Annotated[float, Within(lambda s: 0 < s <= 1e9, "is in seconds, above 
 
 @dataclass(frozen=True)
 class Config:
-    """Train a language model: one of a preset's shape from scratch, or Hugging Face's (--init). What is left out comes
-    from the preset, or is as shown."""
+    """Train a language model: from scratch in the shape of a preset, or on from a Hugging Face model (--init).
+
+    Run by itself it starts its ranks on this machine; under torchrun, srun or mpirun it is one rank of the job. The
+    files of the run are in --out. Ctrl-C ends the step under way, saves and stops; --resume auto goes on from there.
+
+    $ thinwire train --preset tiny --steps 300 --method int8 --out runs/first
+    $ thinwire train --config runs/first/config.yaml --method trickle --out runs/second
+    $ torchrun --nnodes 2 --nproc-per-node 8 -m thinwire train --preset gpt-125m
+    """
+
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "preset": "Model", "init": "Fine-tuning", "method": "Exchange of gradients", "engine": "Engine",
+        "corpus": "Text", "steps": "Steps and optimizer", "ranks": "Ranks and devices", "out": "Files",
+        "eval_every": "Evaluation", "checkpoints": "Checkpoints", "guard": "Safety",
+    }  # fmt: skip
+    """The first setting of each group of the help -> the group's title."""
 
     preset: str = "small"
     """Shape of the model: tiny, small, laptop, net20m, llama-tiny, llama-small, gpt-125m, gpt-345m, gpt-355m, gpt-1.3b,
-    gpt-2.0b, llama-500m, llama-1.8b."""
+    gpt-2.0b, llama-500m, llama-1.8b. The next seven options override it."""
     family: Literal["gpt", "llama"] | None = None
-    """Overrides the preset; so do the next six options."""
+    """Architecture. Default: the preset's."""
     layers: Count | None = None
+    """Transformer blocks. Default: the preset's."""
     width: Count | None = None
+    """Values per token between blocks. Default: the preset's."""
     heads: Count | None = None
+    """Attention heads. Default: the preset's."""
     kv_heads: Count | None = None
-    """Heads of keys and values (fewer than heads: grouped-query attention)."""
+    """Heads of keys and values (fewer than heads: grouped-query attention). Default: the preset's."""
     hidden: Count | None = None
-    """Width inside the MLP."""
+    """Width inside the MLP. Default: the preset's."""
     seq_len: Count | None = None
     """Tokens per sequence. Default: the preset's; 512 with --init."""
 
     init: str | None = None
-    """Fine-tune the causal language model in this Hugging Face folder, in place of a preset."""
+    """Folder of a Hugging Face model to go on from, in place of a preset: a causal language model."""
     data: tuple[str, ...] = ()
-    """With --init: JSONL files or globs in place of --corpus, with "prompt" and "completion" or with "messages"; the
-    answers are learnt."""
+    """Instructions to learn from, in place of --corpus: JSONL files or globs with "prompt" and "completion", or with
+    "messages". Only the answers are learnt."""
     lora: Count | None = None
-    """With --init: train adapters of this rank (lower: fewer values) by peft, and nothing else."""
+    """Rank of LoRA adapters (peft), which alone are trained (lower: fewer values). Default: the whole model is."""
     lora_alpha: float | None = None
-    """The adapters' weight is this by their rank. Default: twice the rank."""
+    """Scale of the adapters, divided by their rank. Default: twice the rank."""
     lora_targets: tuple[str, ...] = ()
-    """Names of modules that get adapters. Default: all linear ones but the head."""
+    """Names of the modules that get adapters. Default: all linear ones but the head."""
 
     method: str = "dense"
-    """Method that exchanges gradients, with knobs in parentheses: "int8(group=64)". `thinwire methods` lists all.
-    "auto": the one that is fastest here, tried before the run begins; a resumed run goes on with the one chosen."""
+    """How gradients are exchanged: a method by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
+    methods` lists them. "auto": a few steps of several are tried, and the fastest trains."""
     max_loss: str = "1%"
-    """With --method auto: largest loss above dense's in measured runs of comparable length, as 1% or 0.01 (lower: fewer
-    candidates), or "any"."""
+    """--method auto takes no method whose loss, measured in runs of a like length, was above dense's by more than this:
+    1% or 0.01 (lower: fewer candidates), or "any"."""
     cluster: str | None = None
-    """With --method auto: a cluster's name or TOML file, for the predictions. Default: the links are measured."""
-    engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
-    """torch's engine for data parallelism."""
+    """Name or TOML file of the cluster from which --method auto predicts. Default: it measures the links."""
     two_level: bool | None = None
     """Reduce inside each node first, then between nodes of several ranks. Default: if the method was made for it."""
     intra: str | None = None
-    """Method of the hop inside a node, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
-    guard: bool = True
-    """Skip a step on all ranks when any gradient is not finite."""
+    """Method inside a node, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
+
+    engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
+    """torch's engine for data parallelism: weights on every rank (ddp), sharded over all ranks (fsdp2), or sharded
+    inside each node (hsdp)."""
     bucket_mb: Megabytes | None = None
     """DDP: MB of gradients per exchange. Lower: exchanges start earlier and less is left when the backward pass ends,
-    but there are more messages. Default: as suits the method (`bucket_cap_mb` in plan.txt); dense: torch's (25, the
-    first 1)."""
+    but there are more messages. Default: what suits the method; torch's own with dense."""
     reshard: bool = True
     """FSDP2 and HSDP: free the gathered weights after the forward pass (less memory, one more gather per step)."""
     shard_size: Count | None = None
     """HSDP: ranks that share one copy of the weights. Default: the ranks of a node."""
 
     corpus: tuple[str, ...] = ("stdlib",)
-    """Files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or "hub:NAME"; or what was
-    tokenized: a folder that `thinwire tokenize` wrote, or token files (.bin as nanoGPT writes them, .npy)."""
+    """Text to train on: files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or
+    "hub:NAME"; or tokens: a folder that `thinwire tokenize` wrote, or files (.bin as nanoGPT writes them, .npy)."""
     valid: tuple[str, ...] = ()
-    """Text held out, as for corpus. Default: every 20th span of the corpus."""
+    """Text held out, written like --corpus. Default: every 20th part of the corpus."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the corpus), folder:PATH (tokenizer.json of a Hugging Face folder) or hub:NAME;
-    ids:SIZE for token files: so many different tokens."""
+    """bytes, bpe:SIZE (trained on the corpus), folder:PATH (tokenizer.json of a Hugging Face folder), hub:NAME, or
+    ids:SIZE for token files with SIZE different tokens."""
 
     steps: Count = 400
     """Optimizer steps of the whole run."""
     batch_size: Count = 8
-    """Sequences per rank and micro-batch."""
+    """Sequences per rank in each forward pass."""
     accumulate: Count = 1
-    """Micro-batches per optimizer step."""
-    optimizer: Literal["adamw", "adams", "sgd"] | None = None
+    """Forward and backward passes per optimizer step."""
+    optimizer: Literal["adamw", "adams", "sgd", "muon"] | None = None
     """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (dgc).
-    Default: what the method is made for, of most adamw."""
+    muon: torch.optim.Muon for the hidden matrices, in steps of AdamW's size, and adamw for the rest. Default: the one
+    that the method is made for, mostly adamw."""
     lr: Rate | None = None
-    """Learning rate at the top of the schedule. Default: 2e-3, or for models wider than 256 less, as one over the width
-    (512: 5e-4); 2e-5 with --init, 2e-4 with --lora."""
+    """Highest learning rate. Default: 2e-3; less for models wider than 256 (512: 5e-4); 2e-5 with --init, 2e-4 with
+    --lora."""
+    muon_lr: Rate | None = None
+    """With --optimizer muon, the highest learning rate of the matrices (trickle:muon bears twice dense's). Default:
+    --lr."""
     lr_end: ShareOrZero = 0.1
-    """Learning rate at the end, as a share of the top."""
+    """Learning rate at the end, as a share of the highest."""
     warmup: ShareOrZero = 0.05
     """Share of the steps in which the learning rate rises."""
     weight_decay: Rate = 0.1
@@ -126,54 +148,61 @@ class Config:
     clip: Norm = 1.0
     """Largest norm of the gradient (lower: clipped more); 0: not clipped."""
     seed: Seed = 0
+    """Seed of the first weights and of the order of the text."""
 
-    out: Path = Path("runs/train")
-    """Folder for the run's files."""
     ranks: Count | None = None
     """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
     ranks_per_node: Count | None = None
     """Treat the ranks started here as nodes of this many ranks (to try two levels). Default: all on one node."""
-    track: tuple[Literal["csv", "wandb", "trackio"], ...] = ()
-    """Trackers to which rank 0 sends the numbers of metrics.jsonl too: csv (metrics.csv in --out), wandb (Weights &
-    Biases), trackio. One or more."""
-    track_project: str = "thinwire"
-    """The project's name there."""
-    eval_every: CountOrZero = 100
-    """Steps between evaluations (also at the start and at the end); 0: only those two."""
-    eval_sequences: CountOrZero = 64
-    """Held-out sequences per evaluation, over all ranks (0: no evaluation)."""
-    checkpoints: bool = True
-    """Save at the end, and on SIGTERM or Ctrl-C before ending."""
-    checkpoint_every: CountOrZero = 0
-    """Steps between further checkpoints; 0: no further ones."""
-    keep: Count = 2
-    """Checkpoints kept (the newest of those that are good to go on from)."""
-    resume: str | None = None
-    """A checkpoint's folder to continue from; "latest": the newest in --out; "auto": the same, or afresh if there is
-    none."""
-    resume_anyway: bool = False
-    """Continue although the text, its order or the batch is another than the checkpoint's."""
-    resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """If the run continues on other ranks than the checkpoint's, or another engine: what its ranks had yet to send is
-    handed to the new ranks (redistribute), lost (reset), or delivered by the next step, which is dense (flush: in the
-    middle of a run at a high rate that step is far too large). Refuse: it does not continue there."""
-    overwrite: bool = False
-    """Start afresh in a folder that holds a run, which is removed."""
-    max_skipped: CountOrZero = 20
-    """Steps in a row that are skipped, or whose loss is not finite, after which the run ends (higher: more patient);
-    0: never."""
-    check_every: CountOrZero = 0
-    """Steps between two comparisons of what all ranks must hold alike, by hashes (lower: a difference is noticed
-    sooner); 0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU for each rank if torch sees any."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the computation; weights and moments are fp32. auto: bf16 on CUDA, fp32 on CPU."""
     compile: bool = False
     """torch.compile the model."""
     threads: Count = 1
     """CPU threads per rank."""
+
+    out: Path = Path("runs/train")
+    """Folder for the run's files: settings, plan, metrics, report, checkpoints."""
+    overwrite: bool = False
+    """Start afresh in a folder that holds a run; that run is removed."""
+    track: tuple[Literal["csv", "wandb", "trackio", "mlflow"], ...] = ()
+    """Send the numbers of metrics.jsonl to trackers, too: csv (metrics.csv in --out), wandb (Weights & Biases),
+    trackio, mlflow."""
+    track_project: str = "thinwire"
+    """Name of the project at the tracker; with mlflow, of the experiment."""
+
+    eval_every: CountOrZero = 100
+    """Steps between evaluations, besides those at the start and at the end; 0: only those two."""
+    eval_sequences: CountOrZero = 64
+    """Held-out sequences per evaluation, over all ranks; 0: no evaluation. The one at the end takes all, up to 2
+    million tokens and half as many as were trained on; valid_losses.csv has their losses one by one."""
+
+    checkpoints: bool = True
+    """Save at the end, and on SIGTERM or Ctrl-C before ending."""
+    checkpoint_every: CountOrZero = 0
+    """Steps between further checkpoints; 0: none."""
+    keep: Count = 2
+    """Newest checkpoints that are kept. One from a run that was diverging does not count."""
+    resume: str | None = None
+    """Continue: from a checkpoint's folder, from the newest in --out ("latest"), or from that if there is one
+    ("auto")."""
+    resume_anyway: bool = False
+    """Continue although the text, its order or the batch differs from the checkpoint's."""
+    resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
+    """When the run continues on another number of ranks, or another engine: what the old ranks had not sent yet is
+    handed to the new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step
+    in the middle of a run). refuse: do not continue there."""
+
+    guard: bool = True
+    """Skip a step on all ranks when a gradient on any is not finite."""
+    max_skipped: CountOrZero = 20
+    """Steps in a row that are skipped, or whose loss is not finite, after which the run ends; 0: it never does."""
+    check_every: CountOrZero = 0
+    """Steps between comparisons of the weights of all ranks, by hashes; 0: never."""
     timeout: Seconds = 120.0
-    """Seconds to wait for the other ranks."""
+    """Seconds to wait for the other ranks; more where the link, measured at the start, needs longer for a step."""
     file_timeout: Seconds = 3600.0
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
@@ -186,6 +215,11 @@ class Config:
     @property
     def sequence_length(self) -> int:
         return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
+
+    @property
+    def text_name(self) -> str:
+        """Name of the text to train on, as typed."""
+        return " ".join(self.data or self.corpus)
 
     @property
     def chooses(self) -> bool:
@@ -261,6 +295,8 @@ class Config:
             raise ThinwireError("--checkpoint-every is not for --no-checkpoints")
         if self.overwrite and self.resume:
             raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
+        if self.muon_lr is not None and self.optimizer != "muon":
+            raise ThinwireError("--muon-lr is for --optimizer muon")
         if self.bucket_mb is not None and self.engine != "ddp":
             raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}")
         for name in ("data", "lora", "lora_alpha", "lora_targets"):
@@ -322,6 +358,13 @@ def _words(name: str, value: Any) -> list[str]:
     return [_flag(name), *map(str, value if isinstance(value, list) else [value])]
 
 
+CONFIG = Option(
+    "--config FILE",
+    "Read settings from a YAML file of 'name: value' lines; options typed beside it win. Every run leaves such a file, "
+    "config.yaml in --out, to repeat the run or to change one setting of it.",
+)
+
+
 def from_arguments(arguments: list[str], source: str = "") -> Config:
     """Read a command line; its words override the file of its ``--config FILE``."""
     arguments = list(arguments)
@@ -334,4 +377,4 @@ def from_arguments(arguments: list[str], source: str = "") -> Config:
             default = from_yaml(Path(name))
             del arguments[i : i + (1 if "=" in word else 2)]
             break
-    return read_options(Config, arguments, "thinwire train", default=default, source=source)
+    return read_options(Config, arguments, "thinwire train", default=default, source=source, extra=[CONFIG])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.processes import interface_bytes
+from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
 from thinwire.network.comm import is_of_the_network, local, network_words
@@ -29,11 +30,22 @@ from thinwire.train.checkpoint.run_settings import describe_run
 from thinwire.train.checkpoint.state import ResumedState
 from thinwire.train.checkpoint.store import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data.windows import IGNORED, batches
+from thinwire.train.data.windows import IGNORED
+from thinwire.train.job import held_out
 from thinwire.train.job.collective import Collective
+from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
-from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizer, read_inputs, rebuild_buckets, wrap
+from thinwire.train.job.setup import (
+    Inputs,
+    Ranks,
+    join_ranks,
+    make_optimizers,
+    read_inputs,
+    rebuild_buckets,
+    set_rate,
+    wrap,
+)
 from thinwire.train.job.signals import note_signals
 from thinwire.train.model.decoder import Decoder
 from thinwire.wire import Wire, compress
@@ -50,6 +62,8 @@ def train(config: Config) -> dict[str, Any]:
     config.check()
     try:
         with join_ranks(config) as ranks:
+            if ranks.comm.rank == 0:
+                note(f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)} joined; reading {config.text_name}")
             return _train(config, ranks)
     except RuntimeError as error:  # raised by torch's own collectives
         if is_of_the_network(error):
@@ -86,7 +100,7 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
         if config.resume != "auto":
             raise ThinwireError(f"{line}; raise --steps")
         if ranks.comm.rank == 0:  # no error: a scheduler may start the run again and again until it has ended
-            print(line, flush=True)
+            say(line)
         return None
     if resumed is not None:  # it has chosen, if its run had to
         about = resumed.checkpoint.meta["about"]
@@ -127,9 +141,10 @@ class Trainer:
         torch.manual_seed(config.seed)
         net = (inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))).to(ranks.device)
         self.parameters = sum(parameter.numel() for parameter in net.parameters())
+        self.patience = fit_timeout(ranks.comm, self.parameters, config.timeout)
         self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
         self.bf16, self.net = bf16, net if config.engine == "ddp" else wrap(net, config, ranks, bf16)
-        self.optimizer = make_optimizer(self.net, config)
+        self.optimizers = make_optimizers(self.net, config)
         self.sequences_per_step = ranks.comm.size * config.batch_size * config.accumulate
         self.tokens_per_step = round(self.sequences_per_step * inputs.train.targets_per_window)
         self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
@@ -155,7 +170,7 @@ class Trainer:
             rebuild_buckets(self.model, self.inputs.train, config, self.ranks, self.cast)
         self.wire = compress(
             self.model,
-            self.optimizer,
+            self.optimizers,
             method,
             two_level=config.two_level,
             intra=config.intra,
@@ -171,7 +186,7 @@ class Trainer:
         """Try methods on the first text, which the run then begins with. Collective."""
         config, knobs = self.config, (self.config.two_level, self.config.intra, self.config.bucket_mb)
         auto = Auto(lambda wire: self._take_step(), config.largest_loss, config.cluster, bool(config.init))
-        training = Training(self.net, config.engine, [self.optimizer], config.steps, *knobs)
+        training = Training(self.net, config.engine, self.optimizers, config.steps, *knobs)
         choice, self.sequences = choose(auto, training, self.start, predictor), 0
         return choice
 
@@ -181,7 +196,7 @@ class Trainer:
 
     def restore(self, resumed: ResumedState) -> None:
         """Restore weights, moments, the method's state and the place in the text. Collective."""
-        self.collective.do(lambda: resumed.restore(model=self.model, optimizer=self.optimizer, wire=self.wire))
+        self.collective.do(lambda: resumed.restore(model=self.model, optimizers=self.optimizers, wire=self.wire))
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
 
     def run(self) -> dict[str, Any]:
@@ -194,8 +209,8 @@ class Trainer:
         self.collective.do(self._write_plan if self.ranks.comm.rank == 0 else lambda: None)
         with contextlib.ExitStack() as stack:
             self.display = Display(config, self.ranks.comm.rank, self.step)
+            signals = stack.enter_context(note_signals())  # before the display hides the cursor
             self.collective.do(lambda: stack.enter_context(self.display))
-            signals = stack.enter_context(note_signals())
             self.wall_s = self.display.wall_s
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             first_loss = self.evaluate()
@@ -217,23 +232,23 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Compute, show and log the mean loss over a fixed held-out text; NaN: not evaluated. Collective."""
-        config = self.config
-        if not config.eval_sequences:
+        if not self.config.eval_sequences:
             return math.nan
-        comm, device, length = self.ranks.comm, self.ranks.device, config.sequence_length
-        held_out = self.inputs.valid.spread(max(1, config.eval_sequences // comm.size) * comm.size)
-        total = torch.zeros(1, device=device)
-        self.runner.eval()
-        with torch.no_grad():
-            for inputs, targets in batches(held_out[comm.rank :: comm.size], config.batch_size):
-                with self.cast():
-                    batch_loss = self.runner(inputs.to(device), targets.to(device)).float()
-                total += batch_loss * (_count_learnt(targets) / length)
-        self.runner.train()
-        comm.all_reduce(total)
-        loss = float(total) / (sum(int((window[1:] >= 0).sum()) for window in held_out) / length)
+        loss = held_out.mean_loss(self._window_losses(self.config.eval_sequences))
         self.display.evaluation({"step": self.step, "valid_loss": loss, "wall_s": self.wall_s})
         return loss
+
+    def _window_losses(self, number: int) -> list[held_out.WindowLoss]:
+        """Compute the losses of ``number`` held-out windows, less what ranks cannot share evenly. Collective."""
+        comm, valid = self.ranks.comm, self.inputs.valid
+        indices = held_out.positions(valid, max(1, number // comm.size) * comm.size)[comm.rank :: comm.size]
+        self.runner.eval()
+        own = held_out.window_losses(
+            self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
+        )  # fmt: skip
+        self.runner.train()
+        shared = self.collective.share([list(row) for row in own])
+        return [held_out.WindowLoss(*row) for rows in shared for row in rows]
 
     def train_step(self, signals: list[int]) -> StepOutcome:
         """Take one optimizer step, count it and log it. Collective."""
@@ -256,12 +271,13 @@ class Trainer:
 
     def _take_step(self) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; return this rank's loss and the gradients' norm."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate(self.step)
+        set_rate(self.optimizers, self.config.learning_rate(self.step))
         loss = self._accumulate_gradients()
         norm = self.wire.clip_grad_norm_(self.config.clip or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
     def _accumulate_gradients(self) -> Tensor:
@@ -307,7 +323,7 @@ class Trainer:
         if final and self.streak == 1 and outcome.skipped == 1:
             good = all(self.collective.gather(lambda: _is_finite(self.model)))
         self.checkpoints.save(
-            self.step, self.sequences, model=self.model, optimizer=self.optimizer, wire=self.wire, good=good
+            self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.wire, good=good
         )
 
     def _stop(self, number: int) -> NoReturn:
@@ -322,15 +338,22 @@ class Trainer:
         raise stopped
 
     def _conclude(self, first_loss: float) -> dict[str, Any]:
-        """Evaluate, write summary.json and report.txt, and show the result; return the summary. Collective."""
-        config = self.config
-        summary = self._summary(self.wire.stats(), first_loss, self.evaluate())
+        """Evaluate, write the run's last files, and show the result; return the summary. Collective."""
+        config, stats = self.config, self.wire.stats()
+        losses: list[held_out.WindowLoss] = []
+        if config.eval_sequences:
+            self.evaluate()
+            trained = config.steps * self.tokens_per_step
+            losses = self._window_losses(held_out.count_at_end(self.inputs.valid, config.eval_sequences, trained))
+        summary = self._summary(stats, first_loss, losses)
 
         def write_summary() -> None:
             self.display.check()
             if self.ranks.comm.rank == 0:
                 write(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
                 write(config.out / "report.txt", f"{self.wire.report()}\n")
+                if losses:
+                    write(config.out / held_out.FILE, held_out.to_csv(losses))
 
         self.collective.do(write_summary)
         line = f"validation loss {first_loss:.4f} -> {summary['valid_loss']:.4f}, " if config.eval_sequences else ""
@@ -348,7 +371,7 @@ class Trainer:
         write(config.out / "config.yaml", config.to_yaml())
         by_method = config.optimizer is None and config.optimizer_name != "adamw"
         optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method
-        write(config.out / "plan.txt", f"{self.wire.plan}\noptimizer: {optimizer}\n")
+        write(config.out / "plan.txt", f"{self.wire.plan.text()}\noptimizer: {optimizer}\n{self.patience}\n")
 
     def _headline(self) -> str:
         config, ranks, family = self.config, self.ranks, self.checkpoints.description["family"]
@@ -365,7 +388,7 @@ class Trainer:
         row = {
             "step": self.step,
             "loss": loss,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.optimizers[-1].param_groups[0]["lr"],
             "grad_norm": norm,
             "step_ms": 1e3 * seconds,
             "wall_s": self.wall_s,
@@ -378,7 +401,7 @@ class Trainer:
         kernel = interface_bytes()
         return row if kernel is None else row | {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
 
-    def _summary(self, stats: dict[str, Any], first_loss: float, last_loss: float) -> dict[str, Any]:
+    def _summary(self, stats: dict[str, Any], first_loss: float, losses: list[held_out.WindowLoss]) -> dict[str, Any]:
         """Return what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
@@ -395,7 +418,9 @@ class Trainer:
             "steps": config.steps,
             "train_loss": statistics.fmean(self.losses[-10:]),
             "first_valid_loss": first_loss if config.eval_sequences else None,
-            "valid_loss": last_loss if config.eval_sequences else None,
+            "valid_loss": held_out.mean_loss(losses) if losses else None,
+            "valid_tokens": sum(row.targets for row in losses),
+            "tokens_per_parameter": config.steps * self.tokens_per_step / self.parameters,
             "tokens_per_s": self.tokens_per_step * len(times) / sum(times),
             "step_ms": step_ms,
             "wire_bytes_per_step": stats["wire_bytes_per_step"],
@@ -414,7 +439,7 @@ class Trainer:
             "device": torch.cuda.get_device_name() if cuda else "cpu",
             "files": [
                 "summary.json", "metrics.jsonl", *["metrics.csv"] * ("csv" in config.track), "config.yaml", "plan.txt",
-                "report.txt",
+                "report.txt", *[held_out.FILE] * bool(losses),
             ],
         }  # fmt: skip
 

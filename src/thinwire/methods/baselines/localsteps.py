@@ -272,8 +272,6 @@ class LocalSteps(Method):
             self.state.keep(kind, name, None)
         self._sgd.state.clear()  # of weights that are no more
         weights = {name: local(weight).detach() for name, weight in step.weights.items()}
-        if any(self._anchors[name].device != weight.device for name, weight in weights.items()):
-            self.begin(replace(self.run, weights=step.weights))  # the model was on "meta" when this method began
         for name, weight in weights.items():
             self._anchors[name].data = weight.to(torch.float32, copy=True).contiguous()
             self.state.keep("anchor", name, self._anchors[name].detach())

@@ -73,7 +73,8 @@ class PowerSGD(Lossy):
 
     def describe(self) -> Card:
         card = super().describe()
-        return replace(card, group=ALIGNED, state_kinds={**card.state_kinds, "q": EQUAL})
+        # Each rank orthonormalizes the mean of P for itself.
+        return replace(card, group=ALIGNED, same_arithmetic=True, state_kinds={**card.state_kinds, "q": EQUAL})
 
     def policy(self, parameter: Parameter) -> str | None:
         reason = super().policy(parameter)

@@ -18,8 +18,12 @@ values; it adds s, which waits there, to their mean, and sends the largest of th
 On FSDP2 the owners of the weights are the servers. The step is zero off the mask of c, so that weights are gathered at
 the mask, too (``weights``, ``parts/atmask.py``).
 
+Matrices that the user's ``torch.optim.Muon`` holds take Muon's step of this rank's momentum for u_n
+(``parts/muon.py``). Send three values of a hundred then (``trickle:muon``) and take twice the rate of dense Muon.
+
 A share of what is sent is delivered, and the rest goes on waiting: at a density of 0.01 all is delivered, at 0.05 a
 fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there.
+Muon's steps are delivered whole, too.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ class Trickle(TopK):
             errors at N density, which is the most that all ranks can choose.
         bits: bits of a value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
-        feedback: "update", or "gradient": send the largest gradients, as top-k does.
+        feedback: what is sent, and waits: "updates", steps of the weights behind Adam's preconditioner, or "gradients",
+            as in top-k's paper.
         weights: with mask="merged" and feedback="update", which values of sharded weights FSDP2 gathers: "masked",
             those at the mask (a copy of all weights stays in memory, float32), or "dense", all; the weights are the
             same bit for bit. "auto": masked where FSDP2 gathers float32, dense where
@@ -71,6 +76,7 @@ class Trickle(TopK):
     name: ClassVar[str] = "trickle"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "d0.003": {"density": 0.003},
+        "muon": {"density": 0.03},
         "merged": {"mask": "merged", "bits": 4},
     }
 

@@ -68,10 +68,12 @@ class SDP4Bit(Method):
         weights: what is sent of them where the engine shards them: "difference" (qWD: to a replica of all weights on
             every rank, n values more memory), "plain" (qW: the weights themselves, whose small changes are rounded
             away) or "dense".
-        weight_bits: 4 or 8. weight_group: values that share a scale (larger => fewer bytes, more error).
+        weight_bits: bits of a weight value, 4 or 8 (fewer => fewer bytes, more error).
+        weight_group: weight values that share a scale (larger => fewer bytes, more error).
         weight_rounding: "nearest", "stochastic" (the authors'; twice the variance, and differences need no
             unbiasedness: what is left out comes next) or "shift" (QSDP's: 8 bits, one random shift for all values).
-        bits: of gradient values across nodes: 4, 8, 16 (bfloat16) or 32. intra_bits: the same inside a node.
+        bits: bits of a gradient value across nodes: 4, 8, 16 (bfloat16) or 32 (fewer => fewer bytes, more error).
+        intra_bits: the same inside a node.
         group: gradient values that share a scale, a power of two from 32.
         hadamard: transform gradients before they are quantized (halves the error of heavy tails).
         rounding: of gradients, "stochastic" (unbiased) or "nearest" (half the variance, and a bias that adds up).

@@ -85,7 +85,7 @@ class TAGC(Lossy):
         super().__post_init__()
         if self.theta == 0 and self.updates is not None and self.updates.delivered_share is not None:
             raise ThinwireError("tagc: delivered_share does nothing with theta=0 (nothing waits): leave it out")
-        self._copied: Any = None  # an event: the last "counts" are on the host when it is over
+        self._copied: dict[str, Any] = {}  # by parameter, an event: its last "counts" are on the host when it is over
 
     def describe(self) -> Card:
         card, promise = super().describe(), self.conserves
@@ -166,17 +166,18 @@ class TAGC(Lossy):
         host = devices.host_memory((3, len(segments)), bucket.device, torch.int32)
         if index.is_meta:
             rooms = zip(segments, bucket.segments, strict=True)
-            host.numpy()[1] = [min(room.room, segment.span) for room, segment in rooms]  # a plan is a bound
+            host[1].numpy()[:] = [min(room.room, segment.span) for room, segment in rooms]  # a plan is a bound
         else:
             host[: len(counts)].copy_(torch.stack(counts), non_blocking=True)
-            self._copied = devices.mark(bucket.device)
+        copied = devices.mark(bucket.device)
         # Early in a run the ranks' masks still drift apart: sketches are sized anew after steps 0, 1, 2, 4, 8, ... too.
         is_power_of_two = bucket.step & (bucket.step - 1) == 0
-        host.numpy()[2] = is_power_of_two or bucket.step % RESIZE == 0
+        host[2].numpy()[:] = is_power_of_two or bucket.step % RESIZE == 0
         for i, segment in enumerate(bucket.segments):
             for kind, value in zip(("left", "peak", "union"), self._measured(segment.name), strict=True):
                 self.state.put(kind, segment.name, torch.tensor(value))
             self.state.put("counts", segment.name, host[:, i])
+            self._copied[segment.name] = copied
 
     def _measured(self, name: str) -> tuple[int, int, int]:
         """Count over a parameter's steps: what was left over, the largest union since its sketch was sized, and the
@@ -190,11 +191,19 @@ class TAGC(Lossy):
         counts = self.state.get("counts", name)  # of the last step, which those do not know of
         if counts is None:
             return lost_before, peak, sized
-        if self._copied is not None:
-            self._copied.synchronize()  # over, unless nobody has waited for the step's flag
+        self._wait_for_counts(name)
         lost, union, resized = counts.tolist()
         lost_before, peak = lost_before + lost, max(peak, union)
         return (lost_before, 0, peak) if resized or sized < 0 else (lost_before, peak, sized)
+
+    def _wait_for_counts(self, name: str) -> None:
+        if (copied := self._copied.get(name)) is not None:
+            copied.synchronize()  # over, unless nobody has waited for the flag of the step that counted
+
+    def finish(self) -> None:
+        super().finish()
+        for name in self._copied:  # the state has the host's memory
+            self._wait_for_counts(name)
 
     def facts(self) -> dict[str, float]:
         if self.theta == 0:

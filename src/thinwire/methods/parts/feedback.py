@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Share, Within, check_types, read_arguments
@@ -18,7 +19,6 @@ from thinwire.core.method import MATRIX, SMALL, Method, Smallest, Start, exempt_
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.own_steps import refuse_chunks
 from thinwire.methods.parts.updates import UpdateSpace
 
 
@@ -46,33 +46,30 @@ class Updates(_Feedback):
     Adam's rule without momentum makes a step of this rank's gradient (``parts/updates.py``), so that what waits is not
     scaled anew when it is sent, and a short run keeps dense's loss. Needs ``torch.optim.AdamW``, whose steps on the
     compressed parameters the method then takes, and 8 bytes per element in place of its moments. The engine's ``grad``
-    of these parameters is the step, which ``wire.clip_grad_norm_`` leaves alone.
+    of these parameters is the step, which ``wire.clip_grad_norm_`` leaves alone. Matrices that ``torch.optim.Muon``
+    holds take Muon's step of this rank's momentum (``parts/muon.py``) instead: each rank orthogonalises all of them.
 
     Args:
         delivered_share: share of what a step sends that is delivered; the rest goes on waiting, in the same state.
             Lower => smoother and later steps (if all values are sent: a momentum of 1 - delivered_share). None: the
-            best measured for the method and its density (``default_share``).
-        direction: "adam", or "muon" (``parts/muon.py``), for weights that the rank holds whole: matrices other than
-            embeddings and heads step along the orthogonalised momentum of this rank's own gradients, at
-            lr 0.2 sqrt(max(rows, columns)); embeddings and heads keep Adam's step, and what is no matrix stays dense.
+            best measured for the method and its density (``default_share``); of Muon's steps all.
         beta1: decay of an average of this rank's own gradients above sqrt(v), 0 (none) to below 1; higher => smoother
-            and later steps. Above 0: 8 bytes more per element. Of all methods powersgd alone gains by it.
+            and later steps. Above 0: 8 bytes more per element. Of all methods powersgd alone gains by it. Muon's steps
+            have their own momentum.
     """
 
     delivered_share: Share | None = None
-    direction: Literal["adam", "muon"] = "adam"
     beta1: Annotated[float, Within(lambda beta: 0 <= beta < 1, "is the decay of an average, from 0 to below 1")] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self, str)
-        if self.direction == "muon" and self.beta1:
-            raise ThinwireError("beta1 does nothing with direction='muon': leave it out")
 
 
 GRADIENTS, UPDATES = Gradients(), Updates()
 KINDS: dict[str, Any] = {"gradients": Gradients, "updates": Updates}
-OLD_KNOBS = {"portion": "delivered_share", "direction": "direction", "beta1": "beta1"}
+OLD_KNOBS = {"portion": "delivered_share", "beta1": "beta1"}
 """Former knobs of methods, which saved runs and measurements still name -> knobs of ``Updates``."""
+NO_DIRECTION = "direction='muon' is no knob any more: give the matrices to torch.optim.Muon, the rest to AdamW"
 
 
 def read_feedback(text: str, default: Any, method: str = "") -> Gradients | Updates:
@@ -81,6 +78,8 @@ def read_feedback(text: str, default: Any, method: str = "") -> Gradients | Upda
     Older versions wrote "gradient" and "update" for the default of that kind. Raises ThinwireError for other text.
     """
     label, (name, bracket, knobs) = f"{method}: " if method else "", text.strip().partition("(")
+    if "direction" in knobs:
+        raise ThinwireError(f"{label}{NO_DIRECTION}")
     try:
         kind = KINDS[name if name in KINDS else f"{name}s"]
         is_default = name not in KINDS and not bracket and isinstance(default, kind)
@@ -101,17 +100,18 @@ def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
         ThinwireError: a knob of steps is set for a method that sends gradients.
     """
     translated = dict(knobs)
+    if translated.pop("direction", "adam") != "adam":
+        raise ThinwireError(NO_DIRECTION)
     old = {new: translated.pop(name) for name, new in OLD_KNOBS.items() if name in translated}
     feedback = translated.get("feedback", default)
     if isinstance(feedback, str):
         feedback = translated["feedback"] = read_feedback(feedback, default)
     if not isinstance(feedback, Updates):
-        unset = {name: value for name, value in old.items() if value not in (None, "adam", 0.0)}
+        unset = {name: value for name, value in old.items() if value not in (None, 0.0)}
         if unset:
             raise ThinwireError(f"{', '.join(unset)} does nothing with feedback={feedback!r}: leave it out")
     elif old:
-        muon = {"beta1": 0.0} if old.get("direction") == "muon" else {}  # a default that muon does not have
-        translated["feedback"] = replace(feedback, **{**muon, **old})
+        translated["feedback"] = replace(feedback, **old)
     return translated
 
 
@@ -164,8 +164,6 @@ class Lossy(Method):
         super().begin(run)
         self.first = first_step(self.name, "start", self.start, run.steps)
         if self.updates is not None:
-            if self.updates.direction == "muon":
-                refuse_chunks(f"{self.name}(feedback={self.feedback})", run)
             sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
             self.update_space = UpdateSpace(
                 self.name, self.updates, run, sent, read_state=lambda: self.state, instead=lambda: self.for_gradients
@@ -188,7 +186,7 @@ class Lossy(Method):
         return replace(
             card, promise=self._promise(), native=False, keeps_state=self.feedback is not None,
             adds_up=self.updates is None, steady=self.first, step_maker=self.update_space,
-            state_kinds={**card.state_kinds, "seen": EQUAL, "alike": EQUAL},  # of UpdateSpace
+            state_kinds={**card.state_kinds, "seen": EQUAL, "turned": EQUAL, "alike": EQUAL},  # of UpdateSpace
         )  # fmt: skip
 
     def _promise(self) -> Promise:
@@ -223,12 +221,10 @@ class Lossy(Method):
         return self.default_share if self.updates.delivered_share is None else self.updates.delivered_share
 
     def policy(self, parameter: Parameter) -> str | None:
-        if self.updates is not None and self.updates.direction == "muon" and len(parameter.shape) > 2:
-            return "not a matrix"
         return exempt_small(parameter, self.smallest_sent)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        self._exchange(bucket, exchange, self.compress if self.delivered_share == 1 else self._deliver_share)
+        self._exchange(bucket, exchange, self.compress if self._shares(bucket) is None else self._deliver_share)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         self._exchange(bucket, exchange, super().deliver)
@@ -245,13 +241,32 @@ class Lossy(Method):
         if self.update_space is not None:
             self.update_space.leave(bucket)
 
+    def _shares(self, bucket: Bucket) -> float | Tensor | None:
+        """Return the share of each value in ``bucket`` that is delivered, (n,) if they differ; None: all of all."""
+        share = self.delivered_share
+        space = self.update_space
+        if share == 1 or space is None or not space.matrices or (self.updates and self.updates.delivered_share):
+            return None if share == 1 else share
+        whole = [segment for segment in bucket.segments if segment.name in space.matrices]
+        if len(whole) == len(bucket.segments):
+            return None
+
+        def make() -> Tensor:
+            shares = torch.full((bucket.shape[1],), share, device=bucket.device)
+            for segment in whole:
+                shares[segment.columns] = 1.0
+            return shares
+
+        return bucket.once("shares", make) if whole else share
+
     def _deliver_share(self, bucket: Bucket, exchange: Exchange) -> None:
         """Compress, and deliver the share p of what was sent, c = h - e': p mean_n c arrives, h - p c waits."""
-        h = bucket.scratch("whole", bucket.shape, torch.float32)
+        h, share = bucket.scratch("whole", bucket.shape, torch.float32), self._shares(bucket)
+        assert share is not None
         torch.add(bucket.rows, self.state.read("residual", bucket), out=h)
         self.compress(bucket, exchange)
-        self.state.write("residual", bucket).lerp_(h, 1 - self.delivered_share)
-        bucket.mean.mul_(self.delivered_share)
+        self.state.write("residual", bucket).lerp_(h, 1 - share)
+        bucket.mean.mul_(share)
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         """Do what ``reduce`` does after the dense start. The rows are gradients or, with ``Updates``, steps."""

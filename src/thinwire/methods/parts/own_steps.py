@@ -83,10 +83,11 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Is ``optimizer.step`` that of torch's Adam, not of a subclass (cautious, schedule-free, with another decay)?"""
+    """Is ``optimizer.step`` torch's own, not that of a subclass (cautious, schedule-free, with another decay)?"""
     # torch wraps the ``step`` of every class that is used as an optimizer.
     step = inspect.unwrap(type(optimizer).step)
-    return step in (inspect.unwrap(torch.optim.Adam.step), inspect.unwrap(torch.optim.AdamW.step))
+    kinds = (torch.optim.Adam, torch.optim.AdamW, getattr(torch.optim, "Muon", torch.optim.AdamW))
+    return step in [inspect.unwrap(kind.step) for kind in kinds]
 
 
 def refuse_chunks(method: str, run: Run) -> None:

@@ -27,11 +27,11 @@ recover. Where all values are sent, p is a momentum of 1 - p.
 ``beta1``: an average of this rank's g_n with that decay replaces g_n above sqrt(v_n). It is no substitute for p: it
 makes the sums larger that are delivered at once.
 
-``direction="muon"``: for matrices other than embeddings and heads, u_n is Muon's step along this rank's own momentum
-(``parts/muon.py``), which takes the place of v_n.
+Of parameters that the user's ``torch.optim.Muon`` holds, u_n is Muon's step along this rank's own momentum
+(``parts/muon.py``), which takes the place of v_n; unless ``delivered_share`` is set, all of it is delivered.
 
 lr (as it stands in the backward pass), b2, eps and the decay come from the parameter's group in the user's
-``torch.optim.AdamW``, which never makes moments for these parameters: v_n and what waits take their place.
+``torch.optim.AdamW``, or Muon, which never makes moments for these parameters: v_n and what waits take their place.
 
 Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.19870), DGC (arXiv 1712.01887).
 """
@@ -52,7 +52,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.run import Run, Step
 from thinwire.core.state import State
-from thinwire.methods.parts.muon import muon
+from thinwire.methods.parts.muon import Orthogonal
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
 from thinwire.ops.direction import DirectionSegment, direction
@@ -84,37 +84,32 @@ class UpdateSpace:
         ``read_state`` returns the method's state; ``instead`` returns what an error advises where there is no Adam.
 
         Raises:
-            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay; with Muon, a rank holds part of a matrix.
+            ThinwireError: no Adam; amsgrad, maximize or coupled weight decay; Muon, and a rank holds part of a matrix.
         """
         self._read_state, self._run, self._momentum = read_state, run, updates.beta1
         self._name = f"{method} with feedback='updates'"
+        self._orthogonal = Orthogonal(self._name, run, sent)
         try:
-            adam_of(self._name, run, sent)
+            adam_of(self._name, run, [name for name in sent if name not in self.matrices])
         except ThinwireError as refused:
             raise ThinwireError(
                 f"{refused}; with gradients in place of steps, any optimizer will do: write {instead()}"
             ) from None
-        parameters = [run.parameters[name] for name in sent] if updates.direction == "muon" else []
-        self._matrices = frozenset(p.name for p in parameters if p.role == "matrix" and len(p.shape) == 2)
-        for name, parameter in run.parameters.items():
-            if name not in self._matrices:
-                continue
-            is_part = parameter.rank_shape != parameter.shape or parameter.local != parameter.numel
-            if run.exchange.owner or is_part:
-                raise ThinwireError(
-                    f"{self._name}: direction='muon' takes whole matrices, and this rank holds a part of {name}: take "
-                    "direction='adam', or train it where weights are not sharded (DDP)"
-                )
         self._steps = OwnSteps()
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
-        self._scaled: Tensor | None = None
+        self._scaled: tuple[Tensor, Any] | None = None  # the flag on the host, and the event after which it is there
 
     @property
     def names(self) -> Collection[str]:
         """The parameters whose ``grad`` holds a step now."""
         return self._steps.names
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        """The parameters that step along Muon's direction."""
+        return self._orthogonal.names
 
     @property
     def _state(self) -> State:
@@ -176,13 +171,23 @@ class UpdateSpace:
         self._scaled = None
         if probes:
             lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
-            self._scaled = ((lengths - sent).abs() > 0.01 * sent).any()
+            self._note_scaled(((lengths - sent).abs() > 0.01 * sent).any())
         self._beginnings.clear()
+
+    def _note_scaled(self, flag: Tensor) -> None:
+        """Send ``flag``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
+        if not flag.is_meta:
+            host = devices.host_memory((), flag.device, torch.bool)
+            self._scaled = host.copy_(flag, non_blocking=True), devices.mark(flag.device)
 
     def refuse_scaled(self) -> None:
         """Raise ThinwireError if something scaled the previous step: see ``take_steps``."""
-        if self._scaled is not None and not self._scaled.is_meta and bool(self._scaled):
-            self._scaled = None
+        if self._scaled is None:
+            return
+        (scaled, copied), self._scaled = self._scaled, None
+        if copied is not None:
+            copied.synchronize()  # over, unless nobody has waited for the step's flag
+        if bool(scaled):
             raise ThinwireError(
                 f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
                 "it: clip with wire.clip_grad_norm_, which leaves steps alone"
@@ -209,16 +214,16 @@ class UpdateSpace:
         exchange.mean(bucket)
 
     def hand_over(self, name: str, second: Tensor) -> None:
-        """Give the optimizer ``second`` = mean_n v_n, in the shape of this rank's part of ``name``."""
-        if self._state.get("seen", name) is not None:
+        """Give the optimizer ``second`` = mean_n v_n (or momentum), in the shape of this rank's part of ``name``."""
+        if self._state.get(self._counter(name), name) is not None:
             self._run.holders[name].optimizer.state[self._run.weights[name]] = self._moments(name, second)
 
     def moments_of(self, name: str) -> dict[str, Tensor] | None:
-        """Make Adam's state of ``name`` from this rank's v_n; None: the optimizer has its own.
+        """Make the optimizer's state of ``name`` from this rank's v_n or momentum; None: the optimizer has its own.
 
         Where this rank lacks some of v_n of its part, it is the state before the first step.
         """
-        if self._state.get("seen", name) is None:
+        if self._state.get(self._counter(name), name) is None:
             return None
         second, weight = self._state.get("second", name), local(self._run.weights[name])
         if second is None or self._run.chunk is not None:
@@ -227,10 +232,13 @@ class UpdateSpace:
         return self._moments(name, own_second.view(weight.shape))
 
     def _moments(self, name: str, second: Tensor | None) -> dict[str, Tensor]:
-        """Make Adam's state from ``second`` (v_n); None: as before the first step, as for Muon's matrices."""
-        if name in self._matrices:
-            second = None
+        """Make the optimizer's state from ``second`` (v_n, or Muon's momentum); None: as before the first step."""
         weight, group = self._run.weights[name].detach(), self._run.holders[name].group
+        if name in self.matrices:
+            momentum = torch.zeros_like(weight)
+            if second is not None:
+                local(momentum).copy_(second)
+            return {"momentum_buffer": momentum}
         steps, r = self._state.get("seen", name), self._state.get("alike", "")
         count = torch.zeros(()) if second is None or steps is None else steps.float().cpu()
         on_device = group.get("capturable") or group.get("fused")
@@ -278,18 +286,24 @@ class UpdateSpace:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
         groups = [self._run.holders[segment.name].group for segment in bucket.segments]
         steps = self._count_gradients(bucket)
-        betas = torch.tensor([float(group["betas"][1]) for group in groups], dtype=torch.float64)
+        names = [segment.name for segment in bucket.segments]
+        betas = torch.tensor(
+            [
+                0.0 if name in self.matrices else float(group["betas"][1])
+                for name, group in zip(names, groups, strict=True)
+            ],
+            dtype=torch.float64,
+        )
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
         numbers = torch.cat([_unbias(betas, steps), (lrs * _unbias(self._momentum, steps)).float()])
         unbias, lrs = upload(numbers.tolist(), bucket.device, torch.float32).view(2, -1)
         segments = []
         for index, (segment, group) in enumerate(zip(bucket.segments, groups, strict=True)):
-            columns, beta2 = segment.columns, float(group["betas"][1])
-            if segment.name in self._matrices:
-                shape = self._run.parameters[segment.name].shape
-                gradients, old, new = (tensor[:, columns] for tensor in (values, second, second_out))
-                muon(gradients, old, new, shape, segment.span, float(group["lr"]))
+            if segment.name in self.matrices:
+                gradients, old, new = (tensor[:, segment.columns] for tensor in (values, second, second_out))
+                self._orthogonal.take(segment.name, gradients, old, new, segment.span)
                 continue
+            beta2 = float(group["betas"][1])
             segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
         direction(
             values, second, second_out, first, first_out, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum
@@ -297,12 +311,20 @@ class UpdateSpace:
 
     def _count_gradients(self, bucket: Bucket) -> Tensor:
         """Count this gradient; return how many each tensor's average then holds, (tensors,) on the host."""
-        names, none = [segment.name for segment in bucket.segments], torch.zeros(())
-        counts = [self._state.get("seen", name) for name in names]
+        none = torch.zeros(())
+        kinds = [(self._counter(segment.name), segment.name) for segment in bucket.segments]
+        counts = [self._state.get(*kind) for kind in kinds]
         steps = torch.stack([none if count is None else count.cpu() for count in counts]) + 1
-        for name, count in zip(names, steps, strict=True):
-            self._state.put("seen", name, count)
+        for kind, count in zip(kinds, steps, strict=True):
+            self._state.put(*kind, count)
         return steps
+
+    def _counter(self, name: str) -> str:
+        """Name the state that counts the gradients of ``name``: "turned" for Muon's, whose "second" is a momentum.
+
+        So no saved state with second moments is taken for one with momenta: it lacks an entry.
+        """
+        return "turned" if name in self.matrices else "seen"
 
     def _measure(self, bucket: Bucket, exchange: Exchange) -> None:
         """Note mean_n g_n and mean_n g_n^2 at each tensor's sample, alike on all ranks.

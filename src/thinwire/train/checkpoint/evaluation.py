@@ -20,6 +20,7 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
+from thinwire.base.terminal import note, say
 from thinwire.train.checkpoint import trained_model
 from thinwire.train.model import pretrained
 
@@ -39,7 +40,9 @@ class Options:
     limit: int | None = None
     """Questions of each task (lower: faster, and less certain). Default: all."""
     batch_size: int = 8
+    """Questions that are answered together."""
     device: str = "cpu"
+    """cpu, cuda, or cuda:NUMBER."""
     chat: bool = False
     """Ask through the tokenizer's chat template."""
     out: Path | None = None
@@ -50,6 +53,7 @@ def main(argv: list[str]) -> int:
     options: Any = read_options(Options, argv, "thinwire eval")
     if min(options.batch_size, options.limit or 1) < 1 or (options.fewshot or 0) < 0:
         raise ThinwireError("--batch-size and --limit must be 1 or more, --fewshot must not be negative")
+    note("loading lm-evaluation-harness and the model")
     results = evaluate(options)
     print(extras.load("lm_eval.utils").make_table(results))
     if options.out is not None:
@@ -76,7 +80,7 @@ def evaluate(options: Options) -> dict[str, Any]:
         if not (folder / "config.json").exists():
             trained, folder = trained_model.read(options.run), Path(exported)
             trained.export(folder)
-            print(f"{trained.path} (step {trained.step})", file=sys.stderr)
+            say(f"{trained.path} (step {trained.step})", sys.stderr)
         manager = _index_tasks(options)
         harness = extras.load("lm_eval.models.huggingface")
         tokenizer = pretrained.load_tokenizer(folder)

@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import save_file
+from thinwire.base.terminal import say
 
 T = TypeVar("T")
 
@@ -150,7 +151,7 @@ def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
                 errors.append(error)
                 continue
             for damaged in errors:
-                print(f"thinwire: {damaged}: passed over", file=sys.stderr)
+                say(f"thinwire: {damaged}: passed over", sys.stderr)
             return result, bool(errors)
     if errors:
         raise errors[0]

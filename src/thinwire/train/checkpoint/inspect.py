@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +13,19 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.terminal import columns, say
 from thinwire.plan.plan import human
 from thinwire.train.checkpoint.format import Checkpoint, Damaged, NoCheckpoint, read_newest, read_tensors
 from thinwire.train.checkpoint.run_settings import TABLE
 
 USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
 
-Show a checkpoint: what run it is of, whether every checksum fits, and the norm of what waits on each rank, by
-parameter. Or how it differs from OTHER. Each is a checkpoint's folder, or a run's: then its newest that is good, where
-those whose meta.json is damaged are passed over, with a line.
+Show a checkpoint: the settings of its run, whether every checksum fits, and,
+by parameter, the norm of what each rank has not sent yet. With OTHER: how the
+two differ. Each is the folder of a checkpoint or of a run; of a run, its
+newest good checkpoint is taken, and damaged ones are passed over with a line.
 
-The exit status is 0; 1 where a file is damaged, or the two differ; 2 for what is no checkpoint."""
+Exit status: 0; 1: a file is damaged, or the two differ; 2: no checkpoint."""
 MOST_RANKS = 8  # ranks with a column each in a table; for more, it shows the least, the median and the largest norm
 MOST_TENSORS = 20
 _KEPT = re.compile(r"wire/(?:rank-\d+-of-\d+/)?+(?!bound/)=*([^/]*)/(.+)", re.DOTALL)
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     if len(argv) > 2:
         raise ThinwireError(f"'thinwire inspect' takes one checkpoint or two, got {len(argv)}")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = Console(highlight=False, markup=False, width=columns() or 200)
     try:
         results = [read_newest(Path(word), lambda checkpoint: checkpoint) for word in argv]
     except Damaged as error:
@@ -52,7 +53,7 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
     """Print the run's settings, the files, and norms by parameter and rank; return 1 if a file is damaged, else 0."""
     meta = checkpoint.meta
     word = "" if meta["good"] else ", NOT GOOD (taken while steps were skipped, or the loss was not finite)"
-    console.print(f"{checkpoint.path}: step {checkpoint.step} of run {meta['run'][:12]}{word}", soft_wrap=True)
+    say(f"{checkpoint.path}: step {checkpoint.step} of run {meta['run'][:12]}{word}")
     settings = _table("setting", "value")
     for name in TABLE:
         if meta["about"].get(name) is not None:
@@ -80,7 +81,7 @@ def show(checkpoint: Checkpoint, console: Console) -> int:
         files.add_row(name, human(size), str(number), word)
     console.print(files)
     for line in damaged:
-        console.print(line, soft_wrap=True)
+        say(line)
     for kind in sorted(norms):
         console.print(_by_rank(kind, norms[kind]))
     return int(bool(damaged))
@@ -100,7 +101,7 @@ def _by_rank(kind: str, norms: dict[str, dict[int, float]]) -> Table:
 
 def show_differences(first: Checkpoint, second: Checkpoint, console: Console) -> int:
     """Print how two checkpoints differ; return 1 if they do or one is damaged, else 0."""
-    console.print(f"{first.path} and {second.path}", soft_wrap=True)
+    say(f"{first.path} and {second.path}")
     settings = _table("setting", "one", "the other")
     one, other = (checkpoint.meta | checkpoint.meta["about"] for checkpoint in (first, second))
     changed = [name for name in (*TABLE, "step", "good", "run") if one.get(name) != other.get(name)]
@@ -125,7 +126,7 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
     if differ:
         console.print(table)
     shown = f", of which {MOST_TENSORS} are shown" if len(differ) > MOST_TENSORS else ""
-    console.print(f"{equal} tensors are equal bit for bit, {len(differ)} are not{shown}")
+    say(f"{equal} tensors are equal bit for bit, {len(differ)} are not{shown}")
     return int(bool(differ or changed))
 
 
@@ -148,5 +149,5 @@ def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
 def _table(*columns: str) -> Table:
     first, *others = columns
     numbers = ("rank", "size", "least", "med", "larg", "rel")
-    right = (Column(name, justify="right" if name.startswith(numbers) else "left") for name in others)
-    return Table(Column(first, no_wrap=True), *right, box=box.SIMPLE)
+    right = (Column(name, overflow="fold", justify="right" if name.startswith(numbers) else "left") for name in others)
+    return Table(Column(first, overflow="fold"), *right, box=box.SIMPLE)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.extras import version
+from thinwire.base.version import __version__
 from thinwire.methods import AUTO, resolve
 from thinwire.train.config import SHAPE, Config
 from thinwire.train.model.shapes import ModelConfig
@@ -38,7 +38,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "accumulate": (DATA, "micro-batches per step"),
     "valid_text": (EXACT, "hash of the tokens that are evaluated on"),
     "steps": (EXACT, "steps of the whole run: the learning rate's schedule, a method's start as a share"),
-    **dict.fromkeys(("lr", "lr_end", "warmup"), (EXACT, "the learning rate's schedule")),
+    **dict.fromkeys(("lr", "muon_lr", "lr_end", "warmup"), (EXACT, "the learning rate's schedule")),
     **dict.fromkeys(("weight_decay", "betas"), (EXACT, "the optimizer's settings")),
     "clip": (EXACT, "largest norm of the gradient"),
     "guard": (EXACT, "whether steps are skipped"),
@@ -80,7 +80,7 @@ def describe_run(
         "method": config.method if config.chooses else str(resolve(config.method)),
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{sharing} x {world_size // sharing}",
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
-        "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": version(),
+        "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": __version__,
     }  # fmt: skip
     return {name: list(value) if isinstance(value := settings[name], tuple) else value for name in TABLE}
 

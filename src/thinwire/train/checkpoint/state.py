@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.names import bare_name
+from thinwire.core.run import find_holders
 from thinwire.network.comm import local
 from thinwire.train.checkpoint.format import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
 from thinwire.wire import Wire
@@ -20,7 +21,7 @@ Resize = Literal["flush", "redistribute", "reset"]
 
 
 def collect_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors that belong to this rank alone, and those that are the same on all ranks. Collective."""
     wire.hand_over()  # the optimizer gets the moments that the method keeps: the run can resume without the method, too
@@ -28,8 +29,9 @@ def collect_tensors(
     tensors: dict[str, Tensor] = {}
     for key, parameter in _trained(model).items():
         tensors[f"model/{key}"] = local(parameter)
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer/{key}/{kind}"] = local(value)
+        for optimizer in optimizers:
+            for kind, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer/{key}/{kind}"] = local(value)
     return (of_rank, tensors) if wire.engine.kind == "ddp" else (of_rank | tensors, {})
 
 
@@ -51,14 +53,14 @@ class ResumedState:
     tensors: dict[str, Tensor]
     resize: Resize | None = None
 
-    def restore(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire) -> None:
+    def restore(self, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire) -> None:
         """Set weights, moments and the method's state to what the checkpoint holds.
 
         Raises:
             ThinwireError: the checkpoint is not of this model.
         """
         path, parameters = self.checkpoint.path, _trained(model)
-        missing = set(parameters)
+        missing, holders = set(parameters), find_holders(optimizers, parameters)
         tensors = read_whole_tensors(self.checkpoint) if self.resize else self.tensors.items()
         with torch.no_grad():
             for name, saved in tensors:
@@ -70,7 +72,7 @@ class ResumedState:
                     raise ThinwireError(f"{path} holds {key}, which this model has not")
                 parameter = parameters[key]
                 if kind == "optimizer":
-                    optimizer.state[parameter][moment] = self._like(saved, parameter)
+                    holders[key].optimizer.state[parameter][moment] = self._like(saved, parameter)
                     continue
                 needed = parameter.shape if self.resize else local(parameter).shape
                 if saved.shape != needed:

@@ -17,6 +17,7 @@ import contextlib
 import shutil
 import uuid
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Checkpoints:
         self.latest = ""
 
     def save(
-        self, step: int, sequences: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Wire,
+        self, step: int, sequences: int, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire,
         good: bool = True,
     ) -> None:  # fmt: skip
         """Write the checkpoint of ``step``, and remove this run's obsolete ones.
@@ -69,7 +70,7 @@ class Checkpoints:
         partial = self.path / f".{final.name}.partial"
         if not good and any(collective.gather(lambda: format.is_good(final))):
             return
-        of_rank, common = collect_tensors(model, optimizer, wire)
+        of_rank, common = collect_tensors(model, optimizers, wire)
 
         def begin() -> None:
             shutil.rmtree(partial, ignore_errors=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
+from thinwire.base.terminal import say
 from thinwire.train.checkpoint.format import Checkpoint, read_newest
 from thinwire.train.checkpoint.state import read_whole_tensors
 from thinwire.train.config import Config, from_yaml
@@ -93,7 +94,7 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Print text that a trained model goes on with."""
+    """Let a trained model continue a text."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, or of one of its checkpoints."""
@@ -106,6 +107,7 @@ class SampleOptions:
     top_k: int = 50
     """Draw among so many likeliest tokens; 0: among all."""
     seed: int = 0
+    """Another seed: another text."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,23 @@ def sample_main(argv: list[str]) -> int:
         trained.model(), prompt.long(), options.tokens, temperature=options.temperature, top_k=options.top_k,
         seed=options.seed, end=end,
     )  # fmt: skip
-    print(tokenizer.decode([*prompt.tolist(), *tokens]))
+    for text in _growing(tokenizer, prompt.tolist(), tokens):
+        print(text, end="", flush=True)
+    print()
     return 0
+
+
+def _growing(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """Yield the text of ``prompt`` and then what ``tokens`` add to it, letter by letter as soon as one is complete."""
+    shown = tokenizer.decode(prompt)
+    yield shown
+    for token in tokens:
+        prompt.append(token)
+        text = tokenizer.decode(prompt)
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(prompt)[len(shown) :]
 
 
 def export_main(argv: list[str]) -> int:
@@ -171,5 +188,5 @@ def export_main(argv: list[str]) -> int:
     trained = read(options.run)
     trained.export(options.folder, adapter=options.adapter)
     loader = "peft.AutoPeftModelForCausalLM" if options.adapter else "transformers.AutoModelForCausalLM"
-    print(f"{trained.path} (step {trained.step}) is in {options.folder}: {loader}.from_pretrained('{options.folder}')")
+    say(f"{trained.path} (step {trained.step}) is in {options.folder}: {loader}.from_pretrained('{options.folder}')")
     return 0

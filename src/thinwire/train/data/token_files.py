@@ -31,6 +31,7 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
+from thinwire.base.terminal import note, say
 from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, split_spans
 from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
 
@@ -196,6 +197,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     """
     if (folder / META).exists():
         raise ThinwireError(f"{folder} holds token files already: name another folder")
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
@@ -215,6 +217,10 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         write(folder / META, json.dumps(meta, indent=2) + "\n")
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
+    except ThinwireError:
+        if made:
+            shutil.rmtree(folder)
+        raise
     return meta
 
 
@@ -238,8 +244,9 @@ class Options:
 
 def main(argv: list[str]) -> int:
     options: Any = read_options(Options, argv, "thinwire tokenize")
+    note(f"tokenizing {' '.join(options.corpus)} with {options.tokenizer}")
     meta = tokenize(options.corpus, options.tokenizer, options.out)
-    print(
+    say(
         f"{meta['train']['tokens']:,} tokens to train on and {meta['valid']['tokens']:,} held out, "
         f"{meta['dtype']}, vocabulary {meta['vocabulary']:,}: thinwire train --corpus {options.out}"
     )

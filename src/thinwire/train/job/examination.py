@@ -15,6 +15,7 @@ from torch import nn
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import naming
+from thinwire.base.terminal import note, say
 from thinwire.network.comm import is_of_the_network, network_words
 from thinwire.predict import doctor
 from thinwire.predict.cluster import write_cluster
@@ -74,7 +75,9 @@ class Examination:
         with tempfile.TemporaryDirectory() as folder, open_run_folder(Path(folder), collective) as run_folder:
             inputs = read_inputs(config, run_folder)
         if job.size > 1:
+            self._tell("measuring the links")
             self.samples = sweep(job, self.per_node, self._left(0.2))
+        self._tell("measuring the computing, and steps without any exchange")
         trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
         self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
         device = measure_device(job, self.dtype, self.per_node)
@@ -84,12 +87,19 @@ class Examination:
             if config.engine != "ddp":
                 del trial
                 trial = Trial(config, self._ranks, inputs)
+            self._tell("measuring steps with dense")
             dense = self._dense(trial, model)
             if device.on_core:
                 device = replace(device, host_seconds_per_byte=host_cost(job, self._rank_rate))
         del trial
+        self._tell("measuring the methods' kernels, then predicting")
         device = replace(device, kernels=kernels_of(self._kernels(model), device.memory_rate.value))
         collective.do(lambda: self._conclude(model, device, none, dense) if job.rank == 0 else None)
+
+    def _tell(self, text: str) -> None:
+        """Tell the person at rank 0's terminal what is being done."""
+        if self._job.rank == 0:
+            note(text)
 
     def _left(self, share: float) -> float:
         """Return ``share`` of the seconds that are left. Collective."""
@@ -150,7 +160,7 @@ class Examination:
         with naming(self.out):
             write_cluster(job.cluster, self.out)
         for line in self._report(simulation, job, none, dense):
-            print(line, flush=True)
+            say(line)
 
     def _report(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> Iterator[str]:
         total = none.seconds

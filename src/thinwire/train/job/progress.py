@@ -7,26 +7,24 @@ import csv
 import json
 import os
 import sys
-import uuid
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from thinwire.base import extras
-from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
+from thinwire.base.terminal import columns, fold, silence
 from thinwire.train.config import Config
+from thinwire.train.job.services import IDENTITIES, Log, open_service
 
 COLUMNS = (
     "step", "loss", "valid_loss", "lr", "grad_norm", "step_ms", "exposed_ms", "encode_ms", "wire_ms", "decode_ms",
     "wire_bytes_inter", "wire_bytes_intra", "skipped", "tokens", "wall_s",
 )  # fmt: skip
 """Columns of metrics.csv. An evaluation's row has only step, valid_loss and wall_s."""
-Log = Callable[[dict[str, float]], object]  # takes the numbers of one row of metrics.jsonl
 
 
 def cut_metrics(path: Path, step: int) -> tuple[float, int]:
@@ -49,6 +47,14 @@ def cut_metrics(path: Path, step: int) -> tuple[float, int]:
     return wall_s, last_step
 
 
+class _Console(Console):
+    """A console that falls silent when its reader has gone (``| head``): the run goes on, and its files have all."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        silence(sys.stdout)
+
+
 class Display:
     """Rank 0's display (with a progress bar on a terminal) and files; other ranks show and write nothing.
 
@@ -61,13 +67,17 @@ class Display:
         self.config, self.rank, self.start = config, rank, start
         self._open = contextlib.ExitStack()
         self._trackers: list[Log] = []
-        self._console = Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        values = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
+        self._console = _Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
+        bar = (
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}"),
+        )
         # Open MPI gives each rank a terminal of 80 columns, wherever its output really goes.
         has_bar = rank == 0 and sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
-        self._progress = Progress(*columns, values, console=self._console, disable=not has_bar)
-        self._task = self._progress.add_task("training", total=config.steps, completed=start, loss=0.0, rate=0.0)
+        self._progress = Progress(*bar, console=self._console, disable=not has_bar)
+        self._task = self._progress.add_task("", total=config.steps, completed=start, values="first evaluation")
         self.wall_s, self.write_error = 0.0, ""
 
     def __enter__(self) -> Display:
@@ -76,10 +86,12 @@ class Display:
         metrics, last_step = self.config.out / "metrics.jsonl", -1
         if self.start:
             self.wall_s, last_step = cut_metrics(metrics, self.start)
+        else:
+            (self.config.out / IDENTITIES).unlink(missing_ok=True)
         self._rows = self._open.enter_context(metrics.open("a" if self.start else "w", buffering=1))
         for name in dict.fromkeys(self.config.track):
             table = open_table(self.config.out, self.start)
-            tracker = table if name == "csv" else open_service(name, self.config, self.start, last_step)
+            tracker = table if name == "csv" else open_service(name, self.config, last_step)
             self._trackers.append(self._open.enter_context(tracker))
         self._open.enter_context(self._progress)
         return self
@@ -89,12 +101,14 @@ class Display:
             self._open.__exit__(*error)
 
     def say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
+        width = columns()
+        self._console.print(line if width is None else fold(line, width), soft_wrap=True)
 
     def step(self, row: dict[str, Any], rate: float) -> None:
         """Write one optimizer step's row of metrics.jsonl; show its ``rate`` in tokens/s."""
         self._write(row)
-        self._progress.update(self._task, completed=row["step"], loss=row["loss"], rate=rate)
+        values = f"loss {row['loss']:.3f}  {rate:,.0f} tokens/s"
+        self._progress.update(self._task, completed=row["step"], values=values)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write and show one evaluation's row of metrics.jsonl."""
@@ -132,52 +146,3 @@ def open_table(folder: Path, start: int) -> Iterator[Log]:
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if start else []:
             table.writerow(numbers(json.loads(line)))
         yield table.writerow
-
-
-@contextlib.contextmanager
-def open_service(name: str, config: Config, start: int, last_step: int) -> Iterator[Log]:
-    """Begin this folder's run on Weights & Biases or Trackio, which share an API, or go on with it.
-
-    Neither service takes a row back: rows that an interrupted run had sent after its checkpoint stay, and are not sent
-    again. An error of the service ends the tracking with a warning, but not the training.
-    """
-    api: Any = extras.load(name)
-    path, folder = config.out / "tracked.json", config.out
-    run_ids = json.loads(path.read_text()) if start and path.exists() else {}
-    last_sent = last_step if name in run_ids else -1
-    if name not in run_ids:
-        run_ids[name] = uuid.uuid4().hex[:8]
-        write(path, json.dumps(run_ids) + "\n")
-    identity = {"name": f"{folder.name}-{run_ids[name]}"}
-    if name == "wandb":
-        identity = {"id": run_ids[name], "name": folder.name, "dir": str(folder)}
-    try:
-        run = api.init(project=config.track_project, config=config.plain(), resume="allow", **identity)
-    except Exception as error:
-        raise ThinwireError(f"--track {name}: {_one_line(error)}") from None
-
-    def call(method: str, *values: Any, **options: Any) -> None:
-        nonlocal run
-        try:
-            if run is not None:
-                getattr(run, method)(*values, **options)
-        except Exception as error:
-            run = None
-            line = f"--track {name} has ended, the run goes on: {_one_line(error)}"
-            warnings.warn(line, ThinwireWarning, stacklevel=2)
-
-    def log(row: dict[str, float]) -> None:
-        step = row.pop("step")
-        if step > last_sent:
-            call("log", row, step=step)
-
-    failed = True
-    try:
-        yield log
-        failed = False
-    finally:
-        call("finish", **({"exit_code": int(failed)} if name == "wandb" else {}))
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -22,7 +22,8 @@ from thinwire.base.files import remove
 from thinwire.train.job.collective import Collective
 
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
-_RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml")
+_RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
+              "valid_losses.csv")  # fmt: skip
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
 _REMOVED = r"\.[0-9a-f]{8}\.old"
 _UNFINISHED = {

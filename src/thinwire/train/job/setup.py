@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -123,8 +123,36 @@ def rebuild_buckets(model: nn.Module, windows: Windows, config: Config, ranks: R
     model.zero_grad(set_to_none=True)
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def make_optimizers(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, ...]:
+    """Make the optimizer of ``config``: for "muon" two, Muon of the hidden matrices and AdamW of the rest.
+
+    Raises:
+        ThinwireError: this torch has no Muon, or the model no hidden matrices.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.optimizer_name != "muon":
+        return (_one_optimizer(parameters, config),)
+    if not hasattr(torch.optim, "Muon"):
+        raise ThinwireError(f"--optimizer muon needs torch.optim.Muon, which torch {torch.__version__} lacks")
+    roles = describe(model)
+    hidden = [weight for weight in parameters if weight.dim() == 2 and roles[id(weight)].role == "matrix"]
+    if not hidden:
+        raise ThinwireError("--optimizer muon: the model has no hidden matrices to train")
+    matrices = {id(weight) for weight in hidden}
+    muon = torch.optim.Muon(hidden, lr=config.top_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    for group in muon.param_groups:
+        group["lr_share"] = 1.0 if config.muon_lr is None else config.muon_lr / config.top_lr
+    return muon, _one_optimizer([weight for weight in parameters if id(weight) not in matrices], config)
+
+
+def set_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
+    """Set the learning rate of all groups to ``rate``, or to the group's ``lr_share`` of it."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_share", 1.0)
+
+
+def _one_optimizer(parameters: Sequence[nn.Parameter], config: Config) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+
+from thinwire.base.terminal import SHOW_CURSOR, columns
 
 
 def end_at_once() -> None:
@@ -49,5 +52,7 @@ def _end_at_the_second(reader: int, numbers: Sequence[int]) -> None:
     while byte := os.read(reader, 1):
         count += byte[0] in numbers
         if count > 1:
+            if columns() is not None:  # a progress bar has hidden the cursor
+                os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())
             os._exit(128 + byte[0])
     os.close(reader)

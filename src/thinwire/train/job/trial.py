@@ -12,7 +12,7 @@ import torch
 from thinwire.base import device as devices
 from thinwire.core.safety import Safety
 from thinwire.train.config import Config
-from thinwire.train.job.setup import Inputs, Ranks, make_optimizer, wrap
+from thinwire.train.job.setup import Inputs, Ranks, make_optimizers, wrap
 from thinwire.train.model.decoder import Decoder
 from thinwire.wire import compress
 
@@ -36,7 +36,7 @@ class Trial:
         torch.manual_seed(config.seed)
         self.net: Any = inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))
         self.model = wrap(self.net.to(ranks.device), config, ranks, self.bf16, alike=True)
-        self.optimizer = make_optimizer(self.model, config)
+        self.optimizers = make_optimizers(self.model, config)
         self._sequences = 0
 
     def begin(self, method: str) -> None:
@@ -44,7 +44,7 @@ class Trial:
         safety = Safety(guard=self.config.guard, max_skipped=None)
         two_level, intra = (None, None) if method == "none" else (self.config.two_level, self.config.intra)
         self.wire = compress(
-            self.model, self.optimizer, method, two_level=two_level, intra=intra, steps=self.config.steps,
+            self.model, self.optimizers, method, two_level=two_level, intra=intra, steps=self.config.steps,
             seed=self.config.seed, safety=safety,
         )  # fmt: skip
 
@@ -75,13 +75,15 @@ class Trial:
         if apart:
             devices.wait(device)
         stepped = time.perf_counter()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         if apart:
             devices.wait(device)
-        optimizer = time.perf_counter() - stepped
-        self.optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - stepped
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         ranks.comm.all_reduce(loss, "mean").tolist()
-        return StepTimes(time.perf_counter() - began, loading, issued - began, optimizer)
+        return StepTimes(time.perf_counter() - began, loading, issued - began, seconds)
 
 
 def slowest(ranks: Ranks, steps: Sequence[StepTimes]) -> list[StepTimes]:

@@ -1,0 +1,148 @@
+"""The runs of ``ladder.py`` as tables: each method at its best settings, its gap to the best dense runs, and its error.
+
+A gap is paired by seed. Its ± is half of a 95% interval: of the held-out text, from the differences in the same
+stretches, and of the seeds, if there are several, as the root of the sum of their squares. A gap that is below its ±
+is none: "=" stands before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from thinwire.lab.verdict import NORMAL95, Span, block_error, interval
+
+STRETCHES = 128
+"""Of the held-out text, in each of which two runs are compared."""
+Run = dict[str, Any]
+SETTING = ("model", "text", "ranks", "sequences", "steps")
+"""What the runs in one table share."""
+TUNED = ("lr", "beside", "beta1", "clip", "warmup")
+"""What is chosen for each method: the best that was run."""
+KEY = (*SETTING, "method", "optimizer", *TUNED, "seed")
+
+
+def key_of(job: Run, steps: int) -> str:
+    values = {**job, "steps": steps}
+    return json.dumps({name: values[name] for name in KEY}, sort_keys=True)
+
+
+def read(file: Path) -> dict[str, Run]:
+    """The runs in ``file``, by key; of several with one key the last."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    runs = [json.loads(line) for line in lines if line.strip()]
+    return {key_of(run, run["steps"]): run for run in runs}
+
+
+def gap(pairs: Sequence[tuple[Run, Run]]) -> Span:
+    """How far the first run of each pair ends above the second, as a share of the second; a pair for each seed."""
+    seeds = interval([mine["valid"] / dense["valid"] - 1 for mine, dense in pairs])
+    excess = [0.0] * len(pairs[0][1]["spans"])
+    for mine, dense in pairs:
+        ratio = mine["valid"] / dense["valid"]
+        for at, (ours, theirs) in enumerate(zip(mine["spans"], dense["spans"], strict=True)):
+            excess[at] += (ours - ratio * theirs) / dense["valid"] / len(pairs)
+    half = math.hypot(seeds.half, NORMAL95 * block_error(excess, [1.0] * len(excess)))
+    return Span(seeds.mean, seeds.mean - half, seeds.mean + half)
+
+
+def written(span: Span) -> str:
+    """``+1.2% ± 0.3%``; with "= " before it, if it is below its error."""
+    none = span.low <= 0 <= span.high
+    return f"{'= ' if none else ''}{100 * span.mean:+.2f}% ± {100 * span.half:.2f}%"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with its optimizer at its best settings: the lowest mean over the seeds that all of its settings have.
+
+    Attributes:
+        tuned: the values of ``TUNED``. tried: how many settings were run. runs: by seed. failed: runs without a loss.
+    """
+
+    setting: tuple[Any, ...]
+    method: str
+    optimizer: str
+    tuned: tuple[float, ...]
+    tried: int
+    runs: dict[int, Run]
+    failed: int
+
+    @property
+    def loss(self) -> float:
+        return fmean(run["valid"] for run in self.runs.values())
+
+    @property
+    def share(self) -> float:
+        return fmean(run["bytes"] / run["dense_bytes"] for run in self.runs.values())
+
+    def above(self, dense: Row | None) -> Span | None:
+        seeds = sorted(self.runs.keys() & dense.runs.keys()) if dense is not None else []
+        if dense is None or not seeds or dense is self:
+            return None
+        return gap([(self.runs[seed], dense.runs[seed]) for seed in seeds])
+
+
+def has_loss(run: Run) -> bool:
+    return not run["error"] and not run.get("diverged") and run["valid"] is not None
+
+
+def rows(runs: Iterable[Run]) -> list[Row]:
+    """Settings in order of their first run; in each by optimizer, dense first."""
+    by_method: dict[tuple[Any, ...], dict[tuple[float, ...], dict[int, Run]]] = {}
+    for run in runs:
+        name = (tuple(run[key] for key in SETTING), run["method"], run["optimizer"])
+        by_method.setdefault(name, {}).setdefault(tuple(run[key] for key in TUNED), {})[run["seed"]] = run
+    found = []
+    for (setting, method, optimizer), by_tuned in by_method.items():
+        common = set.intersection(*(set(by_seed) for by_seed in by_tuned.values()))
+        seeds = {tuned: common or set(by_seed) for tuned, by_seed in by_tuned.items()}
+
+        def mean(tuned: tuple[float, ...], by_tuned: Any = by_tuned, seeds: Any = seeds) -> float:
+            chosen = [by_tuned[tuned][seed] for seed in seeds[tuned]]
+            return fmean(run["valid"] if has_loss(run) else math.inf for run in chosen)
+
+        best = min(by_tuned, key=mean)
+        kept = {seed: run for seed, run in sorted(by_tuned[best].items()) if has_loss(run)}
+        failed = sum(not has_loss(run) for by_seed in by_tuned.values() for run in by_seed.values())
+        if kept:
+            found.append(Row(setting, method, optimizer, best, len(by_tuned), kept, failed))
+    order = list(dict.fromkeys(row.setting for row in found))
+    return sorted(found, key=lambda row: (order.index(row.setting), row.optimizer, row.method != "dense", row.loss))
+
+
+def markdown(runs: Iterable[Run]) -> str:
+    """A table for each setting."""
+    every = rows(runs)
+    return "\n\n".join(_table([row for row in every if row.setting == setting])
+                       for setting in dict.fromkeys(row.setting for row in every))  # fmt: skip
+
+
+def _table(of: Sequence[Row]) -> str:
+    model, text, ranks, sequences, steps = of[0].setting
+    tokens = next(iter(of[0].runs.values()))["tokens_per_parameter"]
+    dense = {row.optimizer: row for row in of if row.method == "dense"}
+    lines = [
+        f"{model} on {text}, {ranks} ranks, {sequences} sequences a step, {steps} steps: {tokens:.3g} tokens per "
+        "parameter.",
+        "",
+        "| method | optimizer | lr, beta1, clip, warm-up | settings run | seeds | loss | above dense AdamW | "
+        "above dense Muon | all bytes |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in of:
+        lr, beside, beta1, clip, warmup = row.tuned
+        rate = f"{lr:g}" + (f" ({beside:g})" if beside else "")
+        gaps = [row.above(dense.get(optimizer)) for optimizer in ("adamw", "muon")]
+        cells = " | ".join("-" if span is None else written(span) for span in gaps)
+        lost = f" ({row.failed} without a loss)" if row.failed else ""
+        lines.append(
+            f"| `{row.method}` | {row.optimizer} | {rate}, {beta1:g}, {clip:g}, {warmup:g} | {row.tried}{lost} | "
+            f"{len(row.runs)} | {row.loss:.4f} | {cells} | {row.share:.2%} |"
+        )
+    return "\n".join(lines)

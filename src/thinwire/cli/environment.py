@@ -1,0 +1,220 @@
+"""``thinwire env``: what this machine has, and what is missing and why it matters. For a start, and for bug reports.
+
+It needs no extra, and shows what it can where torch cannot even be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import struct
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from thinwire.base.errors import ThinwireError
+from thinwire.base.extras import EXTRAS
+from thinwire.base.version import __version__, torch_warning
+
+HELP = """usage: thinwire env [--json]
+
+Show versions, devices, network interfaces, and what is not installed with the
+reason why it may matter. Attach it to a bug report.
+
+  --json    one JSON object, for programs"""
+
+PURPOSE = {
+    "numba": "fast kernels on CPUs; without it they run as plain torch",
+    "xxhash": "fast checksums of messages and checkpoints",
+    "triton": "fast kernels on GPUs",
+    "rich": "plans, reports and `thinwire train`",
+    "markdown_it": "report.html of `thinwire compare`",
+    "tyro": "options of `thinwire train` and most other commands",
+    "yaml": "config.yaml of `thinwire train`",
+    "safetensors": "checkpoints",
+    "tokenizers": "tokenizers other than bytes",
+    "matplotlib": "pictures of `thinwire compare`",
+    "wandb": "`thinwire train --track wandb`",
+    "trackio": "`thinwire train --track trackio`",
+    "mlflow": "`thinwire train --track mlflow`",
+    "datasets": "text from the Hugging Face hub",
+    "accelerate": "the adapter for Accelerate",
+    "peft": "fine-tuning with LoRA",
+    "transformers": "the adapter for the Trainer, and fine-tuning",
+    "lightning": "the adapter for Lightning",
+    "lm_eval": "`thinwire eval`",
+}
+"""The use of each optional package, by the name that is imported."""
+DISTRIBUTIONS = {"yaml": "PyYAML", "markdown_it": "markdown-it-py"}
+"""Names of packages on an index, where they are others than those that are imported."""
+TOOLS = {"ip": "emulated networks (`thinwire compare`, `thinwire lab`): apt-get install iproute2"}
+VARIABLES = re.compile(
+    r"(GLOO|NCCL|OMP|MKL|CUDA|TORCHELASTIC|THINWIRE|TORCH_(DISTRIBUTED|NCCL|CPP))_\w+|RANK|(LOCAL_)?WORLD_SIZE"
+)
+"""Environment variables that change what happens, none of which holds a secret."""
+SIOCGIFADDR, SIOCGIFFLAGS, SIOCGIFMTU = 0x8915, 0x8913, 0x8921
+UP = 1
+
+
+def main(argv: list[str]) -> int:
+    """Print the facts. Return the exit status."""
+    if argv in (["-h"], ["--help"]):
+        print(HELP)
+        return 0
+    if argv not in ([], ["--json"]):
+        raise ThinwireError(f"thinwire env takes --json or nothing, got '{' '.join(argv)}'")
+    found = facts()
+    print(json.dumps(found, indent=2) if argv else shown(found))
+    return 0
+
+
+def facts() -> dict[str, Any]:
+    """Collect what `thinwire env --json` prints."""
+    packages = {package: installed(DISTRIBUTIONS.get(package, package)) for package in EXTRAS}
+    missing = {
+        package: f"{PURPOSE[package]}: pip install 'thinwire[{extra}]'"
+        for package, extra in EXTRAS.items()
+        if not packages[package]
+    }
+    missing |= {tool: purpose for tool, purpose in TOOLS.items() if not shutil.which(tool)}
+    torch_facts, torch_notes = of_torch()
+    interfaces = list(network_interfaces())
+    return {
+        "thinwire": {"version": __version__, "folder": str(Path(__file__).parents[1])},
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": {"model": processor(), "cores": len(os.sched_getaffinity(0))},
+        "torch": torch_facts,
+        "interfaces": interfaces,
+        "variables": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},
+        "packages": packages | {"numpy": installed("numpy")},
+        "missing": missing,
+        "notes": [*torch_notes, *network_notes(interfaces)],
+    }
+
+
+def installed(distribution: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return None
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
+    return platform.machine()
+
+
+def of_torch() -> tuple[dict[str, Any], list[str]]:
+    """Return torch's version, devices and backends, and notes on them."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # a broken installation fails in many ways
+        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return {"version": installed("torch"), "error": line}, [f"torch cannot be imported, so nothing runs: {line}"]
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+    found = {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "gpus": [f"{of.name}, sm{of.major}{of.minor}, {of.total_memory / 2**30:.0f} GiB" for of in gpus],
+        "backends": backends,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in backends else None,
+    }
+    notes = [warning] if (warning := torch_warning(torch.__version__)) else []
+    if torch.version.cuda and not gpus:
+        notes.append(f"torch is built for CUDA {torch.version.cuda} and sees no GPU: training runs on the CPU")
+    if gpus and "nccl" not in backends:
+        notes.append("this torch has no NCCL: GPUs exchange through gloo, by way of the CPU")
+    return found, notes
+
+
+def network_interfaces() -> Iterator[dict[str, Any]]:
+    """Yield each interface: name, is it up, its IPv4 address, MTU in bytes, rate in Mbit/s (None: it tells none)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+
+            def ask(request: int, name: str = name) -> bytes:
+                return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
+
+            address = rate = None
+            with contextlib.suppress(OSError):  # it has none
+                address = socket.inet_ntoa(ask(SIOCGIFADDR)[20:24])
+            with contextlib.suppress(OSError, ValueError):
+                rate = int(Path(f"/sys/class/net/{name}/speed").read_text())
+            yield {
+                "name": name,
+                "up": bool(struct.unpack_from("H", ask(SIOCGIFFLAGS), 16)[0] & UP),
+                "address": address,
+                "mtu": struct.unpack_from("i", ask(SIOCGIFMTU), 16)[0],
+                "mbit_per_s": rate if rate and rate > 0 else None,
+            }
+
+
+def network_notes(interfaces: list[dict[str, Any]]) -> list[str]:
+    """Say where gloo will listen, if other hosts cannot reach it there."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        missing = [name for name in chosen.split(",") if name not in {of["name"] for of in interfaces}]
+        return [f"GLOO_SOCKET_IFNAME names {name}, which is no interface here" for name in missing]
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ["this host's name resolves to no address: set GLOO_SOCKET_IFNAME for ranks on several hosts"]
+    if address.startswith("127."):
+        return [f"this host's name resolves to {address}: set GLOO_SOCKET_IFNAME for ranks on several hosts"]
+    return []
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Write the facts as text, in lines that fit the terminal."""
+    torch = found["torch"]
+    if "error" in torch:
+        devices = "torch cannot be imported"
+    else:
+        gpus = ", ".join(torch["gpus"]) or "no GPU"
+        devices = f"{found['cpu']['cores']} cores ({found['cpu']['model']}), {gpus}"
+    rows = [
+        ("thinwire", f"{found['thinwire']['version']} in {found['thinwire']['folder']}"),
+        ("python", f"{found['python']}, {found['system']}"),
+        ("torch", torch["version"] or "not installed"),
+        ("devices", devices),
+        (
+            "backends",
+            ", ".join([*torch.get("backends", []), *([f"NCCL {torch['nccl']}"] if torch.get("nccl") else [])]),
+        ),
+        *column("network", list(map(interface_line, found["interfaces"]))),
+        ("variables", " ".join(f"{name}={value}" for name, value in found["variables"].items()) or "none that matter"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),
+        *column("missing", [f"{name}: {purpose}" for name, purpose in found["missing"].items()]),
+        *column("notes", found["notes"]),
+    ]
+    width = max(60, shutil.get_terminal_size().columns)
+    return "\n".join(
+        textwrap.fill(text, width, initial_indent=f"{name:<11}", subsequent_indent=" " * 11, break_on_hyphens=False)
+        for name, text in rows
+        if text
+    )
+
+
+def column(name: str, lines: list[str]) -> list[tuple[str, str]]:
+    """Pair ``name`` with the first of ``lines``, and nothing with the others."""
+    return list(zip([name, *[""] * len(lines)], lines, strict=False))
+
+
+def interface_line(of: dict[str, Any]) -> str:
+    parts = ["up" if of["up"] else "down", of["address"] or "no IPv4 address", f"MTU {of['mtu']}"]
+    if of["mbit_per_s"]:
+        parts.append(f"{of['mbit_per_s']} Mbit/s")
+    return f"{of['name']}: {', '.join(parts)}"

@@ -1,0 +1,156 @@
+"""``benchmarks/loss/ladder.py``: a run in pieces, and one with branches, are the run in one; its tables."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.base.errors import ThinwireError
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "loss"))
+import ladder
+import ladder_tables
+import regimes
+import virtual
+
+SMALLEST = "--preset tiny --layers 1 --width 16 --heads 2 --seq-len 16"
+JOB = ladder.Job("smallest", "words", 2, 4, "trickle(density=0.1)", "adamw", 4e-3, 0.0, 0.9, 1.0, 3, 0)
+MUON = replace(JOB, optimizer="muon", lr=8e-3, beside=4e-3)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ladder.Place:
+    words = random.Random(0).choices(["signal", "noise", "the", "of", "network", "rank", "and"], k=3000)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    monkeypatch.setattr(ladder, "MODELS", {"smallest": SMALLEST})
+    monkeypatch.setattr(regimes, "TEXTS", {"words": ("text.txt", "text.txt")})
+    monkeypatch.setattr(regimes, "SMALLEST", 64)
+    monkeypatch.setattr(regimes, "commit", lambda: "none")
+    monkeypatch.setattr(regimes, "_TOKENS", {})
+    return ladder.Place(tmp_path, tmp_path / "ladder.jsonl", tmp_path / "out")
+
+
+def lines(place: ladder.Place) -> list[dict[str, Any]]:
+    made = [json.loads(line) for line in place.data.read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "cpu_seconds"} for row in made]
+
+
+@pytest.mark.parametrize(
+    "job", [JOB, MUON, replace(MUON, method="dense"), replace(JOB, method="local-steps(every=3)")],
+    ids=["trickle", "muon", "dense-muon", "local-steps"],
+)  # fmt: skip
+def test_a_run_in_pieces_is_the_run_in_one(job, place, monkeypatch):
+    """Stopped and begun anew every two steps, on the trunk and on its branches."""
+    whole = replace(place, data=place.data.with_name("whole.jsonl"), out=place.out / "whole")
+    assert [row["error"] for row in ladder.run(job, [5, 10], whole)] == [None, None]
+    monkeypatch.setattr(ladder, "CHUNK", 2)
+    stops = 0
+    while True:
+        looks = itertools.count()
+        monkeypatch.setattr(ladder, "clock", lambda looks=looks: float(next(looks)))
+        try:
+            if not ladder.run(job, [5, 10], replace(place, until=0.5)):
+                break
+        except ladder.OutOfTime:
+            stops += 1
+    assert stops > 3 and lines(place) == lines(whole)
+    assert not list((place.out / "played").iterdir()), "nothing is left behind"
+
+
+def test_a_branch_is_the_run_of_its_length(place):
+    """Beside a longer one, or alone: the same losses, as rates and text are the same."""
+    both, alone = ladder.run(JOB, [5, 10], place), ladder.run(JOB, [10], replace(place, data=place.data.with_name("b")))
+    assert both[1]["spans"] == alone[0]["spans"] and both[0]["spans"] != both[1]["spans"]
+    assert ladder.run(JOB, [5, 10], place) == [], "what is there is not run again"
+
+
+def test_rates_rise_stay_and_fall_at_the_end_of_each_length():
+    trunk, ten = JOB.rate(None), JOB.rate(10)
+    assert [trunk(step) for step in (0, 1, 2, 3, 100)] == pytest.approx([4e-3 / 3, 8e-3 / 3, 4e-3, 4e-3, 4e-3])
+    assert [ten(step) for step in (7, 8, 9)] == pytest.approx([4e-3, 4e-3 * 0.55, 4e-4])
+
+
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(place):
+    life = virtual.Replica(MUON.config(10), 256, None)
+    muon, adamw = life.optimizers
+    names = {id(weight): name for name, weight in life.weights.items()}
+    held = {names[id(weight)] for group in muon.param_groups for weight in group["params"]}
+    assert held and all("blocks" in name and name.endswith("weight") and "norm" not in name for name in held)
+    life.rate(1e-3)
+    assert [group["lr"] for group in (*muon.param_groups, *adamw.param_groups)] == pytest.approx([2e-3, 1e-3, 1e-3])
+
+
+def test_a_crash_is_a_line(place, monkeypatch, capsys):
+    def fail(self, length):
+        raise ThinwireError("no luck")
+
+    monkeypatch.setattr(ladder.Life, "end", fail)
+    (row,) = ladder.run(JOB, [5], place)
+    capsys.readouterr()
+    assert row["error"] == "ThinwireError: no luck" and "no luck" in ladder.line(row)
+    assert ladder_tables.rows(ladder_tables.read(place.data).values()) == []
+
+
+def row(method: str, spans: list[float], seed: int = 0, lr: float = 4e-3, **more: Any) -> dict[str, Any]:
+    job = replace(JOB, method=method, seed=seed, lr=lr)
+    return asdict(job) | {
+        "steps": 800, "valid": sum(spans) / max(len(spans), 1), "spans": spans, "error": None, "diverged": False,
+        "bytes": 20 if method != "dense" else 1000, "dense_bytes": 1000, "tokens_per_parameter": 6.8,
+    } | more  # fmt: skip
+
+
+def test_a_gap_below_its_error_is_called_none():
+    draw = random.Random(0)
+    dense = [draw.gauss(2.0, 0.3) for _ in range(128)]
+    noise = [draw.gauss(0.0, 0.02) for _ in dense]
+    noise = [value - sum(noise) / 128 for value in noise]
+    mine = {gap: [a * (1 + gap) + b for a, b in zip(dense, noise, strict=True)] for gap in (0.001, 0.01)}
+    spans = {gap: ladder_tables.gap([(row("trickle", mine[gap]), row("dense", dense))]) for gap in mine}
+    half = 1.96 * 0.02 / math.sqrt(128) / 2.0
+    assert [span.mean for span in spans.values()] == pytest.approx([0.001, 0.01])
+    assert spans[0.001].half == pytest.approx(half, rel=0.2), "the text's own difficulty drops out"
+    assert ladder_tables.written(spans[0.001]).startswith("= +0.10% ± 0.1")
+    assert ladder_tables.written(spans[0.01]).startswith("+1.00% ± 0.1")
+    two = [(row("trickle", mine[0.01], seed), row("dense", dense, seed)) for seed in (0, 1)]
+    assert ladder_tables.gap(two).half == pytest.approx(spans[0.01].half, rel=0.1), "seeds that agree add nothing"
+    two[1] = (row("trickle", mine[0.001], 1), row("dense", dense, 1))
+    assert ladder_tables.written(ladder_tables.gap(two)).startswith("= "), "two seeds that disagree say nothing"
+
+
+def test_each_method_is_shown_at_its_best_and_held_against_both_baselines():
+    flat = [2.0] * 128
+    runs = [
+        row("dense", flat), row("dense", [2.1] * 128, lr=8e-3), row("dense", [1.9] * 128, seed=1),
+        row("dense", [1.8] * 128, optimizer="muon", beside=4e-3), row("trickle", [1.89] * 128, optimizer="muon"),
+        row("trickle", [], valid=None, diverged=True, lr=1.6e-2, optimizer="muon"),
+    ]  # fmt: skip
+    dense, _, trickle = ladder_tables.rows(runs)
+    assert (dense.tuned[0], dense.tried, sorted(dense.runs)) == (4e-3, 2, [0, 1]), "by the seed that both rates have"
+    assert (trickle.failed, trickle.tried) == (1, 2)
+    table = ladder_tables.markdown(runs)
+    assert "smallest on words, 2 ranks, 4 sequences a step, 800 steps: 6.8 tokens per parameter." in table
+    assert (
+        "| `trickle` | muon | 0.004, 0.9, 1, 3 | 2 (1 without a loss) | 1 | 1.8900 | -5.50% ± 0.00% | +5.00%" in table
+    )
+    assert "| `dense` | muon | 0.004 (0.004), 0.9, 1, 3 | 1 | 1 | 1.8000 | -10.00% ± 0.00% | - | 100.00% |" in table
+
+
+def test_the_command_line_names_what_is_missing(capsys, monkeypatch):
+    for words, said in (([], "--corpora is needed"), (["--corpora", "x", "--ranks", "3"], "3 ranks cannot share")):
+        monkeypatch.setattr(sys, "argv", ["ladder.py", *words])
+        with pytest.raises(SystemExit):
+            ladder.parse()
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "--table"])
+    args: argparse.Namespace = ladder.parse()
+    assert args.table and torch.get_num_threads() >= 1

@@ -1,0 +1,272 @@
+"""The manifests and programs of examples/clusters: their required fields, and their own commands on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from breadth import ALL, spread
+from patience import PATIENCE
+from thinwire.base.processes import free_port
+
+CLUSTERS = Path(__file__).resolve().parents[2] / "examples" / "clusters"
+SOURCE = CLUSTERS.parents[1] / "src"
+LAST = re.compile(r"validation loss 5\.\d+ -> [0-5]\.\d+")
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())
+
+
+def required(where: Any, **kinds: type | tuple[type, ...]) -> None:
+    """The fields that a schema requires, by their type."""
+    for field, kind in kinds.items():
+        assert isinstance(where.get(field), kind), f"{field} of {sorted(where)} is not {kind}"
+
+
+def check_pod(pod: dict[str, Any]) -> dict[str, Any]:
+    """A PodTemplateSpec's required fields (core/v1); its only container."""
+    required(pod, spec=dict)
+    assert pod["spec"]["restartPolicy"] in ("Never", "OnFailure"), "a Job's pods may not be restarted always"
+    [container] = pod["spec"]["containers"]
+    required(container, name=str, image=str)
+    for port in container["ports"]:
+        required(port, containerPort=int)
+    for variable in container["env"]:
+        required(variable, name=str, value=str)
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    assert all(isinstance(amount, str) for amount in container["resources"]["requests"].values())
+    return container
+
+
+def test_the_jobset_has_what_its_schema_requires_and_reaches_its_first_pod():
+    """jobset.x-k8s.io/v1alpha2: jobs have a name and a JobTemplateSpec; pods the name of both."""
+    whole = manifest("jobset")
+    assert (whole["apiVersion"], whole["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    required(whole["metadata"], name=str)
+    [ranks] = whole["spec"]["replicatedJobs"]
+    required(ranks, name=str, template=dict, replicas=int)
+    job = ranks["template"]["spec"]
+    required(job, template=dict, parallelism=int, completions=int, backoffLimit=int)
+    assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
+    container = check_pod(job["template"])
+    name = whole["metadata"]["name"]
+    assert container["env"][0] == {"name": "MASTER_ADDR", "value": f"{name}-{ranks['name']}-0-0.{name}"}
+    assert f"--nnodes {job['completions']} " in container["command"][-1]
+    assert f"--master-port {container['ports'][0]['containerPort']} " in container["command"][-1]
+
+
+def test_the_trainjob_has_what_its_schema_requires():
+    """trainer.kubeflow.org/v1alpha1: a runtimeRef by name; a Trainer whose fields are all optional, and no others."""
+    whole = manifest("trainjob")
+    assert (whole["apiVersion"], whole["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    required(whole["metadata"], name=str)
+    required(whole["spec"]["runtimeRef"], name=str)
+    trainer = whole["spec"]["trainer"]
+    required(trainer, image=str, numNodes=int, numProcPerNode=(int, str), command=list, args=list)
+    assert set(trainer) <= {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
+    assert all(isinstance(word, str) for word in (*trainer["command"], *trainer["args"]))
+
+
+def test_the_task_of_skypilot_has_known_fields():
+    task = manifest("skypilot")
+    required(task, name=str, num_nodes=int, resources=dict, setup=str, run=str)
+    assert set(task) <= {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
+
+
+def started(name: str, node: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command of one of two nodes as its cluster starts it, and the variables that the cluster sets."""
+    torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+    if name == "trainjob":
+        trainer = manifest(name)["spec"]["trainer"]
+        command = shlex.join([*trainer["command"], *trainer["args"]])
+        given = {
+            "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+            "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
+        }  # fmt: skip
+    elif name == "jobset":
+        pod = manifest(name)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+        command = pod["spec"]["containers"][0]["command"][-1].removeprefix("exec ")
+        given = {"MASTER_ADDR": "127.0.0.1", "JOB_COMPLETION_INDEX": str(node)}
+    else:
+        command = manifest(name)["run"]
+        given = {
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": str(node),
+            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        }
+    command = re.sub(r"\btorchrun\b", torchrun, command, count=1).replace("29500", str(port))
+    return ["bash", "-c", re.sub(r"--steps[= ]40", "--steps=2", command)], given
+
+
+@contextlib.contextmanager
+def ended(processes: list[subprocess.Popen]) -> Iterator[None]:
+    """Leave none of them behind, nor what they have started."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.parametrize("name", spread(3, ["trainjob", "jobset", "skypilot"]))
+def test_the_command_of_a_manifest_trains_on_two_nodes(name, tmp_path):
+    port, nodes = free_port(), []
+    for node in range(2):
+        command, given = started(name, node, port)
+        command[-1] = command[-1].replace("/runs/", f"{tmp_path}/").replace("/tmp/trainjob", f"{tmp_path}/trainjob")
+        everything = {
+            **os.environ,
+            "PYTHONPATH": str(SOURCE),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        } | given
+        nodes.append(subprocess.Popen(
+            command, env=everything, cwd=tmp_path, start_new_session=True, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ))  # fmt: skip
+    with ended(nodes):
+        printed = [node.communicate(timeout=240 * PATIENCE)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
+    assert LAST.search(printed[0]), printed[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+@pytest.mark.skipif(not ALL, reason="ray's own processes take half a minute to start: THINWIRE_TESTS=all")
+def test_the_program_of_ray_train_learns(tmp_path):
+    given = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(CLUSTERS / "ray_train.py")], env=given, cwd=tmp_path, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with ended([process]):
+        out, errors = process.communicate(timeout=400 * PATIENCE)
+    assert process.returncode == 0, errors[-2000:]
+    loss = re.search(r"'step': 40, 'loss': ([0-9.]+), 'wire_mb': ([0-9.]+)", out)
+    assert loss and float(loss[1]) < 4 and 0 < float(loss[2]) < 1.2, out
+
+
+# --------------------------------------------------------------------------------------------------------------- SLURM
+
+
+def lacking() -> str:
+    """What a real SLURM on this machine would need; "": nothing."""
+    programs = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "sinfo")
+    missing = [name for name in programs if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    if missing:
+        return f"needs {', '.join(missing)} (apt-get install slurmctld slurmd munge slurm-client)"
+    return "" if os.geteuid() == 0 else "needs root, to start slurmd"
+
+
+CONFIG = """\
+ClusterName=thinwire
+SlurmctldHost={host}
+SlurmctldPort={controller}
+SlurmdPort={daemon}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SchedulerParameters=batch_sched_delay=0
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+@contextlib.contextmanager
+def slurm(folder: Path) -> Iterator[dict[str, str]]:
+    """A controller and a node of SLURM on this machine, which end with the test; the environment to reach them."""
+    host = os.uname().nodename.partition(".")[0]
+    for name in ("state", "spool", "munge"):
+        (folder / name).mkdir(mode=0o700)
+    key = folder / "munge" / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    config = CONFIG.format(
+        host=host, controller=free_port(), daemon=free_port(), folder=folder, cpus=os.cpu_count() or 1
+    )
+    (folder / "slurm.conf").write_text(config)
+    environment = {
+        **os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin",
+        "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    commands = (
+        ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket",
+         f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed"],
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", host],
+    )  # fmt: skip
+    daemons: list[subprocess.Popen] = []
+    with ended(daemons):
+        for command in commands:
+            with open(folder / f"{command[0]}.out", "w") as printed:
+                daemons.append(subprocess.Popen(
+                    command, env=environment, start_new_session=True, stdout=printed, stderr=subprocess.STDOUT
+                ))  # fmt: skip
+            time.sleep(0.5)
+        deadline = time.monotonic() + 60 * PATIENCE
+        while "idle" not in (state := _shell(["sinfo", "--noheader", "--format=%T"], environment)):
+            logs = [(folder / f"{command[0]}.out").read_text()[-500:] for command in commands]
+            assert time.monotonic() < deadline, f"{state}\n" + "\n".join(logs)
+            time.sleep(0.2)
+        yield environment
+
+
+def _shell(command: list[str], environment: dict[str, str]) -> str:
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 * PATIENCE).stdout
+
+
+@pytest.mark.skipif(bool(lacking()), reason=lacking())
+@pytest.mark.skipif(not ALL, reason="SLURM's daemons take their time: THINWIRE_TESTS=all")
+def test_a_job_of_slurm_trains_on_all_its_tasks(tmp_path):
+    """The script of examples/clusters, whose two nodes are two tasks of the one that is here."""
+    program = tmp_path / "bin" / "thinwire"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m thinwire "$@"\n')
+    program.chmod(0o755)
+    with slurm(tmp_path) as environment:
+        environment["PATH"] = f"{program.parent}:{environment['PATH']}"
+        asked = ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--overcommit", f"--chdir={tmp_path}"]
+        job = _shell(
+            ["sbatch", "--parsable", f"--output={tmp_path}/job.out", *asked, str(CLUSTERS / "slurm.sh"),
+             "--method=int8", "--preset=tiny", "--steps=2"], environment,
+        ).strip()  # fmt: skip
+        deadline = time.monotonic() + 240 * PATIENCE
+        while "COMPLETED" not in (state := _shell(["scontrol", "--oneliner", "show", "job", job], environment)):
+            printed = (tmp_path / "job.out").read_text() if (tmp_path / "job.out").exists() else ""
+            assert time.monotonic() < deadline and "FAILED" not in state, f"{state}\n{printed}"
+            time.sleep(0.3)
+        printed = (tmp_path / "job.out").read_text()
+    assert "2 ranks on 1 node" in printed and LAST.search(printed), printed

@@ -1,0 +1,285 @@
+"""Each method on each engine, on the GPUs of this machine: a NaN step, a skipped step, a resume; then its speed.
+
+    python tests/support/gpu_cases.py                           # all cases, a line of JSON each
+    python tests/support/gpu_cases.py --device cpu --engines ddp --methods int8      # a rehearsal without a GPU
+
+Ranks that share one GPU talk by gloo, ranks with one each by NCCL. A case has processes of its own and a limit of its
+own: one that hangs is ended, with the stacks of its threads, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+import thinwire
+from engines import same_on_all_ranks
+from models import Net, batch
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import PRESETS
+
+ENGINES = ("ddp", "fsdp2", "hsdp")
+METHODS = (
+    "dense", "bf16", "int8(smallest=0)", "sdp4bit(smallest=0)", "trickle(density=0.25,smallest=0)",
+    "trickle(mask='merged',density=0.25,smallest=0)", "topk(density=0.1,smallest=0)",
+    "scape(density=0.25,warmup=2,smallest=0)", "radius(T=2,start=1,density=0.3,smallest=0)",
+    "tagc(theta=0.75,smallest=0)", "powersgd(rank=1,smallest=0)",
+    "onebit-adam(warmup=2,smallest=0)", "local-steps(every=2)", "separate(smallest=0)",
+)  # fmt: skip
+TIMED = ("dense", "int8", "sdp4bit", "trickle")
+STEPS, NAN_STEP, SAVED = 6, 2, 4
+"""Steps of a case; the one whose loss is NaN on rank 0; how many are taken before the state is saved."""
+
+
+@dataclass
+class Case:
+    """``what``: "steps", or "speed" of the preset, or "hang": rank 1 never comes, and the case has to be ended.
+
+    Attributes:
+        backend: "gloo" or "nccl". sets_device: the program calls ``torch.cuda.set_device``. limit: seconds.
+        result: what came of it; ``ended`` is "passed", "hung" or the error's last line.
+    """
+
+    engine: str
+    method: str
+    world: int
+    device: str
+    backend: str
+    what: str = "steps"
+    sets_device: bool = True
+    preset: str = "gpt-125m"
+    limit: float = 45
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+def cases(
+    device: str, gpus: int, engines: Sequence[str], methods: Sequence[str], timed: Sequence[str]
+) -> Iterator[Case]:
+    """All cases on so many GPUs, the cheapest proof first."""
+    backend = "nccl" if gpus > 1 else "gloo"
+    for engine in engines:
+        world = 4 if engine == "hsdp" else 2
+        if backend == "nccl":
+            world = min(gpus, 8) // 2 * 2
+        if backend == "nccl" and engine == "hsdp" and world < 4:
+            continue
+        for method in methods:
+            if engine in thinwire.methods.resolve(method).engines:
+                yield Case(engine, method, world, device, backend)
+    yield Case("ddp", "int8(smallest=0)", 2, device, backend, sets_device=False)
+    yield Case("ddp", "int8(smallest=0)", 2, device, backend, "hang", limit=20)
+    for method in timed if backend == "nccl" or device == "cpu" else ():
+        yield Case("ddp", method, min(gpus, 8) if gpus > 1 else 2, device, backend, "speed", limit=90)
+
+
+def run(case: Case) -> Case:
+    """Fill in ``case.result``."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            case.result = ranks.run(_rank, case.world, asdict(case), folder, seconds=case.limit + 15)[0]
+            wrong = [name for name in ("equal", "resumed", "skipped") if not case.result.get(name, True)]
+            case.result["ended"] = f"not {' nor '.join(wrong)}" if wrong else "passed"
+        except (AssertionError, TimeoutError) as error:
+            stacks = [file.read_text() for file in sorted(Path(folder).glob("stacks-*")) if file.stat().st_size]
+            said = str(error).strip().splitlines()
+            case.result = {"ended": "hung" if stacks else said[-1], "said": said[-30:], "stacks": stacks}
+    case.result["seconds"] = round(time.monotonic() - began, 1)
+    return case
+
+
+def _rank(rank: int, world: int, fields: dict[str, Any], folder: str) -> dict[str, Any]:
+    case = Case(**fields)
+    with open(f"{folder}/stacks-{rank}", "w") as stacks:
+        faulthandler.dump_traceback_later(case.limit, exit=True, file=stacks)
+        warnings.simplefilter("ignore")
+        cuda = case.device == "cuda"
+        device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+        if cuda and case.sets_device:
+            torch.cuda.set_device(device)
+        store = dist.PrefixStore("case", dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group(case.backend, store=store, rank=rank, world_size=world)
+        try:
+            return {"steps": _steps, "hang": _hang, "speed": _speed}[case.what](case, device, rank)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _hang(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
+    if rank:
+        time.sleep(1e6)
+    dist.all_reduce(torch.ones(1, device=device))
+    return {}
+
+
+def wrapped(engine: str, model: nn.Module, device: torch.device) -> nn.Module:
+    model = model.to(device)
+    if engine == "ddp":
+        return DistributedDataParallel(model, bucket_cap_mb=0.01 if isinstance(model, Net) else 25)
+    shape, names = ((2, dist.get_world_size() // 2), ("replicate", "shard")) if engine == "hsdp" else (None, None)
+    mesh = init_device_mesh(device.type, shape or (dist.get_world_size(),), mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class _Run:
+    """A model, its optimizer and its wire, which take steps."""
+
+    def __init__(self, case: Case, device: torch.device, rank: int) -> None:
+        torch.manual_seed(0)
+        method = thinwire.methods.resolve(case.method)
+        self.model, self.device, self.rank = wrapped(case.engine, Net(), device), device, rank
+        self.optimizer = method.OPTIMIZER(self.model.parameters(), lr=3e-3)
+        self.wire = thinwire.compress(self.model, self.optimizer, method, steps=1000)
+
+    def step(self, number: int) -> None:
+        tokens, targets = (part.to(self.device) for part in batch(number, self.rank))
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        (loss * (torch.nan if number == NAN_STEP and self.rank == 0 else 1.0)).backward()
+        self.wire.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        return [getattr(p, "_local_tensor", p).detach() for p in self.model.parameters()]
+
+    def saved(self) -> tuple[list[Tensor], dict, dict]:
+        weights = [weight.clone() for weight in self.weights()]
+        return weights, copy.deepcopy(self.optimizer.state_dict()), copy.deepcopy(self.wire.state_dict())
+
+    def load(self, weights: list[Tensor], optimizer: dict, wire: dict) -> None:
+        for weight, value in zip(self.model.parameters(), weights, strict=True):
+            with torch.no_grad():
+                getattr(weight, "_local_tensor", weight).copy_(value)
+        self.optimizer.load_state_dict(optimizer)
+        self.wire.load_state_dict(wire)
+
+
+def _steps(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
+    """Six steps, one of them spoilt; the last two once more, from what was saved before them."""
+    first = _Run(case, device, rank)
+    for number in range(SAVED):
+        first.step(number)
+    saved = first.saved()
+    for number in range(SAVED, STEPS):
+        first.step(number)
+    end, skipped = [weight.clone() for weight in first.weights()], first.wire.skipped == 1
+    alone = first.wire.method.card.alone(STEPS)  # ranks that step alone are equal where they meet
+    found = {"skipped": skipped or alone, "equal": alone or same_on_all_ranks(first.model), **_watched(first, device)}
+    first.wire.close()
+    second = _Run(case, device, rank)
+    second.load(*saved)
+    for number in range(SAVED, STEPS):
+        second.step(number)
+    same = all(torch.equal(a, b) for a, b in zip(end, second.weights(), strict=True))
+    # The first backward pass after a start has DDP's buckets of a first pass; torch's own sums then have another order.
+    found["resumed"] = same or (case.method in ("dense", "bf16") and case.engine == "ddp")
+    second.wire.close()
+    return found
+
+
+def _watched(run: _Run, device: torch.device) -> dict[str, Any]:
+    """Of one more step: how often the host waited, as torch warns, and what was launched, as its profiler says."""
+    if device.type != "cuda":
+        return {"waits": None, "launches": None}
+    torch.cuda.synchronize(device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        run.step(STEPS)
+        torch.cuda.set_sync_debug_mode("default")
+    waits = sum("synchroniz" in str(warning.message) for warning in said)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run.step(STEPS + 1)
+        torch.cuda.synchronize(device)
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return {"waits": waits, "launches": len(kernels)}
+
+
+def _speed(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
+    """Milliseconds of a step of 4096 tokens per rank, of its stages and of the host; peak memory beside the plan's."""
+    cuda = device.type == "cuda"
+    torch.manual_seed(0)
+    shape = PRESETS[case.preset]
+    method = thinwire.methods.resolve(case.method)
+    bare = Decoder(shape)
+    tokens = torch.randint(shape.vocabulary, (max(4096 // shape.context, 1), shape.context), device=device)
+    model = wrapped(case.engine, bare, device)
+    optimizer = method.OPTIMIZER(model.parameters(), lr=1e-4)
+    wire = thinwire.compress(model, optimizer, method, steps=1000)
+
+    def steps(count: int) -> float:
+        began = time.thread_time()
+        for _ in range(count):
+            with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+                loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return time.thread_time() - began
+
+    steps(5 if cuda else 1)
+    wire.ledger.reset()
+    if cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    count, began = 20 if cuda else 2, time.monotonic()
+    host = steps(count)
+    if cuda:
+        torch.cuda.synchronize(device)
+    step_ms, stats = 1e3 * (time.monotonic() - began) / count, wire.ledger.stats()
+    found = {
+        "step_ms": step_ms, "host_ms": 1e3 * host / count, "planned_MB": (wire.plan.memory_bytes or 0) / 1e6,
+        "peak_MB": torch.cuda.max_memory_allocated(device) / 1e6 if cuda else None,
+        **{name: stats[name] for name in ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")},
+    }  # fmt: skip
+    wire.close()
+    return {name: value if value is None else round(value, 2) for name, value in found.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--engines", nargs="*", default=ENGINES)
+    parser.add_argument("--methods", nargs="*", default=METHODS)
+    parser.add_argument("--timed", nargs="*", default=TIMED, help="methods whose speed is measured, with several GPUs")
+    parser.add_argument("--preset", default="gpt-125m", help="the model of which speed is measured")
+    parser.add_argument("--hang-after", type=float, default=20, help="seconds until the case that hangs is ended")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees no CUDA device on this machine", file=sys.stderr)
+        return 2
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a hang is ours to end, with stacks
+    gpus, failed = torch.cuda.device_count() if options.device == "cuda" else 1, False
+    for case in cases(options.device, gpus, options.engines, options.methods, options.timed):
+        case.preset = options.preset
+        case.limit = options.hang_after if case.what == "hang" else case.limit
+        print(json.dumps(asdict(run(case))), flush=True)
+        failed |= case.result["ended"] != ("hung" if case.what == "hang" else "passed")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
