@@ -38,13 +38,13 @@ def check(module, device: torch.device = CPU, narrow: torch.dtype = torch.float3
         flat = torch.randn(length, generator=generator).to(narrow)
         flat[owned[1]] *= 300
         usual = torch.tensor([40.0, 5.0, 0.0, 50.0])
-        before = torch.stack([usual, torch.arange(4.0), torch.ones(4), torch.zeros(4)])
+        current = torch.stack([usual, torch.arange(4.0), torch.ones(4), torch.zeros(4)])
         shares = torch.tensor([0.1, 0.2, 0.3, 0.9])
         for spoilt in (None, math.inf, math.nan):
             if spoilt is not None:
                 flat[owned[2][-1]] = spoilt
-            after = torch.full((4, 4), 7.0)
-            statistics = Statistics(before.to(device), after.to(device), shares.to(device), TIMES, LEAVES, DECAY)
+            updated = torch.full((4, 4), 7.0)
+            statistics = Statistics(current.to(device), updated.to(device), shares.to(device), TIMES, LEAVES, DECAY)
             factors, residues = torch.full((2, 3), torch.nan, device=device).unbind()
             module.factors_of(flat.to(device), table, columns, statistics, factors, residues)
             root = float(usual.norm())
@@ -55,10 +55,10 @@ def check(module, device: torch.device = CPU, narrow: torch.dtype = torch.float3
                 assert float(factors[i]) == pytest.approx(LEAVES * most / norm if cut else 1.0, rel=1e-5)
                 assert math.isnan(float(residues[i])) != math.isfinite(norm)
                 now = most if cut else norm if counted else old
-                expected = [DECAY * old + (1 - DECAY) * now if old else now, before[1, column] + counted,
+                expected = [DECAY * old + (1 - DECAY) * now if old else now, current[1, column] + counted,
                             1 + cut, norm - LEAVES * most if cut else 0.0]  # fmt: skip
-                assert statistics.after[:, column].tolist() == pytest.approx([float(e) for e in expected], rel=1e-5)
-            assert (float(factors[1]) < 1) == (float(usual[0]) > 0) and statistics.after[:, 1].tolist() == [7.0] * 4
+                assert statistics.updated[:, column].tolist() == pytest.approx([float(e) for e in expected], rel=1e-5)
+            assert (float(factors[1]) < 1) == (float(usual[0]) > 0) and statistics.updated[:, 1].tolist() == [7.0] * 4
 
 
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])

@@ -45,7 +45,7 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 *fp32  next_moment residual_out v_out factors resident
-*fp32  sums after residues
+*fp32  sums current updated residues
 *i32   bit_offsets positions segments shifts slots copy_programs segment_numbers starts
 *i64   copy_table columns
 i64    seed
@@ -83,7 +83,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for scaled in (False, True):
         yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False, "SCALED": scaled}
         yield norms._squares, {"flat": "*i16" if scaled else "*fp32"}, table | {"WIDEN": scaled}
-    yield norms._bound, {"before": "*fp32", "rest": "fp32"}, {"BLOCK": norms.BLOCK}
+    yield norms._bound, {"rest": "fp32"}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}

@@ -53,6 +53,6 @@ class TopK(Lossy):
         assert codec is None or isinstance(codec, Integers)
 
         def make() -> Sparse:
-            return Sparse(tuple((of.width, count_of(density, of.span)) for of in bucket.segments), codec)
+            return Sparse(tuple((segment.width, count_of(density, segment.span)) for segment in bucket.segments), codec)
 
         return bucket.once(("largest", density), make, codec)

@@ -39,10 +39,10 @@ def _segment_of_momentum(
 
 
 @partial(by_row, table=lambda array: array)
-def _direction(gradients, second, second_out, first, first_out, places, knobs, beta1, rest1):
-    for segment in range(len(places)):
+def _direction(gradients, second, second_out, first, first_out, bounds, knobs, beta1, rest1):
+    for segment in range(len(bounds)):
         lr, scale, beta2, rest2, eps = knobs[segment]
-        start, end = places[segment]
+        start, end = bounds[segment]
         g, v, v_out = gradients[start:end], second[start:end], second_out[start:end]
         if first is None:
             _segment(g, v, v_out, lr, scale, beta2, rest2, eps)
@@ -56,10 +56,11 @@ def direction(
     segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, factor: Tensor, beta1: float,
 ) -> None:  # fmt: skip
     lrs, scales = lr.tolist(), (factor * scale).tolist()
-    knobs = [
-        (lrs[of.tensor_index], scales[of.tensor_index], of.beta2, 1 - of.beta2, of.eps) for of in segments
-    ]  # fmt: skip
-    places = np.array([(of.start, of.start + of.width) for of in segments], np.int64)
+    knobs = []
+    for segment in segments:
+        index, beta2 = segment.tensor_index, segment.beta2
+        knobs.append((lrs[index], scales[index], beta2, 1 - beta2, segment.eps))
+    bounds = np.array([(segment.start, segment.start + segment.width) for segment in segments], np.int64)
     rest1 = np.float32(1 - beta1)
     values = rows, second, second_out, first, first_out
-    _direction(*values, places, np.array(knobs, np.float32), np.float32(beta1), rest1)
+    _direction(*values, bounds, np.array(knobs, np.float32), np.float32(beta1), rest1)

@@ -22,14 +22,14 @@ class Statistics(NamedTuple):
     """The usual norms of a model's P parameters, and how a gradient is held against them.
 
     Attributes:
-        before, after: (4, P) float32: the usual norm, gradients counted, gradients cut, the sum of the norms cut off.
+        current, updated: (4, P) float32: the usual norm, gradients counted, gradients cut, the sum of the norms cut off.
         shares: (P,) float32, the square root of each parameter's share of all values.
         times: usual norms from which on a gradient is cut. leaves: the share of these that is left.
         decay: of the usual norm, per step.
     """
 
-    before: Tensor
-    after: Tensor
+    current: Tensor
+    updated: Tensor
     shares: Tensor
     times: float
     leaves: float
@@ -40,7 +40,7 @@ def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Stat
     """Return the factors (T,) float32 that cut the outliers in ``flat`` (1-D), and residues (T,): 0, or NaN.
 
     A factor is 1 where nothing is cut, or the norm is not finite; a residue is NaN where the norm is not finite.
-    ``statistics.after`` is updated in ``columns``.
+    ``statistics.updated`` is updated in ``columns``.
 
     Args:
         table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def factors_of(
     flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor
 ) -> None:
-    before, after, shares, times, leaves, decay = statistics
+    current, updated, shares, times, leaves, decay = statistics
     norms = _norms(flat, table)
-    old = before[:, columns]
+    old = current[:, columns]
     usual_before = old[0]
-    share_of_all = shares[columns] * torch.linalg.vector_norm(before[0])
+    share_of_all = shares[columns] * torch.linalg.vector_norm(current[0])
     largest = times * torch.maximum(usual_before, share_of_all)
     counted = norms.isfinite() & (norms > 0)
     exceeds = (norms > largest) & (usual_before > 0) & counted
@@ -29,7 +29,7 @@ def factors_of(
     norm = torch.where(exceeds, largest, torch.where(counted, norms, usual_before))
     usual_after = torch.where(usual_before > 0, decay * usual_before + (1 - decay) * norm, norm)
     counts = torch.stack([counted.float(), exceeds.float(), torch.where(exceeds, norms - cut_to, 0.0)])
-    after[:, columns] = torch.cat([usual_after.unsqueeze(0), old[1:] + counts])
+    updated[:, columns] = torch.cat([usual_after.unsqueeze(0), old[1:] + counts])
     factors.copy_(torch.where(exceeds, cut_to / norms, 1.0))
     torch.sub(norms, norms, out=residues)
 

@@ -28,7 +28,7 @@ def _squares(flat, programs, table, sums, WIDEN: tl.constexpr, BLOCK: tl.constex
 
 @kernel
 def _bound(
-    sums, starts, columns, before, after, shares, factors, residues, parameters, times, leaves, decay, rest,
+    sums, starts, columns, current, updated, shares, factors, residues, parameters, times, leaves, decay, rest,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take one segment: see ``reference``."""
@@ -38,11 +38,11 @@ def _bound(
     for first in range(tl.load(starts + segment), end, BLOCK):
         total += tl.load(sums + first + lane, mask=first + lane < end, other=0)
     for first in range(0, parameters, BLOCK):
-        usual = tl.load(before + first + lane, mask=first + lane < parameters, other=0)
+        usual = tl.load(current + first + lane, mask=first + lane < parameters, other=0)
         usual_total += usual * usual
     norm = tl.sqrt_rn(tl.sum(total, 0))
     column = tl.load(columns + segment)
-    usual = tl.load(before + column)
+    usual = tl.load(current + column)
     largest = times * tl.maximum(usual, tl.load(shares + column) * tl.sqrt_rn(tl.sum(usual_total, 0)))
     counted = (norm > 0) & (norm - norm == 0)
     exceeds = (norm > largest) & (usual > 0) & counted
@@ -50,19 +50,19 @@ def _bound(
     tl.store(factors + segment, tl.where(exceeds, tl.div_rn(cut_to, tl.where(exceeds, norm, 1.0)), 1.0))
     tl.store(residues + segment, norm - norm)
     norm_now = tl.where(exceeds, largest, tl.where(counted, norm, usual))
-    tl.store(after + column, tl.where(usual > 0, decay * usual + rest * norm_now, norm_now))
+    tl.store(updated + column, tl.where(usual > 0, decay * usual + rest * norm_now, norm_now))
     line = column + parameters
-    tl.store(after + line, tl.load(before + line) + tl.where(counted, 1.0, 0.0))
+    tl.store(updated + line, tl.load(current + line) + tl.where(counted, 1.0, 0.0))
     line += parameters
-    tl.store(after + line, tl.load(before + line) + tl.where(exceeds, 1.0, 0.0))
+    tl.store(updated + line, tl.load(current + line) + tl.where(exceeds, 1.0, 0.0))
     line += parameters
-    tl.store(after + line, tl.load(before + line) + tl.where(exceeds, norm - cut_to, 0.0))
+    tl.store(updated + line, tl.load(current + line) + tl.where(exceeds, norm - cut_to, 0.0))
 
 
 def factors_of(
     flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor
 ) -> None:
-    before, after, shares, times, leaves, decay = statistics
+    current, updated, shares, times, leaves, decay = statistics
     widen = flat.dtype == torch.bfloat16
     sums = torch.empty(len(table.programs) // 2, dtype=torch.float32, device=flat.device)
     launch(
@@ -70,6 +70,6 @@ def factors_of(
         BLOCK=PER_PROGRAM, FIELDS=FIELDS,
     )  # fmt: skip
     launch(
-        _bound, (len(table.segments),), sums, table.starts, columns, before.view(-1), after.view(-1), shares, factors,
-        residues, before.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
+        _bound, (len(table.segments),), sums, table.starts, columns, current.view(-1), updated.view(-1), shares, factors,
+        residues, current.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
     )  # fmt: skip
