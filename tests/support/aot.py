@@ -49,7 +49,7 @@ NAMES = """
 *i32   bit_offsets positions segments shifts slots copy_programs segment_numbers starts
 *i64   copy_table columns
 i64    seed
-fp32   times leaves decay rest beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
+fp32   times leaves decay gain beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
 *fp32  g v m_out own held message left sent rest whole quantum wire
@@ -83,7 +83,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for scaled in (False, True):
         yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False, "SCALED": scaled}
         yield norms._squares, {"flat": "*i16" if scaled else "*fp32"}, table | {"WIDEN": scaled}
-    yield norms._bound, {"rest": "fp32"}, {"BLOCK": norms.BLOCK}
+    yield norms._bound, {}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}

@@ -22,7 +22,7 @@ class Statistics(NamedTuple):
     """The usual norms of a model's P parameters, and how a gradient is held against them.
 
     Attributes:
-        current, updated: (4, P) float32: the usual norm, gradients counted, gradients cut, the sum of the norms cut off.
+        current, updated: (4, P) float32: the usual norm, gradients counted, gradients cut, the sum of norms cut off.
         shares: (P,) float32, the square root of each parameter's share of all values.
         times: usual norms from which on a gradient is cut. leaves: the share of these that is left.
         decay: of the usual norm, per step.

@@ -28,7 +28,7 @@ def _squares(flat, programs, table, sums, WIDEN: tl.constexpr, BLOCK: tl.constex
 
 @kernel
 def _bound(
-    sums, starts, columns, current, updated, shares, factors, residues, parameters, times, leaves, decay, rest,
+    sums, starts, columns, current, updated, shares, factors, residues, parameters, times, leaves, decay, gain,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take one segment: see ``reference``."""
@@ -50,7 +50,7 @@ def _bound(
     tl.store(factors + segment, tl.where(exceeds, tl.div_rn(cut_to, tl.where(exceeds, norm, 1.0)), 1.0))
     tl.store(residues + segment, norm - norm)
     norm_now = tl.where(exceeds, largest, tl.where(counted, norm, usual))
-    tl.store(updated + column, tl.where(usual > 0, decay * usual + rest * norm_now, norm_now))
+    tl.store(updated + column, tl.where(usual > 0, decay * usual + gain * norm_now, norm_now))
     line = column + parameters
     tl.store(updated + line, tl.load(current + line) + tl.where(counted, 1.0, 0.0))
     line += parameters
@@ -70,6 +70,6 @@ def factors_of(
         BLOCK=PER_PROGRAM, FIELDS=FIELDS,
     )  # fmt: skip
     launch(
-        _bound, (len(table.segments),), sums, table.starts, columns, current.view(-1), updated.view(-1), shares, factors,
-        residues, current.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
+        _bound, (len(table.segments),), sums, table.starts, columns, current.view(-1), updated.view(-1), shares,
+        factors, residues, current.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
     )  # fmt: skip
