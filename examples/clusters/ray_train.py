@@ -22,7 +22,8 @@ def train(config: dict) -> None:
     model = ray.train.torch.prepare_model(model)  # DistributedDataParallel, on the worker's device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wire = thinwire.compress(model, optimizer, config["method"], steps=STEPS)
-    data = torch.Generator().manual_seed(ray.train.get_context().get_world_rank())
+    rank = ray.train.get_context().get_world_rank()
+    data = torch.Generator().manual_seed(rank)
     device = next(model.parameters()).device
     for step in range(1, STEPS + 1):
         tokens = torch.randint(0, VOCABULARY, (1024,), generator=data).to(device)
@@ -32,12 +33,14 @@ def train(config: dict) -> None:
         optimizer.zero_grad()
         if step % 10 == 0:
             sent = sum(wire.last_step()["wire_bytes_per_step"].values())
-            ray.train.report({"step": step, "loss": loss.item(), "wire_mb": sent / 1e6})
+            ray.train.report({"step": step, "loss": loss.item(), "wire_mb": sent / 1e6})  # on all workers
+            if rank == 0:
+                print(f"step {step}: loss {loss.item():.3f}, {sent / 1e6:.3f} MB sent", flush=True)
     wire.close()
 
 
 def main(method: str = "int8") -> None:
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(include_dashboard=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
             train,
@@ -46,7 +49,7 @@ def main(method: str = "int8") -> None:
             torch_config=TorchConfig(backend="nccl" if torch.cuda.is_available() else "gloo"),
             run_config=RunConfig(storage_path=folder),
         )
-        print(trainer.fit().metrics)
+        trainer.fit()
     ray.shutdown()
 
 

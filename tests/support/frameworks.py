@@ -99,11 +99,12 @@ def resumed(framework: str, train: Callable[..., Trained], folder: str) -> dict[
 def check(train: Callable[..., dict], folder: Path, start: float, *more: Any) -> None:
     """Hold ``train(rank, world, folder, second life, *more)`` to what every framework promises, on two ranks.
 
-    ``start``: the loss before training.
+    ``start``: the loss before training, if the first life does not say.
     """
     first = ranks.run(train, 2, str(folder), False, *more, warm="warm_frameworks")
     second = ranks.run(train, 2, str(folder), True, *more, warm="warm_frameworks")
     for one, other in zip(first, second, strict=True):
+        start = one.get("start", start)
         assert one["dense"] and one["steps"] == STEPS
         assert one["lossy"]
         for method, (more, share, loss) in one["lossy"].items():

@@ -99,7 +99,7 @@ def _before_loading(accelerator: ModuleType) -> None:
     def compress_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:
         for model in self._models:
             wrapped = (outer for outer in _alive(torch.nn.parallel.DistributedDataParallel) if outer.module is model)
-            _compress(next(wrapped, model))  # of DDP they keep what is inside
+            _compress(next(wrapped, model))
         return load_state(self, *args, **kwargs)
 
     accelerator.Accelerator.load_state = compress_and_load
@@ -111,9 +111,17 @@ def _compress_trained(module: Any, inputs: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapped = isinstance(getattr(module, "_orig_mod", module), DistributedDataParallel | FSDPModule)
-    if wrapped and module.training and torch.is_grad_enabled():
-        _compress(module)
+    inner = getattr(module, "_orig_mod", module)
+    if (
+        not isinstance(inner, DistributedDataParallel | FSDPModule)
+        or not module.training
+        or not torch.is_grad_enabled()
+    ):
+        return
+    if isinstance(inner, FSDPModule):  # perhaps a part of a model whose own forward() is not called
+        whole = (outer for outer in _alive(FSDPModule) if any(part is inner for part in outer.modules()))
+        inner = max(whole, key=lambda outer: len(list(outer.modules())))
+    _compress(inner)
 
 
 def _compress(model: Any) -> None:
@@ -135,6 +143,10 @@ def _compress(model: Any) -> None:
     inner = getattr(model, "_orig_mod", model)
     compressed = any(wire.engine.model is inner for wire in _alive(Wire))
     if not holders and not compressed:
+        warnings.warn(
+            f"{VARIABLE}: no optimizer holds the parameters of {type(model).__name__} yet: it is compressed from the "
+            "first forward pass on that finds one", ThinwireWarning, stacklevel=2,
+        )  # fmt: skip
         return
     while _hooks:
         _hooks.pop().remove()
@@ -142,9 +154,8 @@ def _compress(model: Any) -> None:
         return
     method, optimizers = os.environ[VARIABLE], list(holders.values())
     library = sys.modules.get("accelerate")
-    bare = getattr(model, "module", model)
     accelerators = [] if library is None else _alive(library.Accelerator)
-    accelerator = next((each for each in accelerators if any(known in (model, bare) for known in each._models)), None)
+    accelerator = next((each for each in accelerators if _has(each, inner)), None)
     if accelerator is not None:
         from thinwire.adapters import accelerate
 
@@ -160,6 +171,12 @@ def _compress(model: Any) -> None:
                 f"{wire.method.name} keeps values from step to step, and this program's checkpoints do not hold them: "
                 "a resumed run loses what waits", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
+
+
+def _has(accelerator: Any, model: Any) -> bool:
+    """Did ``accelerator`` prepare ``model``? Of what it wraps in DDP, it keeps the inside."""
+    bare = getattr(model, "module", model)
+    return any(getattr(known, "_orig_mod", known) in (model, bare) for known in accelerator._models)
 
 
 def _alive(kind: type) -> list[Any]:
