@@ -7,6 +7,7 @@ Triton's place that compiles and computes nothing. A launch is counted, and repo
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -84,7 +85,14 @@ def _triton_stand_ins(report: Report, launched: Launched) -> dict[str, ModuleTyp
     return {"triton": module, "triton.language": language}
 
 
-def _wait(why: str) -> None:
+_clock = itertools.count()
+_waited_at = -1
+
+
+def wait(why: str) -> None:
+    """Let the host wait for the device: all that was recorded is over then."""
+    global _waited_at
+    _waited_at = next(_clock)
     if (report := waits.get()) is not None:
         report(why)
 
@@ -94,12 +102,15 @@ class _Stream:
     def wait_event(self, event: object) -> None: ...
 
     def synchronize(self) -> None:
-        _wait("a stream")
+        wait("a stream")
 
 
 class _Event:
-    def __init__(self, enable_timing: bool = False) -> None: ...
-    def record(self, stream: object = None) -> None: ...
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._recorded_at = -1
+
+    def record(self, stream: object = None) -> None:
+        self._recorded_at = next(_clock)
 
     def query(self) -> bool:
         return True
@@ -108,7 +119,8 @@ class _Event:
         return 0.0
 
     def synchronize(self) -> None:
-        _wait("an event")
+        if self._recorded_at > _waited_at:
+            wait("an event")
 
 
 class _Streams:
@@ -127,7 +139,7 @@ class _Streams:
 
     @staticmethod
     def synchronize(device: object = None) -> None:
-        _wait("the device")
+        wait("the device")
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class LaunchWatch(launches.LaunchWatch):
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             if name in READS:
-                self.waited(name)
+                dry_cuda.wait(name)
                 return torch.zeros((), dtype=tensors[0].dtype).item() if name == "_local_scalar_dense" else False
             if name in ("_to_copy", "copy_") and (of := self._from_device(name, args, kwargs)) is not None:
                 return of
@@ -84,7 +84,7 @@ class LaunchWatch(launches.LaunchWatch):
         if target is None or source.device.type == torch.device(target).type:
             return None
         if not (args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)):
-            self.waited(f"{name} without non_blocking")
+            dry_cuda.wait(f"{name} without non_blocking")
         if torch.device(target).type == "meta":
             return None
         self.launched(f"aten.{name}", 2 * nbytes_of(source))
