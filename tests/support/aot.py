@@ -45,7 +45,7 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 *fp32  next_moment residual_out v_out factors resident
-*fp32  sums current updated residues
+*fp32  change sums current updated residues
 *i32   bit_offsets positions segments shifts slots copy_programs segment_numbers starts
 *i64   copy_table columns
 i64    seed

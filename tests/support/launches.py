@@ -213,7 +213,7 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sketch._restore": (_at("sent", "residual", "out"),),
     "sketch._round_to": (_twice("payload"),),
     "sparse._count": (_where(residual="FEEDBACK", total="KEEP"), lambda of: {"counts": 0.0}),
-    "steps._take": (lambda of: {"tensors": len(of["programs"]) // 2 * of["BLOCK"] * 3 * 4},),
+    "steps._take": (lambda of: {"weight": len(of["programs"]) // 2 * of["BLOCK"] * 12, "change": 0.0},),
     "sparse._put": (_at("payload", "out"), _where(minus="SUBTRACT")),
 }  # fmt: skip
 """By kernel: the bytes that it moves of arguments that are not moved once; of what has no name, such as moments."""
