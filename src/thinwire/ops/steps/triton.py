@@ -34,7 +34,8 @@ def _take(weight, change, programs, table, BLOCK: tl.constexpr, ALIGN: tl.conste
 
 def take(weights: Sequence[Tensor], changes: Sequence[Tensor], factors: Sequence[float]) -> None:
     bits = np.array(factors, np.float32).view(np.int32).tolist()
-    bases, table = (weights[0].data_ptr(), changes[0].data_ptr()), list[int]()
+    bases = weights[0].data_ptr(), changes[0].data_ptr()
+    table: list[int] = []
     for weight, change, factor_bits in zip(weights, changes, bits, strict=True):
         distances = [(tensor.data_ptr() - base) // 4 for tensor, base in zip((weight, change), bases, strict=True)]
         table += [*distances, weight.numel(), factor_bits]
