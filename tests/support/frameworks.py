@@ -49,7 +49,9 @@ def launched(rank: int, world: int) -> None:
 
 
 def surprise(wire: thinwire.Wire) -> float:
-    """Bytes per step that the plan does not know, those of sharded weights aside."""
+    """Bytes per step that the plan does not know, those of sharded weights aside; 0 where they follow the data."""
+    if wire.method.card.bytes_follow_data:
+        return 0
     stats = wire.ledger.stats()
     return sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"] - wire.plan.wire_bytes
 
