@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -153,16 +154,24 @@ print("checked")
     assert done.stdout.strip().endswith("checked"), done.stderr
 
 
-@needs_triton
+TRITONS = [str(folder) for folder in sorted(SOURCE.parents[1].glob("build/triton-*"))] or [""]
+"""Folders of Tritons (``pip install --no-deps --target build/triton-3.6.0 triton==3.6.0``: torch 2.11 brings that one),
+or the installed one."""
+
+
+@pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_the_machine_code_of_all_kernels(capability, tmp_path):
-    """No registers spilled; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
-    code = f"import aot; aot.main({capability})"
+@pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_machine_code_of_all_kernels(capability, folder, tmp_path):
+    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices; 16 or,
+    on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
+    code = f"import sys; sys.path[:0] = {[folder] * bool(folder)}; import aot; aot.main({capability})"
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     for found in map(json.loads, done.stdout.splitlines()):
-        assert found["stack"] == 0, found
+        assert found["stack"] <= (24 if capability == 100 and found["kernel"].startswith("quant.") else 0), found
+        assert found["registers"] <= 128 or found["kernel"].startswith("projection."), found
         assert not found["narrow"] and not found["specialized"], found
         assert not found["fused"] or found["kernel"].startswith("projection."), found
         widths = {int(access[2:]) for access in found["accesses"]}

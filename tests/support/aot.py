@@ -109,7 +109,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._pack, {}, {"BLOCK": 64} | aligned
     of, lines = {"parts": "*i64", "segments": "*i64"}, {"FIELDS": sparse_parts.FIELDS}
     yield mask._tally, {}, block | lines | {"START": 4, "COUNT": 5}
-    counted = {"BLOCK": sparse.COUNTED} | aligned | lines
+    counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0
         yield sparse._count, of, counted | {"FIRST": first, "FEEDBACK": first, "KEEP": first, "BINS": bins}

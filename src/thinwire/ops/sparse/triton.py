@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 BLOCK = 512
 """Columns, or entries of a list, of one program."""
-COUNTED = 4096
-"""Columns per program that counts digits."""
+COUNTED, WARPS = 2048, 8
+"""Columns per program that counts digits, and its warps. Triton 3.6 makes up to 199 registers of 4096 columns in 4
+warps, and 128 of these; 3.9 makes fewer than 64 of either (``tests/support/aot.py``)."""
 DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits."""
 
@@ -257,7 +258,7 @@ def largest(
         launch(
             _count, (len(programs) // 2, count), programs, table, source, addend, total, state, counts, len(segments),
             shift, FIRST=first, FEEDBACK=first and residual is not None, KEEP=first and total_out is not None,
-            BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
+            BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned, num_warps=WARPS,
         )  # fmt: skip
         grid = len(segments), count
         launch(_digit, grid, table, state, counts, len(segments), shift, FIRST=first, BINS=bins, FIELDS=of.FIELDS)

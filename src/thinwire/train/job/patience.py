@@ -27,10 +27,11 @@ class Patience(NamedTuple):
     rate: float
 
     def __str__(self) -> str:
-        return (
-            f"a rank waits {self.seconds:,.0f} s for the others: a step of float32 values takes about "
-            f"{self.need_s:.3g} s at the {self.rate * 8 / 1e6:,.3g} Mbit/s that were measured"
-        )
+        line = f"a rank waits {self.seconds:,.0f} s for the others"
+        if not self.need_s:  # there are none, so that no link was measured
+            return line
+        rate = f"{self.rate * 8 / 1e6:,.3g} Mbit/s"
+        return f"{line}: a step of float32 values takes about {self.need_s:.3g} s at the {rate} that were measured"
 
 
 def fit_timeout(comm: GroupComm, parameters: int, floor_s: float) -> Patience:
