@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 import dry_cuda
 import thinwire
+from launches import LaunchWatch
 from programs import needs_triton, run_python
 from test_dry_run import exchange_of
 from test_memory import method_of
@@ -28,10 +30,10 @@ from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
 from thinwire.ops import mask, quant
 from thinwire.ops.backends import launches
-from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
 from thinwire.plan.plan import road_of
 from thinwire.proof.ranks import parameters_for
+from whole_step import WholePlayback
 
 SOURCE = Path(thinwire.__file__).parent
 SHAPES = {"a": (67, 77), "b": (96, 64), "a.bias": (33,)}
@@ -108,8 +110,9 @@ def test_no_step_waits_for_a_kernel(name, kind):
     with dry_cuda.run(lambda kernel, variant: compiled.add((kernel, *sorted(variant.items())))):
         compile_kernels(road, run, META)
     with dry_cuda.run(lambda kernel, variant: needed.add((kernel, *sorted(variant.items())))):
-        dry_run(layout, road, run, watch=Watch())
-    assert not needed - compiled
+        dry_run(layout, road, run, [exchange.comm], LaunchWatch(), WholePlayback)
+    own = {variant for variant in needed if variant[0] != "thinwire.ops.adams._adams"}  # that is the optimizer's
+    assert not own - compiled
 
 
 def test_a_dry_run_counts_what_the_host_code_launches():
@@ -151,16 +154,24 @@ print("checked")
     assert done.stdout.strip().endswith("checked"), done.stderr
 
 
-@needs_triton
+TRITONS = [str(folder) for folder in sorted(SOURCE.parents[1].glob("build/triton-*"))] or [""]
+"""Folders of Tritons (``pip install --no-deps --target build/triton-3.6.0 triton==3.6.0``: torch 2.11 brings that one),
+or the installed one."""
+
+
+@pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_the_machine_code_of_all_kernels(capability, tmp_path):
-    """No registers spilled; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
-    code = f"import aot; aot.main({capability})"
+@pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_machine_code_of_all_kernels(capability, folder, tmp_path):
+    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices; 16 or,
+    on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
+    code = f"import sys; sys.path[:0] = {[folder] * bool(folder)}; import aot; aot.main({capability})"
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     for found in map(json.loads, done.stdout.splitlines()):
-        assert found["stack"] == 0, found
+        assert found["stack"] <= (24 if capability == 100 and found["kernel"].startswith("quant.") else 0), found
+        assert found["registers"] <= 128 or found["kernel"].startswith("projection."), found
         assert not found["narrow"] and not found["specialized"], found
         assert not found["fused"] or found["kernel"].startswith("projection."), found
         widths = {int(access[2:]) for access in found["accesses"]}
