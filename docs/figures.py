@@ -208,10 +208,14 @@ def methods() -> str:
         fast, cost = speed(cls.name), loss(cls.name)
         cells = (
             f"{fast['speed_percent']}%" if fast else "-",
-            percent(cost.gap) + regime_tables.error_of(cost.error) if cost else "-",
+            _gap(cost) if cost and cls.name != "dense" else "-",
         )
         lines.append(f"| `{cls.name}` {cls.__name__} | {what} | {cls().card.promise.kind} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
+
+
+def _gap(cost: Loss) -> str:
+    return percent(cost.gap) + regime_tables.error_of(cost.error)
 
 
 def percent(gap: float) -> str:
@@ -219,14 +223,16 @@ def percent(gap: float) -> str:
 
 
 def choices() -> str:
-    lines = ["| you have | take | speed (dense) | bytes | loss (seeds) |", "|---|---|---:|---:|---:|"]
+    lines = [
+        "| you have | take | speed (dense) | bytes | loss (seeds) |",
+        "|---|---|---:|---:|---:|",
+    ]
     lines.append("| a step that hardly waits for the network under `dense` | nothing | - | - | - |")
     for have, take, fast, where in CHOICES:
         found, cost = speed(take, (fast,)), loss(take, where)
         dense = speed("dense", (fast,))
         cell = f"{found['speed_percent']}% ({dense['speed_percent']}%)" if found and dense else "-"
-        error = regime_tables.error_of(cost.error) if cost else ""
-        rest = f"{cost.share:.1f}% | {percent(cost.gap)}{error} ({cost.seeds})" if cost else "- | -"
+        rest = f"{cost.share:.1f}% | {_gap(cost)} ({cost.seeds})" if cost else "- | -"
         lines.append(f"| {have} | `{take}` | {cell} | {rest} |")
     return "\n".join(lines)
 
@@ -236,9 +242,9 @@ def picture() -> str:
     fast = setting(SPEED[0])
     text = (
         f"Speed: {world(fast)}, as a share of the same run's without any exchange. Loss: a GPT of 0.84 million "
-        "parameters, 4 ranks, 800 steps from scratch, each side at its best learning rate of those run, one to three "
-        "seeds (seeds of one method differ by about 2%, which is shaded). CPUs and gloo. The commands, seeds and all "
-        "other methods are in [docs/speed.md](docs/speed.md) and [docs/quality.md](docs/quality.md)."
+        "parameters, 4 ranks, 800 steps from scratch (1.9 tokens per parameter), each side at its best learning rate "
+        "of those run, one to three seeds (they differ by about 2%, which is shaded). CPUs and gloo. "
+        "Commands and all other methods: [docs/speed.md](docs/speed.md) and [docs/quality.md](docs/quality.md)."
     )
     wrapped = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
     return f"![Loss against speed, one dot per method](docs/tradeoff.svg)\n\n{wrapped}"
@@ -342,7 +348,7 @@ def quality_cell(method: str, where: Regime) -> str:
     if row is None or cost is None:
         return "-"
     dense = name_of(method) == "dense"
-    what = f"{fmean(row.losses.values()):.3f}" if dense else percent(cost.gap) + regime_tables.error_of(cost.error)
+    what = f"{fmean(row.losses.values()):.3f}" if dense else _gap(cost)
     return f"{what} ({row.lr:g}; {cost.seeds})"
 
 

@@ -6,9 +6,10 @@
     python benchmarks/speed/budgets.py --model net20m --ranks 4 --per-node 1       # a preset of `thinwire train`
 
 Nothing is measured and no GPU is needed: a dry run plays a step of the steady state on tensors without storage,
-through the host code of the CUDA kernels, over groups that only count. What an operation of torch launches counts as
-one. A method that read a value on the host would raise an error in a dry run: so one synchronization is left, the
-guard's.
+through the host code of the CUDA kernels, over groups that only count. It is a step as a run takes it: guard, outlier
+clip, clipping of the mean, the agreed flag, the method, the optimizer (AdamW: fused). An operation of torch on lists
+counts as CUDA launches it (tests/support/launches.py), and a wait of the host where it happens. Bytes are those that
+kernels read and write, whatever caches save: of torch's operations their operands, of ours what they touch.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from thinwire.plan.plan import road_of
 from thinwire.proof.ranks import Shapes
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
+from whole_step import WholePlayback
 
 METHODS = (
     "dense", "bf16", "int8", "sdp4bit", "radius", "scape", "topk", "trickle", "separate", "powersgd", "onebit-adam",
@@ -54,19 +56,24 @@ CAP = 25 * 2**20
 class Budget:
     """Of one rank and step. ``sent``: bytes of gradients; ``weights``: of one gathering. ``held``, ``peak``: bytes.
 
-    ``names``: launches by name. ``buffers``: of the engine's. ``buckets``: parts of these that travel each in its own
-    way, what is compressed and, in the same buffer, what stays dense.
+    ``syncs``: waits of the host. ``moved``: bytes that all kernels read and write, for each of the model's values.
+    ``names``: launches by name; ``bytes``: those of ``moved``; ``waits``: by reason. ``buffers``: of the engine's.
+    ``buckets``: parts of these that travel each in its own way, what is compressed and, in the same buffer, what stays
+    dense.
     """
 
     launches: float
     ours: float
     collectives: float
     syncs: float
+    moved: float
     sent: float
     weights: float
     held: int
     peak: int
     names: Mapping[str, float]
+    bytes: Mapping[str, float]
+    waits: Mapping[str, float]
     buffers: int
     buckets: int
 
@@ -162,18 +169,23 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     run = stand_in_run(made, parameters, exchange)
     watch = LaunchWatch()
     with dry_cuda.run():
-        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch)
-    launches = watch.steady()
+        found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch, WholePlayback)
+    counts = watch.average()
+    launches, values = counts.launches, sum(of.numel for of in parameters)
+    moved = {name: nbytes / values for name, nbytes in counts.moved.items()}
     return Budget(
         launches=sum(launches.values()),
         ours=sum(count for name, count in launches.items() if not name.startswith("aten.")),
         collectives=sum(found.collectives.values()),
-        syncs=1,
+        syncs=sum(counts.waits.values()),
+        moved=sum(moved.values()),
         sent=sum(found.sent.values()),
         weights=found.weights,
         held=found.memory.resident,
         peak=found.memory.peak,
         names=launches,
+        bytes=moved,
+        waits=counts.waits,
         buffers=len(layout.buffers),
         buckets=sum(
             len({keep_dense(made, run.parameters[of.name]) is None for of in pieces}) for pieces in layout.buffers
@@ -193,6 +205,12 @@ def listing(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str
         for name in sorted({name for each in of.values() for name, times in each.names.items() if times}):
             print(f"| `{name}` |" + "".join(f" {of[count].names.get(name, 0):.4g} |" for count in ranks))
         print("| all |" + "".join(f" {of[count].launches:.4g} |" for count in ranks))
+        for name, moved in sorted(any_of.bytes.items(), key=lambda item: -item[1]):
+            if moved >= 0.05:
+                print(f"| bytes per value: `{name}` |" + "".join(f" {of[n].bytes.get(name, 0):.2f} |" for n in ranks))
+        print("| bytes per value |" + "".join(f" {of[count].moved:.1f} |" for count in ranks))
+        for why in sorted({why for each in of.values() for why in each.waits}):
+            print(f"| host waits: {why} |" + "".join(f" {of[count].waits.get(why, 0):.3g} |" for count in ranks))
         beyond = {count: of[count].launches - dense[count].launches for count in ranks}
         print("| beyond dense, per bucket |" + "".join(f" {beyond[n] / any_of.buckets:.1f} |" for n in ranks))
         print("| beyond dense, per buffer |" + "".join(f" {beyond[n] / any_of.buffers:.1f} |" for n in ranks))
@@ -202,16 +220,17 @@ def listing(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str
 def table(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str], per_node: int) -> None:
     values = sum(parameter(name, shape, 1).numel for of in MODELS[model]() for name, shape in of.items())
     print(f"### {model}, {engine}: {values / 1e6:.0f} million values\n")
-    columns = "launches (ours) | collectives | host syncs | MB sent | MB per gathering | GB held | GB at peak"
-    print(f"| method | N | {columns} |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    columns = "launches (ours) | bytes per value | collectives | host waits | MB sent | MB per gathering | GB held"
+    print(f"| method | N | {columns} | GB at peak |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for method in methods:
         for count in ranks:
             of = budget(method, model, engine, count, per_node)
             digits = 1 if values > 1e8 else 3
             sent = f"{of.sent / 1e6:.{digits}f} | {of.weights / 1e6:.{digits}f}"
             sizes = f"{sent} | {of.held / 1e9:.2f} | {of.peak / 1e9:.2f}"
-            calls = f"{of.launches:.0f} ({of.ours:.0f}) | {of.collectives:.0f} | {of.syncs:.0f}"
+            kernels = f"{of.launches:.0f} ({of.ours:.0f}) | {of.moved:.1f}"
+            calls = f"{kernels} | {of.collectives:.0f} | {of.syncs:.3g}"
             print(f"| `{method}` | {count} | {calls} | {sizes} |", flush=True)
     print()
 

@@ -82,7 +82,7 @@ def test_a_stage_sees_what_comes_in_and_counts_it():
     assert Stage.counts_dense
     for counts in (True, False):
         stage = stage_of(engine, "int8", counts_dense=counts)
-        stage.carry = lambda *how: None
+        stage.carry = lambda *how, **more: None
         engine.ledger.close_step()
         flat = torch.ones(engine.numel)
         stage.reduce(flat, engine.pieces, flat)

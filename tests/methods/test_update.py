@@ -647,7 +647,8 @@ def check(fast, device="cpu"):
                 parts = [DirectionSegment(0, min(n, 48), 1, 0.95, 1e-8)]
                 if n > 304:
                     parts += [DirectionSegment(64, 80, 2, 0.5, 1e-3), DirectionSegment(304, n - 304, 1, 1.0, 1e-8)]
-                which.direction(g, v, v_out, *pair, parts, lr, scale, 0.9)
+                half = torch.tensor(0.5, device=of.device)
+                which.direction(g, v, v_out, *pair, parts, lr, 2 * scale, half, 0.9)
             assert torch.allclose(ours.cpu(), theirs, rtol=2e-6, atol=0, equal_nan=True)
             assert theirs[:, :3, :n].isfinite().all() and (momentum or theirs[0, 0, 0] == 0)
             assert n == 1 or torch.equal(theirs[:, :, 48:64], held[:, :, 48:64])  # of no part
@@ -661,7 +662,7 @@ def test_direction_of_nothing():
     empty = torch.zeros(2, 0)
     one = torch.ones(1)
     segments = [DirectionSegment(0, 0, 0, 0.9, 1e-8)]
-    direction.direction(empty, empty, empty, None, None, segments, lr=one, scale=one, beta1=0)
+    direction.direction(empty, empty, empty, None, None, segments, lr=one, scale=one, factor=one[0], beta1=0)
 
 
 @needs_triton

@@ -72,7 +72,7 @@ def check(
         module.unpack(wire[:, 8 : 8 + size], parts, again[:, 1 : 1 + m])
         assert torch.equal(again[:, 1 : 1 + m], found)
         out, total = wide.clone(), torch.full((n,), math.nan, device=device)
-        module.put(payload[:, 1:-1], found, out[2:, 64 : 64 + n])
+        module.put(payload[:, 1:-1], found, out[2:, 64 : 64 + n], None)
         module.sum_at(payload[:, 1:-1], found, parts, total, 0.3)
         results.append((wire, again, out.view(torch.int32), total.nan_to_num(7e7)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind

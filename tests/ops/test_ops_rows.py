@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from programs import check_interpreted, needs_triton
-from thinwire.ops.rows import CopySegment, CopyTable, pack, reference, unpack
+from thinwire.ops.rows import LARGE, CopySegment, CopyTable, pack, reference, unpack
 
 CPU = torch.device("cpu")
 APART = 3
@@ -50,8 +50,15 @@ def check(module, rows: int, narrow: torch.dtype) -> None:
                         at = part.offset + row * part.step + i
                         expected[part.start + row * part.stride + i], taken[at] = flat[at].float(), True
         packed = torch.full((size,), torch.nan)
-        module.pack(flat, places, packed)
+        module.pack(flat, places, packed, None)
         assert torch.equal(packed.nan_to_num(9), expected.nan_to_num(9))
+        factors, scaled = torch.tensor([2.0, 1.0, 0.5]), torch.full((size,), torch.nan)
+        module.pack(flat, places, scaled, factors)
+        for part, factor in zip(parts, factors, strict=True):
+            for row in range(part.rows):
+                columns = slice(part.start + row * part.stride, part.start + row * part.stride + part.width)
+                assert torch.equal(scaled[columns], expected[columns] * factor)
+        assert torch.equal(scaled.isnan(), expected.isnan())
         back = torch.full((length,), 7.0, dtype=narrow)
         module.unpack(packed, places, back, False)
         assert torch.equal(back, torch.where(taken, flat, 7.0))
@@ -63,6 +70,18 @@ def check(module, rows: int, narrow: torch.dtype) -> None:
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
 def test_the_reference_puts_every_value_where_it_belongs(rows, narrow):
     check(reference, rows, narrow)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_a_cpu_copies_small_and_large_parameters_as_the_reference_does(rows, narrow, monkeypatch):
+    pytest.importorskip("numba")
+    from thinwire.ops.rows import cpu
+
+    check(cpu, rows, narrow)
+    monkeypatch.setattr("thinwire.ops.rows.LARGE", 30)  # of the three parameters one stays small
+    check(cpu, rows, narrow)
+    assert LARGE >= 4096
 
 
 def test_nothing_to_do():

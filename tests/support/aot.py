@@ -29,6 +29,7 @@ from thinwire.ops.adams import triton as adams
 from thinwire.ops.direction import triton as direction
 from thinwire.ops.mask import triton as mask
 from thinwire.ops.moments import triton as moments
+from thinwire.ops.norms import triton as norms
 from thinwire.ops.projection import triton as projection
 from thinwire.ops.quant import triton as quant
 from thinwire.ops.rows import FIELDS, PER_PROGRAM
@@ -37,16 +38,18 @@ from thinwire.ops.shards import triton as shards
 from thinwire.ops.sign import triton as sign
 from thinwire.ops.sketch import triton as sketch
 from thinwire.ops.sparse import triton as sparse
+from thinwire.ops.steps import triton as steps
 
-MODULES = (adams, direction, mask, moments, projection, quant, packing, shards, sign, sketch, sparse)
+MODULES = (adams, direction, mask, moments, norms, projection, quant, packing, shards, sign, sketch, sparse, steps)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 *fp32  next_moment residual_out v_out factors resident
-*i32   bit_offsets positions segments shifts slots copy_programs segment_numbers
-*i64   copy_table
+*fp32  change sums current updated residues
+*i32   bit_offsets positions segments shifts slots copy_programs segment_numbers starts
+*i64   copy_table columns
 i64    seed
-fp32   beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
+fp32   times leaves decay gain beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
 *fp32  g v m_out own held message left sent rest whole quantum wire
@@ -66,16 +69,21 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         constants = {"GROUP": group, "BLOCK": 4096 // group, "FOUR": four, "ROTATED": rotated, "WIRE": wire}
         codes = {"codes": "*u8" if four else "*i8"}
         parts = {} if four else dict.fromkeys(("programs", "segments", "keys"))  # None: there are no segments
-        yield quant._quantize, codes | {"rows": "*i16" if four and group == 32 else "*fp32"}, constants | parts | {
-            "STOCHASTIC": four
-        }
+        yield (
+            quant._quantize,
+            codes | {"rows": "*i16" if four and group == 32 else "*fp32"},
+            constants | parts | {"STOCHASTIC": four},
+        )
         yield quant._dequantize, codes, constants
         out = {"out": codes["codes"], "scales_out": "*fp32"}
         yield quant._requantize, codes | out, constants | parts | {"STOCHASTIC": four}
     for rows in ("*fp32", "*i16"):
         yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
-    yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False}
+    for scaled in (False, True):
+        yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False, "SCALED": scaled}
+        yield norms._squares, {"flat": "*i16" if scaled else "*fp32"}, table | {"WIDEN": scaled}
+    yield norms._bound, {}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
@@ -110,7 +118,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield kernel, of, block | aligned | lines
     for kernel in (sparse._pack, sparse._unpack):
         yield kernel, of, block | lines
-    yield sparse._put, {}, block
+    for subtract in (False, True):
+        yield sparse._put, {}, block | {"SUBTRACT": subtract}
     yield sparse._sum_at, {}, block | aligned
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}
@@ -126,9 +135,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for kind in ("*fp32", "*bf16"):
         pointers = dict.fromkeys(("weight", "moment", "gradient", "next_moment"), kind)
         yield adams._adams, pointers, {"HAS_NEXT": True, "BLOCK": adams.BLOCK} | aligned
-    loaded = dict.fromkeys(("m", "lr", "scale"), "*fp32") | {"table": "*i32"}
+    loaded = dict.fromkeys(("m", "lr", "scale", "factor"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
         yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned
+    yield steps._take, {}, {"BLOCK": steps.BLOCK} | aligned
     tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned
     yield projection._project, {}, tile | {"FEEDBACK": True, "KEEP": True}
     yield projection._reconstruct, {}, tile

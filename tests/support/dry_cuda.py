@@ -7,24 +7,38 @@ Triton's place that compiles and computes nothing. A launch is counted, and repo
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.ops.backends import host_code, launches
 
 FAMILIES = (
-    "adams", "direction", "mask", "moments", "projection", "quant", "rows", "shards", "sign", "sketch", "sparse",
+    "adams", "direction", "mask", "moments", "norms", "projection", "quant", "rows", "shards", "sign", "sketch",
+    "sparse", "steps",
 )  # fmt: skip
 
 Report = Callable[[str, Mapping[str, Any]], object]
 """(the kernel's name, by argument what it is compiled for: types at run time, and constants)"""
 Launched = Callable[[Callable[..., None], Mapping[str, object]], object]
 """(the kernel's source, its arguments at run time by name)"""
+
+
+waits: ContextVar[Callable[[str], object] | None] = ContextVar("waits", default=None)
+"""Told why the host waits for the device, where set."""
+
+
+class Bound(dict[str, Any]):
+    """The arguments and constants of a launch, by name."""
 
 
 class _Kernel:
@@ -42,7 +56,7 @@ class _Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: object, **constants: object) -> None:
             if (report := launches.get()) is not None:
-                report(self._name, arguments)
+                report(self._name, (Bound({**dict(zip(self._arguments, arguments, strict=False)), **constants}),))
             self._launched(self.function, dict(zip(self._arguments, arguments, strict=False)))
             self.warmup(*arguments, grid=grid, **constants)
 
@@ -71,6 +85,86 @@ def _triton_stand_ins(report: Report, launched: Launched) -> dict[str, ModuleTyp
     return {"triton": module, "triton.language": language}
 
 
+_clock = itertools.count()
+_waited_at = -1
+
+
+def wait(why: str) -> None:
+    """Let the host wait for the device: all that was recorded is over then."""
+    global _waited_at
+    _waited_at = next(_clock)
+    if (report := waits.get()) is not None:
+        report(why)
+
+
+class _Stream:
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None:
+        wait("a stream")
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._recorded_at = -1
+
+    def record(self, stream: object = None) -> None:
+        self._recorded_at = next(_clock)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        if self._recorded_at > _waited_at:
+            wait("an event")
+
+
+class _Streams:
+    """What stands for ``torch.cuda`` where tensors have no storage: one stream, on which nothing happens."""
+
+    Stream, Event = _Stream, _Event
+    _current = _Stream()
+
+    @classmethod
+    def current_stream(cls, device: object = None) -> _Stream:
+        return cls._current
+
+    @staticmethod
+    def stream(stream: object) -> Any:
+        return nullcontext()
+
+    @staticmethod
+    def synchronize(device: object = None) -> None:
+        wait("the device")
+
+
+@contextmanager
+def _like_cuda() -> Iterator[None]:
+    """Let code that asks of "meta" whether it has streams, or operations on lists, hear what CUDA says."""
+    from torch.utils import _foreach_utils
+
+    streams_of, foreach = devices.streams, _foreach_utils._get_foreach_kernels_supported_devices
+    autocast, keep = torch.autocast, devices.keep
+
+    def host_memory(shape: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    with ExitStack() as stack:
+        for module, name, double in (
+            (devices, "streams", lambda device: _Streams if device.type == "meta" else streams_of(device)),
+            (devices, "host_memory", host_memory),
+            (devices, "keep", lambda tensor: None if tensor.is_meta else keep(tensor)),
+            (torch, "autocast", lambda kind, **how: nullcontext() if kind == "meta" else autocast(kind, **how)),
+            (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: [*foreach(), "meta"]),
+        ):
+            stack.enter_context(mock.patch.object(module, name, double))
+        yield
+
+
 @contextmanager
 def run(
     report: Report = lambda name, variant: None, launched: Launched = lambda function, arguments: None
@@ -94,6 +188,7 @@ def run(
         sys.modules.update(originals)
     token = host_code.set({f"thinwire.ops.{family}": imported[f"thinwire.ops.{family}.triton"] for family in FAMILIES})
     try:
-        yield
+        with _like_cuda():
+            yield
     finally:
         host_code.reset(token)

@@ -49,8 +49,14 @@ def launched(rank: int, world: int) -> None:
 
 
 def surprise(wire: thinwire.Wire) -> float:
-    """Bytes per step that the plan does not know, those of sharded weights aside."""
-    stats = wire.ledger.stats()
+    """Bytes per step that the plan does not know, those of sharded weights aside; 0 where they follow the data.
+
+    After a warm-up of other bytes the last step is looked at.
+    """
+    card = wire.method.card
+    if card.bytes_follow_data:
+        return 0
+    stats = wire.ledger.stats(last=card.steady > 0)
     return sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"] - wire.plan.wire_bytes
 
 

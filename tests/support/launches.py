@@ -1,36 +1,227 @@
-"""A count of the kernels that a method's own code launches in a dry run."""
+"""What a step launches on CUDA, the bytes that its kernels move, and where its host waits, counted in a dry run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import dry_cuda
+from thinwire.ops.backends import launches as told
 from thinwire.predict import launches
+from thinwire.predict.launches import nbytes_of
+
+CHUNK = 65536
+"""Values of one tensor that one block of torch's operations on lists takes (ATen/native/cuda/MultiTensorApply.cuh)."""
+BLOCKS = 320
+"""Blocks of one launch there."""
+TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+"""Tensors of one launch there, by the number of lists."""
+TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
+"""The same where each tensor comes with a number."""
+JOINED = 128
+"""Tensors that one launch of ``torch.cat`` joins (ATen/native/cuda/Shape.cu)."""
+READS = ("_local_scalar_dense", "is_nonzero", "equal")
+"""Operations whose result the host reads."""
 
 
 class LaunchWatch(launches.LaunchWatch):
-    """Counts kernels by step, by name."""
+    """Counts kernels by step and name, with the bytes that they move, and the waits of the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._counter: Counter[str] = Counter()
-        self._steps: list[tuple[float, Counter[str]]] = []  # share of the steady state, launches
+        self._now = Counts()
+        self._steps: list[tuple[float, Counts]] = []  # share of the steady state, counts
 
-    def launched(self, name: str, nbytes: float) -> None:
-        self._counter[name] += 1
+    def launched(self, name: str, nbytes: float, times: int = 1) -> None:
+        self._now.launches[name] += times
+        self._now.moved[name] += nbytes  # type: ignore[assignment]
+
+    def waited(self, why: str) -> None:
+        """The host waits for the device."""
+        self._now.waits[why] += 1
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._ours = told.set(self._launched_by_us)
+        self._waits = dry_cuda.waits.set(self.waited)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        dry_cuda.waits.reset(self._waits)
+        told.reset(self._ours)
+        super().__exit__(*raised)
+
+    def _launched_by_us(self, name: str, args: tuple[Any, ...]) -> None:
+        is_kernel = len(args) == 1 and isinstance(args[0], dry_cuda.Bound)
+        self.launched(name, kernel_bytes(name, args[0]) if is_kernel else launches.own_bytes(name, args))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            if name in READS:
+                dry_cuda.wait(name)
+                return torch.zeros((), dtype=tensors[0].dtype).item() if name == "_local_scalar_dense" else False
+            if name in ("_to_copy", "copy_") and (of := self._from_device(name, args, kwargs)) is not None:
+                return of
+        before = self._now.launches.total()
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if self._now.launches.total() > before:
+            kernel = launches.name_of(function)
+            self._now.launches[kernel] += launches_of(name, args, kwargs) - 1
+            if name.startswith("_fused"):  # torch says that gradients change, as they do under a GradScaler
+                self._now.moved[kernel] -= nbytes_of(args[1])  # type: ignore[assignment]
+        return result
+
+    def _from_device(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """Return what a copy from the device to the host makes; count a wait, and that of a copy the other way."""
+        source, target = (args[1], args[0].device) if name == "copy_" else (args[0], kwargs.get("device"))
+        if target is None or source.device.type == torch.device(target).type:
+            return None
+        if not (args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)):
+            dry_cuda.wait(f"{name} without non_blocking")
+        if torch.device(target).type == "meta":
+            return None
+        self.launched(f"aten.{name}", 2 * nbytes_of(source))
+        return args[0] if name == "copy_" else torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
 
     def end_step(self, share: float) -> None:
         super().end_step(share)
-        self._steps.append((share, self._counter.copy()))
-        self._counter.clear()
+        self._steps.append((share, self._now))
+        self._now = Counts()
 
     def steady(self) -> Mapping[str, float]:
+        """The launches by name: see ``average``."""
+        return self.average().launches
+
+    def average(self) -> Counts:
         """Average over the steady state; where all its steps are alike, the second, which finds memory ready."""
         shares = [share for share, _ in self._steps]
         if 1.0 in shares:
             return self._steps[shares.index(1.0) + 1][1]
-        total: Counter[str] = Counter()
-        for share, launched in self._steps:
-            for name, count in launched.items() if share else ():
-                total[name] += share * count  # type: ignore[assignment]
+        total = Counts()
+        for share, counts in self._steps:
+            for sums, added in zip(total.all(), counts.all(), strict=True):
+                for name, count in added.items() if share else ():
+                    sums[name] += share * count  # type: ignore[assignment]
         return total
+
+
+class Counts:
+    """Of a step: ``launches`` and bytes ``moved`` by kernel, ``waits`` of the host by reason."""
+
+    def __init__(self) -> None:
+        self.launches, self.moved, self.waits = Counter[str](), Counter[str](), Counter[str]()
+
+    def all(self) -> Sequence[Counter[str]]:
+        return self.launches, self.moved, self.waits
+
+
+def launches_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Count the launches of an operation of torch that launches something."""
+    if name in ("cat", "stack"):
+        return -(-len(args[0]) // JOINED)
+    return _launches_of_lists(name, args, kwargs) if name.startswith(("_foreach", "_fused")) else 1
+
+
+def _launches_of_lists(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Count the launches of an operation of torch on lists: a few where all tensors are dense and alike, else one each.
+
+    So does CUDA: ATen/native/ForeachUtils.h, ``can_use_fast_route``.
+    """
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple) and value]
+    lists = [value for value in values if all(isinstance(item, Tensor) for item in value)]
+    lists = lists[:4] if name.startswith("_fused") else lists  # not the counts of steps
+    first = lists[0]
+    for other in lists:
+        same_length = len(other) == len(first)
+        dense = all(tensor.dtype == first[0].dtype and _is_dense(tensor) for tensor in other)
+        alike = same_length and all(
+            a.shape == b.shape and a.stride() == b.stride() for a, b in zip(first, other, strict=True)
+        )
+        if not dense or not alike:
+            return len(first)
+    is_norm = "norm" in name
+    depth = len(lists) + (not name.endswith("_") and not is_norm)
+    limit = (TENSORS if len(values) == len(lists) else TENSORS_WITH_SCALARS)[min(depth, 5)]
+    count = blocks = tensors = 0
+    for tensor in first:
+        chunks = -(-tensor.numel() // CHUNK)
+        tensors += chunks > 0
+        for chunk in range(chunks):
+            blocks += 1
+            is_last = chunk == chunks - 1
+            if blocks == BLOCKS or (tensors == limit and is_last):
+                count, blocks, tensors = count + 1, 0, 0 if is_last else 1
+    return max(count + (blocks > 0), 1) + is_norm  # blocks' norms are added up by a second launch
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+Named = Mapping[str, Any]
+
+
+def _where(**flags: str) -> Callable[[Named], Mapping[str, float]]:
+    """Arguments that are touched only with a constant: ``_where(residual="FEEDBACK")``."""
+    return lambda of: {name: nbytes_of(of[name]) * bool(of[flag]) for name, flag in flags.items()}
+
+
+def _twice(*arguments: str) -> Callable[[Named], Mapping[str, float]]:
+    """``arguments`` are read and written."""
+    return lambda of: {name: 2 * nbytes_of(of[name]) for name in arguments}
+
+
+def _at(values: str, *arguments: str) -> Callable[[Named], Mapping[str, float]]:
+    """Of ``arguments`` as many values are touched as ``values`` has."""
+    return lambda of: {name: nbytes_of(of[values]) for name in arguments}
+
+
+def _part(of: Named) -> float:
+    """Count the bytes of the engine's buffer that rows, perhaps of some of its parameters alone, are copies of."""
+    return min(nbytes_of(of["flat"]), of["rows"].numel() * of["flat"].itemsize)
+
+
+TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
+    "adams._adams": (_twice("weight", "moment"), _where(next_moment="HAS_NEXT")),
+    "direction._direction": (_twice("g"), _where(m="MOMENTUM", m_out="MOMENTUM")),
+    "mask._collect": (_at("message", "row"),),
+    "mask._gather_keep": (
+        _where(residual="FEEDBACK", residual_out="KEEP"),
+        lambda of: {} if of["KEEP"] else {"rows": nbytes_of(of["payload"])},
+    ),
+    "mask._renew": (_twice("rows"),),
+    "moments._add_up": (_where(common="COMMON"), lambda of: {"moment": nbytes_of(of["rows"]) * (not of["COMMON"])}),
+    "moments._advance": (
+        _where(common="COMMON", common_out="COMMON"), lambda of: {"moment": nbytes_of(of["next_moment"])},
+    ),
+    "projection._project": (_where(residual="FEEDBACK", residual_out="KEEP"),),
+    "rows._pack": (lambda of: {"flat": _part(of)},),
+    "rows._unpack": (lambda of: {"flat": _part(of) * (1 + of["ADD"])},),
+    "shards._read": (lambda of: {
+        "resident": 2 * nbytes_of(of["resident"]) * of["ADD"], "rows": nbytes_of(of["rows"]) * (1 + of["ADD"]),
+    },),
+    "shards._write": (_where(resident="SUBTRACT"),),
+    "sketch._encode": (_at("payload", "whole"),),
+    "sketch._gather": (_at("payload", "rows"),),
+    "sketch._restore": (_at("sent", "residual", "out"),),
+    "sketch._round_to": (_twice("payload"),),
+    "sparse._count": (_where(residual="FEEDBACK", total="KEEP"), lambda of: {"counts": 0.0}),
+    "steps._take": (lambda of: {"weight": len(of["programs"]) // 2 * of["BLOCK"] * 12, "change": 0.0},),
+    "sparse._put": (_at("payload", "out"), _where(minus="SUBTRACT")),
+}  # fmt: skip
+"""By kernel: the bytes that it moves of arguments that are not moved once; of what has no name, such as moments."""
+
+
+def kernel_bytes(name: str, arguments: Named) -> float:
+    """Count the bytes that one launch of our kernel ``name`` moves, whatever its caches save."""
+    moved: dict[str, float] = {name: nbytes_of(value) for name, value in arguments.items()}
+    for touched in TOUCHED.get(name.removeprefix("thinwire.ops."), ()):
+        moved.update(touched(arguments))
+    return sum(moved.values())

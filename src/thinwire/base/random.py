@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
-from thinwire.base.device import upload
 
 
 def seed_of(seed: int, name: str, step: int = 0) -> int:
@@ -52,7 +51,7 @@ class Pool:
         backend = devices.streams(device)  # another stream cannot rely on this one's copy
         stream = device if backend is None else backend.current_stream(device)
         if stream not in self._keys:
-            self._keys[stream] = upload([key_of(seed) for seed in self.seeds], device)
+            self._keys[stream] = devices.upload([key_of(seed) for seed in self.seeds], device)
         return self._keys[stream]
 
 
@@ -95,7 +94,7 @@ class Seeds:
         seeds = [seed for _, _, seed in self.ranges]
         if self.pool is not None:
             return self.pool.keys(device), tuple(self.pool.indices[seed] for seed in seeds)
-        return upload([key_of(seed) for seed in seeds], device), tuple(range(len(seeds)))
+        return devices.upload([key_of(seed) for seed in seeds], device), tuple(range(len(seeds)))
 
 
 def _following(seed: int, number: int) -> int:

@@ -49,12 +49,12 @@ class Positions:
             start, list_start = start + width, list_start + padded(k, self.group)
         return tuple(lists)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Length of a row's list, with the padding between segments."""
         return sum(padded(k, self.group) for _, k in self.segments)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of a row's packed positions: a multiple of 8, as each segment's are."""
         return sparse.packed_bytes(self.lists)
@@ -117,6 +117,10 @@ class Sparse(Codec):
         return 2 if self.integers is None else self.integers.group  # two float32 are 8 bytes
 
     def wire_numel(self, n: int) -> int:
+        return self._wire_bytes
+
+    @functools.cached_property
+    def _wire_bytes(self) -> int:
         lists = (padded(k, self._list_group) for _, k in self.segments)
         return self._layout.nbytes + sum(padded(self._value_bytes(size), 8) for size in lists)
 
@@ -139,7 +143,7 @@ class Sparse(Codec):
         else:
             self.integers.encode(values, value_bytes, seed=seed)
         if new is not None:
-            sparse.put(values.sub_(self._values_in(value_bytes, space)), positions, new)
+            sparse.put(values, positions, new, minus=self._values_in(value_bytes, space))
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         positions, values = self._read(wire, space)

@@ -141,7 +141,8 @@ class Bucket:
     """Some parameters of one engine buffer, as rows.
 
     Attributes:
-        rows: (R, n) the gradients to be averaged, float32 (or the engine's dtype, where nothing is encoded).
+        rows: (R, n) the gradients to be averaged, float32 (or the engine's dtype, where nothing is encoded). They may
+            lie apart in memory if the bucket was made ``apart``.
         mean: receives the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank owns one row.
         segments: the parameters, in the engine's order.
         step: optimizer steps taken before this one, for random streams.
@@ -158,12 +159,14 @@ class Bucket:
         device: torch.device,
         spans: Sequence[int] = (),
         arena: Arena | None = None,
+        apart: bool = False,
     ) -> None:
         """``owner``: this rank keeps one row only. ``group``: elements that a codec takes together.
 
         ``spans``: values of each piece in a row; default: as few as possible. ``arena``: shared with other buckets.
+        ``apart``: rows may stay in the engine's buffer, between values of other buckets.
         """
-        self.group, self.owner = group, owner
+        self.group, self.owner, self._apart = group, owner, apart
         self.segments = _segments(pieces, rows, group, spans)
         self.key = (tuple(segment.name for segment in self.segments), rows, group)
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
@@ -203,27 +206,34 @@ class Bucket:
                 values[:, segment.columns][:, segment.span :].zero_()
         return values
 
-    def load(self, flat: Tensor, out: Tensor) -> None:
+    def packing(self, flat: Tensor) -> ops.CopyTable | None:
+        """Return the table by which ``load`` copies ``flat``; None: it does not, or not all of it by a table."""
+        return None if self.lies_in(flat) or self.copies.formed else self.copies.copy_table
+
+    def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
         """Take the gradients from the engine's buffer ``flat`` (1-D), without a copy where it has the form of rows.
 
-        ``out``: the later argument of ``store``: this rank's row (1-D) if ``owner``, else ``flat``.
+        Args:
+            out: the later argument of ``store``: this rank's row (1-D) if ``owner``, else ``flat``.
+            factors: with which each segment of ``packing``'s table is multiplied.
         """
-        if self._same_form(flat):
-            self.rows = flat.view(self.shape)
+        first = self.segments[0].piece.offset
+        if self.lies_in(flat):
+            self.rows = flat.view(self.shape[0], -1)[:, first : first + self.shape[1]]
         else:
             self.rows = self.scratch("rows", self.shape, self.dtype)
-            self.copies.pack(flat, self.rows)
+            self.copies.pack(flat, self.rows, factors)
         if not self.owner:
             self.mean = self.rows
-        elif out.numel() == self.shape[1] and out.dtype == self.dtype and self.copies.contiguous:
-            self.mean = out.view(1, -1)
+        elif self.copies.contiguous and out.dtype == self.dtype and (self._apart or out.numel() == self.shape[1]):
+            self.mean = out[first : first + self.shape[1]].view(1, -1)
         else:
             self.mean = self.scratch("mean", (1, self.shape[1]), self.dtype)
 
     def store(self, out: Tensor) -> None:
         """Write the mean to ``out``, as in ``load``."""
         if self.owner:
-            if same_memory(self.mean, out):
+            if same_memory(self.mean, out[self.segments[0].piece.offset :]):
                 return
             ops.unpack(self.mean.view(-1), self.copies.own_copy_table, out)
         elif not same_memory(self.rows, out):
@@ -233,11 +243,15 @@ class Bucket:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
         self.rows = self.mean = torch.empty(0)
 
-    def _same_form(self, flat: Tensor) -> bool:
-        if flat.dtype != self.dtype or flat.numel() != self.shape[0] * self.shape[1] or not flat.is_contiguous():
-            return False
+    def lies_in(self, flat: Tensor) -> bool:
+        """Has the engine's buffer the form of rows, or, with ``apart``, rows whose columns are the bucket's?"""
         rows, n = self.shape
-        return self.copies.contiguous and (rows == 1 or all(segment.piece.stride == n for segment in self.segments))
+        distance = flat.numel() // rows
+        if flat.dtype != self.dtype or flat.numel() != rows * distance or not flat.is_contiguous():
+            return False
+        if not self.copies.contiguous or (distance != n and not (self._apart and self.owner)):
+            return False
+        return rows == 1 or all(segment.piece.stride == distance for segment in self.segments)
 
 
 class BucketCopies:
@@ -246,9 +260,9 @@ class BucketCopies:
     def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
         self.segments, self.shape, self.device = segments, shape, device
 
-    def pack(self, flat: Tensor, rows: Tensor) -> None:
-        """Copy the engine's buffer to contiguous rows (R, n); zero the padding."""
-        ops.pack(flat, self.copy_table, rows.view(-1))
+    def pack(self, flat: Tensor, rows: Tensor, factors: Tensor | None = None) -> None:
+        """Copy the engine's buffer to contiguous rows (R, n), segments times ``factors``; zero the padding."""
+        ops.pack(flat, self.copy_table, rows.view(-1), factors)
         self.pack_formed(flat, rows)
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
@@ -258,13 +272,13 @@ class BucketCopies:
 
     def pack_formed(self, flat: Tensor, rows: Tensor) -> None:
         """Pack the parameters that are not contiguous in the engine's buffer."""
-        for segment in self._formed:
+        for segment in self.formed:
             values = segment.piece.strided(flat).reshape(-1)  # a copy, in the order of the indices
             ops.pack(values, ops.CopyTable([self._part(segment, 0)], self.device), rows.view(-1))
 
     def unpack_formed(self, rows: Tensor, flat: Tensor) -> None:
         """Unpack the parameters that are not contiguous in the engine's buffer."""
-        for segment in self._formed:
+        for segment in self.formed:
             values, strided = flat.new_empty(segment.piece.numel), segment.piece.strided(flat)
             ops.unpack(rows.view(-1), ops.CopyTable([self._part(segment, 0)], self.device), values)
             strided.copy_(values.view(strided.shape))
@@ -284,11 +298,15 @@ class BucketCopies:
 
     @functools.cached_property
     def contiguous(self) -> bool:
-        """Do the segments lie in a row as in the engine's buffer or shard?"""
-        return all(s.width == s.span and s.piece.offset == s.start and s.piece.form is None for s in self.segments)
+        """Do the segments lie in a row as in the engine's buffer or shard, behind what may lie before them there?"""
+        first = self.segments[0].piece.offset
+        return all(
+            s.width == s.span and s.piece.offset == first + s.start and s.piece.form is None for s in self.segments
+        )
 
     @property
-    def _formed(self) -> list[Segment]:
+    def formed(self) -> list[Segment]:
+        """The parameters that are not contiguous in the engine's buffer."""
         return [segment for segment in self.segments if segment.piece.form is not None]
 
     def _part(self, segment: Segment, offset: int) -> ops.CopySegment:
@@ -309,8 +327,15 @@ class BucketGroup:
             tables = [bucket.copies.own_copy_table for bucket in buckets]
             self._means = _Stack("mean", head, [(1, n) for _, n in shapes], tables)
 
-    def load(self, flat: Tensor, out: Tensor) -> None:
-        ops.pack(flat, self._rows.copy_table, self._rows.borrow())
+    @property
+    def segments(self) -> list[Segment]:
+        return [segment for bucket in self._buckets for segment in bucket.segments]
+
+    def packing(self, flat: Tensor) -> ops.CopyTable | None:
+        return None if any(bucket.copies.formed for bucket in self._buckets) else self._rows.copy_table
+
+    def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+        ops.pack(flat, self._rows.copy_table, self._rows.borrow(), factors)
         for bucket, rows, mean in zip(self._buckets, self._rows.views(), self._means.views(), strict=True):
             bucket.rows, bucket.mean = rows, mean
             bucket.copies.pack_formed(flat, rows)

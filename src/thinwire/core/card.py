@@ -75,6 +75,8 @@ class Card:
         promise: what becomes of the values that the method is given.
         group: elements that its codecs take together; each parameter's columns are padded to a multiple of it.
         summed_by_network: the network sums what is sent (a linear codec, or none). False: all-to-all and a sum in fp32.
+        rows_apart: ``Method.reduce`` takes rows that lie apart in memory, each of them contiguous, so that what it
+            compresses stays in the engine's buffer where that has such rows.
         native: the engine's own buffer is sent as it is, in its own dtype, neither split nor encoded.
         keeps_state: something has to survive from step to step.
         adds_up: two exchanges in one optimizer step give the sum of two means. False: for example, the method keeps an
@@ -101,6 +103,7 @@ class Card:
     promise: Promise = EXACT
     group: int = 1
     summed_by_network: bool = True
+    rows_apart: bool = False
     native: bool = True
     keeps_state: bool = False
     adds_up: bool = True

@@ -115,7 +115,7 @@ class Exchange(ABC):
                 if residual.old is not None:
                     bucket.rows.add_(residual.old)
                 residual.new.zero_()
-            self._reduce(bucket.rows, bucket.mean, "mean", shared=shared)
+            self._reduce(bucket.rows.contiguous(), bucket.mean, "mean", shared=shared)
             return
         wire = self._encode(bucket, bucket.rows, codec, "wire", residual, seed)
         if codec.linear and on_wire:

@@ -197,8 +197,9 @@ def bucket_of(
     """Make the bucket for ``pieces`` that ``method`` reduces over ``exchange``."""
     rows = bucket_rows(exchange, method.card.summed_by_network)
     return Bucket(
-        pieces, rows=rows, owner=exchange.owner, group=method.card.group, dtype=dtype, device=device, arena=arena
-    )
+        pieces, rows=rows, owner=exchange.owner, group=method.card.group, dtype=dtype, device=device, arena=arena,
+        apart=method.card.rows_apart,
+    )  # fmt: skip
 
 
 def send_all(waits: Mapping[str, float], state: State, bucket: Bucket, exchange: Exchange) -> None:

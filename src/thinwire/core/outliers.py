@@ -22,6 +22,8 @@ from torch import Tensor
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireWarning
 from thinwire.core.bucket import Piece
+from thinwire.ops import rows as ops
+from thinwire.ops.norms import Statistics, factors_of
 
 STEP = 2.0
 """Usual norms that a cut leaves if a gradient becomes a step or a momentum before it is averaged."""
@@ -32,7 +34,7 @@ WATCHED = 200
 OFTEN = 0.01
 """The share of a parameter's gradients that may be cut without a warning."""
 COMPOSITIONS = 256
-"""Compositions of buffers whose parameters' columns are cached. A model of experts can have any number."""
+"""Compositions of buffers whose parameters' tables are cached. A model of experts can have any number."""
 
 
 class OutlierClip:
@@ -47,7 +49,7 @@ class OutlierClip:
     Parameters that stay dense are bounded too. They keep nothing, but one norm clips all gradients: an unbounded one
     would shrink what the others send to nothing in that step.
 
-    No host sync; one pass over the gradients (two on CUDA).
+    No host sync; one pass over the gradients, and on CUDA a factor on the pass that packs them.
     """
 
     def __init__(self, times: float, sizes: Mapping[str, int], leaves: float | None = None) -> None:
@@ -66,34 +68,38 @@ class OutlierClip:
         self._cut_before = torch.zeros(2, dtype=torch.float32)  # gradients and norm, in the run that was resumed
         self._steps = 0
         self._warned = False
-        self._cached_select = functools.lru_cache(COMPOSITIONS)(self._select)
+        self._cached_columns = functools.lru_cache(COMPOSITIONS)(self._columns)
+        self._cached_table = functools.lru_cache(COMPOSITIONS)(self._table)
 
-    def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> None:
-        """Scale the gradients in ``flat`` (1-D) down that exceed their bound; the guard handles norms not finite."""
+    def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Tensor | None:
+        """Scale the gradients in ``flat`` (1-D) down that exceed their bound; the guard handles norms not finite.
+
+        Return residues, (T,): NaN where a norm is not finite, else 0. None: they do not cover all of ``pieces``.
+        """
+        names, table = self._cached_table(pieces, flat.device)
+        if not names:
+            return None
+        factors, residues = self.factors(flat, table, names)
+        # On a CPU this check costs nothing and mostly saves a pass; on a GPU it would wait for the device.
+        if devices.streams(flat.device) is not None or bool((factors != 1).any()):
+            ops.pack(flat, table, flat, factors)
+        return residues if len(names) == len(pieces) else None
+
+    def covers(self, names: Collection[str]) -> bool:
+        """Are all of ``names`` bounded?"""
+        return all(name in self._index for name in names)
+
+    def factors(self, flat: Tensor, table: ops.CopyTable, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Return the factors (T,) float32 that scale down what exceeds its bound in ``flat``, and the residues.
+
+        ``table``: its segments are the parameters ``names``, each whole.
+        """
         if self._statistics.device != flat.device:
             self._shares, self._statistics = self._shares.to(flat.device), self._statistics.to(flat.device)
-        bounded, columns = self._cached_select(pieces, flat.device)
-        if not bounded:
-            return
-        views = [_values(flat, piece) for piece in bounded]
-        norms = torch.stack(torch._foreach_norm(views)).float()
         if self._next is None:
             self._next = self._statistics.clone()
-        before_step = self._statistics[:, columns]
-        usual_before = before_step[0]
-        share_of_all = self._shares[columns] * torch.linalg.vector_norm(self._statistics[0])
-        largest = self.times * torch.maximum(usual_before, share_of_all)
-        counted = norms.isfinite() & (norms > 0)
-        exceeds = (norms > largest) & (usual_before > 0) & counted
-        cut_to = self._share * largest
-        factors = torch.where(exceeds, cut_to / norms, 1.0)
-        # On a CPU this check costs nothing and mostly saves a pass; on a GPU it would wait for the device.
-        if devices.streams(flat.device) is not None or bool(exceeds.any()):
-            torch._foreach_mul_(views, list(factors.to(flat.dtype).unbind()))
-        norm = torch.where(exceeds, largest, torch.where(counted, norms, usual_before))
-        usual_after = torch.where(usual_before > 0, NORM_DECAY * usual_before + (1 - NORM_DECAY) * norm, norm)
-        counts = torch.stack([counted.float(), exceeds.float(), torch.where(exceeds, norms - cut_to, 0.0)])
-        self._next[:, columns] = torch.cat([usual_after.unsqueeze(0), before_step[1:] + counts])
+        statistics = Statistics(self._statistics, self._next, self._shares, float(self.times), self._share, NORM_DECAY)
+        return factors_of(flat, table, self._cached_columns(names, flat.device), statistics)
 
     def commit(self) -> None:
         """Keep the step's norms and counts."""
@@ -148,14 +154,15 @@ class OutlierClip:
         if "cut" in state:
             self._cut_before.copy_(state["cut"])
 
-    def _select(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[list[Piece], Tensor]:
-        """Select those of ``pieces`` that are bounded; return their columns in ``_statistics``, int64, too."""
-        bounded = [piece for piece in pieces if piece.name in self._index]
-        numbers = [self._index[piece.name] for piece in bounded]
-        return bounded, torch.tensor(numbers, dtype=torch.int64, device=device)
+    def _columns(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """Return the columns of ``names`` in ``_statistics``, int64."""
+        return torch.tensor([self._index[name] for name in names], dtype=torch.int64, device=device)
 
-
-def _values(flat: Tensor, piece: Piece) -> Tensor:
-    """View all of a parameter's values in an engine's buffer, in whatever order."""
-    size, strides = (piece.rows, piece.numel // piece.rows), (piece.stride, 1)
-    return flat.as_strided(size, strides, flat.storage_offset() + piece.offset)
+    def _table(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[tuple[str, ...], ops.CopyTable]:
+        """Return the names of those of ``pieces`` that are bounded, and the table that copies them onto themselves."""
+        bounded, segments = [piece for piece in pieces if piece.name in self._index], []
+        for piece in bounded:
+            span = piece.numel // piece.rows
+            step, length = piece.stride or span, (piece.rows - 1) * piece.stride + span
+            segments.append(ops.CopySegment(piece.offset, length, step, piece.offset, span, span, step, piece.rows))
+        return tuple(piece.name for piece in bounded), ops.CopyTable(segments, device)

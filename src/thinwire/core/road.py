@@ -84,25 +84,45 @@ class Stage:
         and cast nothing, whatever mode the engine's hook runs in.
         """
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
-            self.guard.observe(flat)
+            if self.bound is None or self.scale is not None:
+                self.guard.observe(flat)
             if self.counts_dense:
                 self.ledger.count_dense(dense_bytes(self.exchange, flat.numel(), flat.dtype))
             loss_scale = None if self.scale is None else self.scale(flat.device)
             if loss_scale is not None:
                 flat.div_(loss_scale)
-            if self.bound is not None:
-                self.bound.apply(flat, pieces)
-            self.carry(flat, pieces, out)
+            factors = None if self.bound is None else self._bound(self.bound, flat, pieces)
+            self.carry(flat, pieces, out, factors=factors)
             if loss_scale is not None:
                 out.mul_(loss_scale)
 
-    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
+    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> Tensor | None:
+        """Scale outliers in ``flat`` down, or return the factors to do it with as it is packed; tell the guard."""
+        split = self._packed(flat, pieces)
+        packing = split[0].packed.packing(flat) if len(split) == 1 and devices.streams(flat.device) else None
+        names = tuple(segment.name for segment in split[0].packed.segments)
+        if packing is not None and bound.covers(names):
+            factors, residues = bound.factors(flat, packing, names)
+            self.guard.note(residues)
+            return factors
+        residues_of_all = bound.apply(flat, pieces)
+        if residues_of_all is None:
+            self.guard.observe(flat)
+        else:
+            self.guard.note(residues_of_all)
+        return None
+
+    def carry(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, factors: Tensor | None = None
+    ) -> None:
         """Reduce without checking the values or counting bytes.
 
-        ``send`` exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
+        Args:
+            send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
+            factors: by which parameters are multiplied as they are packed, in that order.
         """
-        for packed, buckets in self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces)):
-            packed.load(flat, out)
+        for packed, buckets in self._packed(flat, pieces):
+            packed.load(flat, out, factors)
             for method, bucket in buckets:
                 bucket.step = self.step
                 if send is None:
@@ -115,13 +135,17 @@ class Stage:
             packed.store(out)
             packed.release()
 
+    def _packed(self, flat: Tensor, pieces: Pieces) -> list[_PackedBuckets]:
+        return self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
+
     def _split(self, flat: Tensor, pieces: Pieces) -> list[_PackedBuckets]:
         """Make a bucket for the compressed parameters, and one for the dense ones."""
         compressed = [piece for piece in pieces if piece.name not in self.dense]
         dense = [piece for piece in pieces if piece.name in self.dense]
         by_method = ((self.method, compressed), (self._side, dense))
         buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
-        if len(buckets) > 1 and len({bucket.dtype for _, bucket in buckets}) == 1:
+        alike = len({bucket.dtype for _, bucket in buckets}) == 1
+        if len(buckets) > 1 and alike and not buckets[0][1].lies_in(flat):
             return [_PackedBuckets(BucketGroup([bucket for _, bucket in buckets]), buckets)]
         return [_PackedBuckets(bucket, [(method, bucket)]) for method, bucket in buckets]
 

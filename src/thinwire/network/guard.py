@@ -35,6 +35,11 @@ class Guard:
         # is left to ``agree``, because observations may be on different streams, of which none waits for another.
         self._residues.append(total - total)
 
+    def note(self, residues: Tensor) -> None:
+        """Note the ``residues`` of values that were observed elsewhere: 0, or NaN where they are not finite."""
+        if self.enabled:
+            self._residues.append(residues)
+
     def forget(self) -> None:
         """Drop all observations."""
         self._residues.clear()
@@ -60,7 +65,7 @@ class Guard:
         if not self.enabled:
             return True, trouble
         residues = self._residues or [torch.zeros((), dtype=torch.float32, device=device)]
-        flag = torch.stack(residues).sum().isnan().float().reshape(1)
+        flag = torch.cat([residue.reshape(-1) for residue in residues]).sum().isnan().float().reshape(1)
         if trouble:  # finite or not no longer matters
             flag.fill_(2.0)
         for comm in self.comms if comms is None else comms:

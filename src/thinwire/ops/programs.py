@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
-from thinwire.base.device import upload
 
 
 def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -> Tensor:
@@ -26,4 +25,4 @@ def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -
 @functools.lru_cache(maxsize=256)
 def _programs_on(device: torch.device, stream: Any, widths: tuple[int, ...], per_program: int) -> Tensor:
     pairs = [(number, i) for number, width in enumerate(widths) for i in range(-(-width // per_program))]
-    return upload([value for pair in pairs for value in pair], device)
+    return devices.upload([value for pair in pairs for value in pair], device)

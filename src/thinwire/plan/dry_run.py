@@ -30,6 +30,7 @@ from thinwire.network.comm import Comm, CountingComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
 from thinwire.ops.backends import every_variant
+from thinwire.ops.norms import Statistics, factors_of
 from thinwire.plan.doubles import CountedState, Watch, optimizer_like, step_once, zeros_like
 
 META = torch.device("meta")
@@ -65,18 +66,22 @@ class DryRun:
     memory: Memory | None
 
 
-def dry_run(layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None) -> DryRun:
+def dry_run(
+    layout: Layout, road: Road, run: Run, guards: Sequence[Comm] = (), watch: Watch | None = None,
+    playback: type[Playback] | None = None,
+) -> DryRun:  # fmt: skip
     """Play the method of ``road`` in its steady state, without allocating memory for tensors.
 
     Args:
         layout: the engine's buffers. Bytes by parameter need one buffer for each (:func:`separate_buffers`).
         guards: the groups on which ranks agree whether a step counts.
         watch: counts memory. None: count only bytes sent for gradients, in a quarter of the time.
+        playback: plays the steps; None: ``Playback``, without what happens to a step beside the method.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
-    play = Playback(layout, road, run, watch=watch, guards=guards)
+    play = (playback or Playback)(layout, road, run, watch=watch, guards=guards)
     ledger, card, peak = play.ledger, play.method.card, 0
     sent, parameters, collectives = (Counter[str]() for _ in range(3))
     with torch.no_grad(), watch or nullcontext():
@@ -188,12 +193,20 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
 
 
 def _move(device: torch.device) -> None:
-    """Pack and unpack a buffer of each dtype, because a buffer with one small parameter may need no packing."""
+    """Pack and unpack a buffer of each dtype, because a buffer with one small parameter may need no packing.
+
+    With the factors that cut outliers, which these steps do not meet, and without.
+    """
+    usual = torch.zeros(2, 4, 1, device=device)
+    statistics = Statistics(usual[0], usual[1], usual[0, 0], 1.0, 1.0, 0.0)
     bucket = Bucket([Piece("", 0, 3)], rows=2, owner=False, group=4, dtype=torch.float32, device=device)
     rows = torch.zeros(*bucket.shape, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(3, dtype=dtype, device=device)
         bucket.copies.pack(flat, rows)
+        column = torch.zeros(1, dtype=torch.int64, device=device)
+        factors, _ = factors_of(flat, bucket.copies.copy_table, column, statistics)
+        bucket.copies.pack(flat, rows, factors)
         bucket.copies.unpack(rows, flat)
 
 
@@ -323,9 +336,13 @@ class Playback:
             weight.grad = self.gradients[name]
         method.state.commit()
         method.before_step(step)
+        self.optimizers_step()
         method.after_step(step)
         method.state.commit()
         method.finish()
+
+    def optimizers_step(self) -> None:
+        """Called where the optimizers step."""
 
     def agree(self, comms: Iterable[Comm]) -> None:
         for comm in comms:

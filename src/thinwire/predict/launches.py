@@ -112,7 +112,7 @@ def _copied(table: CopyTable) -> int:
     return sum(map(values, table.segments))
 
 
-def _pack(flat: Tensor, table: CopyTable, rows: Tensor) -> float:
+def _pack(flat: Tensor, table: CopyTable, rows: Tensor, factors: Tensor | None) -> float:
     columns = sum(segment.rows * segment.width for segment in table.segments)
     return _copied(table) * flat.element_size() + columns * rows.element_size()
 
@@ -169,6 +169,7 @@ TOUCHED: Mapping[str, Callable[..., float]] = {
     "sketch.gather": lambda rows, words, segments, positions, payload: nbytes_of(words, positions, payload, payload),
     "sketch.restore": lambda sent, residual, positions, *others: nbytes_of(sent, residual, positions, residual),
     "sketch.round_to": lambda payload, *others: nbytes_of(payload, payload, *others),
-    "sparse.put": lambda payload, positions, out: nbytes_of(payload, payload, positions),
+    "steps.take": lambda weights, changes, factors: nbytes_of(list(weights), list(weights), list(changes)),
+    "sparse.put": lambda payload, positions, out, minus: nbytes_of(payload, payload, positions, minus),
 }
 """By operation: (its arguments) -> bytes."""

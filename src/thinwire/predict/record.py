@@ -93,10 +93,17 @@ class GuardedStage(Stage):
         super().__post_init__()
         self.guard = Guard([])
 
-    def carry(self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor, send: Send | None = None) -> None:
+    def carry(
+        self,
+        flat: Tensor,
+        pieces: tuple[Piece, ...],
+        out: Tensor,
+        send: Send | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
         self.guard.observe(flat)
         self.guard.forget()
-        super().carry(flat, pieces, out, send)
+        super().carry(flat, pieces, out, send, factors)
 
 
 class Recording(NamedTuple):

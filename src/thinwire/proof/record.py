@@ -122,7 +122,9 @@ def play(
 class RecordedStage(Stage):
     """A stage that keeps its method's last input and mean."""
 
-    def carry(self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None) -> None:
+    def carry(
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, factors: Tensor | None = None
+    ) -> None:
         entered, method = flat.clone(), self.method
         if method.card.promise.of == "updates":
             compress = method.compress  # type: ignore[attr-defined]
@@ -132,7 +134,7 @@ class RecordedStage(Stage):
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]
-        super().carry(flat, pieces, out, send)
+        super().carry(flat, pieces, out, send, factors)
         if "compress" in vars(method):
             del method.compress  # type: ignore[attr-defined]
         self.hop = Hop(entered, out.clone())

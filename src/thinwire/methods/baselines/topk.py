@@ -49,6 +49,10 @@ class TopK(Lossy):
 
     def largest(self, bucket: Bucket, density: float) -> Sparse:
         """Return the codec that sends the ``density`` largest values of each of the bucket's segments."""
-        assert self.codec is None or isinstance(self.codec, Integers)
-        counts = ((segment.width, count_of(density, segment.span)) for segment in bucket.segments)
-        return Sparse(tuple(counts), self.codec)
+        codec = self.codec
+        assert codec is None or isinstance(codec, Integers)
+
+        def make() -> Sparse:
+            return Sparse(tuple((segment.width, count_of(density, segment.span)) for segment in bucket.segments), codec)
+
+        return bucket.once(("largest", density), make, codec)

@@ -151,7 +151,7 @@ class Trickle(TopK):
             return
         served = serve(bucket, exchange, codec, self.state)  # in bucket.mean
         served.add_(self.state.read("server", bucket, rows=1))
-        layout = Positions(self.largest(bucket, self.server_density).segments)
+        layout = bucket.once("moved", lambda: Positions(self.largest(bucket, self.server_density).segments))
         with exchange.span("encode", served):
             positions = layout.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
         if self.card.encodes_weights:

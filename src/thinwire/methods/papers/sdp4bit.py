@@ -117,7 +117,7 @@ class SDP4Bit(Method):
         assert self.codec is not None
         knobs = {knob.name: getattr(self, knob.name) for knob in knobs_of(SDP4Bit)}
         return replace(
-            super().describe(), promise=self._promise(), summed_by_network=False,
+            super().describe(), promise=self._promise(), summed_by_network=False, rows_apart=True,
             group=math.lcm(self.codec.group, self._intra_codec.group),  # either may be due
             encodes_weights=self.weights != "dense",
             intra=SDP4Bit(**{**knobs, "bits": self.intra_bits, "weights": "dense"}),  # Alg. 3, l. 2-7

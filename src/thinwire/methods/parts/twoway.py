@@ -53,10 +53,10 @@ def mean_both_ways(
     served = serve(bucket, exchange, codec, state)
     rank, n = exchange.rank, bucket.shape[1]
     if not back:
-        _clear_padding(bucket, served, rank)
+        _clear_padding(codec, bucket, served, rank)
         return None
     served.add_(state.read("server", bucket, rows=1))
-    _clear_padding(bucket, served, rank)
+    _clear_padding(codec, bucket, served, rank)
     server_codec = codec if server_codec is None else server_codec
     wires = bucket.scratch("served wires", (exchange.ranks, server_codec.wire_numel(n)), server_codec.wire_dtype)
     own_wire = wires[rank : rank + 1]
@@ -74,7 +74,7 @@ def mean_both_ways(
 def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Tensor:
     """Return mean_n C[``bucket.rows`` + e_n] of this rank's row, (1, n), and keep what C leaves out in e_n."""
     bucket.rows.add_(state.read("residual", bucket))
-    _clear_padding(bucket, bucket.rows)
+    _clear_padding(codec, bucket, bucket.rows)
     error = Residual(None, state.write("residual", bucket))
     return exchange.serve(bucket, _with_shares(codec, bucket), residual=error)
 
@@ -87,8 +87,13 @@ def _with_shares(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Cod
     return replace(codec, shares=shares[rows])
 
 
-def _clear_padding(bucket: Bucket, values: Tensor, first: int = 0) -> None:
-    """Zero the padding in ``values``, the bucket's rows from ``first`` on: signs, which have no zero, fill it."""
+def _clear_padding(codec: Codec, bucket: Bucket, values: Tensor, first: int = 0) -> None:
+    """Zero the padding in ``values``, the bucket's rows from ``first`` on, if signs have filled it, which have no zero.
+
+    Any other codec leaves the zeros with which it was packed.
+    """
+    if not isinstance(codec, Sign):
+        return
     bucket.clear_padding(values)
     for segment in bucket.segments:
         if segment.piece.stride:

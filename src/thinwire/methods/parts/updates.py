@@ -56,6 +56,7 @@ from thinwire.methods.parts.muon import Orthogonal
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
 from thinwire.ops.direction import DirectionSegment, direction
+from thinwire.ops.steps import take
 
 SAMPLE = 64
 """Sampled values of each tensor from which r is measured: over all tensors, averaged over ten steps."""
@@ -95,9 +96,9 @@ class UpdateSpace:
                 f"{refused}; with gradients in place of steps, any optimizer will do: write {instead()}"
             ) from None
         self._steps = OwnSteps()
-        # For each tensor in this step: (sum_S (mean g)^2, sum_S mean g^2), and mean_n |g_n|^2.
+        # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
-        self._lengths: dict[str, tuple[Tensor, int]] = {}  # norm of the first values of each c, and how many
+        self._beginnings: dict[str, Tensor] = {}  # the first values of each c
         self._scaled: tuple[Tensor, Any] | None = None  # the flag on the host, and the event after which it is there
 
     @property
@@ -121,23 +122,23 @@ class UpdateSpace:
 
     def enter(self, bucket: Bucket, exchange: Exchange) -> None:
         """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n."""
-        squares = self._measure(bucket, exchange)
+        self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
-            r = _ratio(squares.sum(0), exchange.ranks)
+            r = self._ratio([segment.name for segment in bucket.segments])
         with exchange.span("encode", bucket.rows):
             self._precondition(bucket, bucket.rows, r)
 
     def leave(self, bucket: Bucket) -> None:
-        """Note that ``bucket.mean`` holds steps to take, and their lengths."""
+        """Note that ``bucket.mean`` holds steps to take, and how they begin."""
         probes: list[Tensor] = []
         for segment in bucket.segments:
             self._steps.names.add(segment.name)
             own_values = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
             count = min(own_values.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
             probes.append(bucket.mean[0, segment.start : segment.start + count])
-        for segment, length, values in zip(bucket.segments, _lengths(probes), probes, strict=True):
-            self._lengths[segment.name] = length, len(values)
+        copies = torch.cat(probes).split([len(values) for values in probes])
+        self._beginnings.update((segment.name, copy) for segment, copy in zip(bucket.segments, copies, strict=True))
 
     def take_steps(self, step: Step) -> None:
         """Set w = (1 - lr decay) w - c for all parameters whose c has come.
@@ -151,7 +152,7 @@ class UpdateSpace:
         changes: list[Tensor] = []
         decay_factors: list[float] = []
         probes: list[Tensor] = []
-        sent_lengths: list[Tensor] = []
+        expected: list[Tensor] = []
 
         def move(name: str, weight: Tensor) -> None:
             (optimizer, group), change = step.holders[name], local(weight.grad)  # type: ignore[arg-type]
@@ -161,21 +162,17 @@ class UpdateSpace:
             values.append(local(weight.detach()))
             changes.append(change)
             decay_factors.append(1 - float(group["lr"]) * group["weight_decay"])
-            if name in self._lengths:
-                length, columns = self._lengths[name]
-                probes.append(self._run.travels(name, change.reshape(-1))[:columns])
-                sent_lengths.append(length)
+            if name in self._beginnings:
+                expected.append(self._beginnings[name])
+                probes.append(self._run.travels(name, change.reshape(-1))[: len(expected[-1])])
 
         self._steps.take_all(step, move)
-        if values and set(decay_factors) != {1.0}:
-            torch._foreach_mul_(values, decay_factors)
-        if values:
-            torch._foreach_sub_(values, changes)
+        take(values, changes, decay_factors)
         self._scaled = None
         if probes:
-            lengths, sent = torch.stack(_lengths(probes)), torch.stack(sent_lengths)
+            lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
             self._note_scaled(((lengths - sent).abs() > 0.01 * sent).any())
-        self._lengths.clear()
+        self._beginnings.clear()
 
     def _note_scaled(self, flag: Tensor) -> None:
         """Send ``flag``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
@@ -200,7 +197,7 @@ class UpdateSpace:
         """Put the hidden ``grad`` back after the step, and update r."""
         self._steps.show(step)
         if self._measured:
-            new = _ratio(self._sum_squares(), self._run.exchange.ranks)
+            new = self._ratio(sorted(self._measured))
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else DECAY * old + (1 - DECAY) * new)
             self._measured.clear()
@@ -209,7 +206,7 @@ class UpdateSpace:
         """Forget the step under way, which does not count."""
         self._steps.forget()
         self._measured.clear()
-        self._lengths.clear()
+        self._beginnings.clear()
 
     def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
         """Set ``bucket.mean`` to mean_n v_n: a dense exchange between two steps."""
@@ -265,18 +262,21 @@ class UpdateSpace:
             return None
         r = self._state.get("alike", "")
         if r is None:
-            r = _ratio(self._sum_squares(), self._run.exchange.ranks)
+            r = self._ratio(sorted(self._measured))
         return r * torch.stack([self._measured[name][1] for name in sorted(self._measured)]).sum()
 
-    def _sum_squares(self) -> Tensor:
-        return torch.stack([self._measured[name][0] for name in sorted(self._measured)]).sum(0)
+    def _ratio(self, names: Sequence[str]) -> Tensor:
+        """Return r of ``names``, at most 1 and at least a fourth of what pure noise gives."""
+        samples = torch.stack([self._measured[name][0] for name in names])
+        squares = torch.stack([samples[:, 0].square().sum(1), samples[:, 1].sum(1)], 1).sum(0)
+        return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / self._run.exchange.ranks)
 
     def cancel(self, names: Collection[str]) -> None:
         """Forget the steps of ``names``, which were thrown away."""
         for name in names:
             self._steps.names.discard(name)
             self._measured.pop(name, None)
-            self._lengths.pop(name, None)
+            self._beginnings.pop(name, None)
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
         """Replace g in ``values`` (R, n) by u, and write v'."""
@@ -305,8 +305,9 @@ class UpdateSpace:
                 continue
             beta2 = float(group["betas"][1])
             segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
-        scale, beta1 = r * unbias, self._momentum
-        direction(values, second, second_out, first, first_out, segments, lr=lrs, scale=scale, beta1=beta1)
+        direction(
+            values, second, second_out, first, first_out, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum
+        )  # fmt: skip
 
     def _count_gradients(self, bucket: Bucket) -> Tensor:
         """Count this gradient; return how many each tensor's average then holds, (tensors,) on the host."""
@@ -325,8 +326,8 @@ class UpdateSpace:
         """
         return "turned" if name in self.matrices else "seen"
 
-    def _measure(self, bucket: Bucket, exchange: Exchange) -> Tensor:
-        """Return (tensors, 2): sum (mean_n g_n)^2 and sum mean_n g_n^2 over each tensor's sample, alike on all ranks.
+    def _measure(self, bucket: Bucket, exchange: Exchange) -> None:
+        """Note mean_n g_n and mean_n g_n^2 at each tensor's sample, alike on all ranks.
 
         One mean over ranks, which carries mean_n |g_n|^2 too: what a rank sends does not grow with their number.
         """
@@ -335,18 +336,16 @@ class UpdateSpace:
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         torch.take(bucket.rows, positions, out=sums[0, :count])
-        if len(bucket.rows) == 1 or devices.streams(bucket.device) is None:
+        if devices.streams(bucket.device) is None:
             norms = torch._foreach_norm([bucket.rows[:, segment.columns] for segment in bucket.segments])
             torch.stack(norms, out=sums[0, count:])
         else:  # a launch for all tensors; its last bits depend on which tensors these are
             torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
         torch.square(sums[0], out=sums[1])
         exchange.all_mean(sums)
-        samples = sums[:, :count].view(2, -1, SAMPLE)
-        ratios = torch.stack([samples[0].square().sum(1), samples[1].sum(1)], 1)
+        samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
         names = (segment.name for segment in bucket.segments)
-        self._measured.update(zip(names, zip(ratios, sums[1, count:], strict=True), strict=True))
-        return ratios
+        self._measured.update(zip(names, zip(samples, sums[1, count:].unbind(), strict=True), strict=True))
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
         """Draw where the samples lie in the bucket's flattened rows, (tensors * SAMPLE,); each tensor's in one row."""
@@ -364,15 +363,6 @@ def rests(group: Mapping[str, Any]) -> bool:
     return float(group["lr"]) == 0
 
 
-def _lengths(values: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(values, dtype=torch.float32))
-
-
 def _unbias(beta: Tensor | float, steps: Tensor) -> Tensor:
     """Return 1 / (1 - beta^steps), for averages that began with 0."""
     return (1 / (1 - beta ** steps.double())).float()
-
-
-def _ratio(squares: Tensor, ranks: int) -> Tensor:
-    """Return r from sum (mean g)^2 and sum mean g^2, at most 1 and at least a fourth of what pure noise gives."""
-    return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / ranks)

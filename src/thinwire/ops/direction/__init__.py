@@ -30,17 +30,17 @@ class DirectionSegment(NamedTuple):
 
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
-    segments: Sequence[DirectionSegment], *, lr: Tensor, scale: Tensor, beta1: float,
+    segments: Sequence[DirectionSegment], *, lr: Tensor, scale: Tensor, factor: Tensor, beta1: float,
 ) -> None:  # fmt: skip
     """Replace the gradients g in ``rows`` (R, n) by the steps that Adam would take along them.
 
-    v' = b2 v + (1-b2) g^2;  m' = b1 m + (1-b1) g, or g itself;  ``rows`` = lr m' / (sqrt(v' scale) + eps).
+    v' = b2 v + (1-b2) g^2;  m' = b1 m + (1-b1) g, or g itself;  ``rows`` = lr m' / (sqrt(v' scale factor) + eps).
 
     All are float32; a v' beyond float32 becomes its largest value. Rows may be apart in memory, each is contiguous.
 
     Args:
         second, second_out: v and v' (R, n). first, first_out: m and m' (R, n), or None: no momentum.
-        lr, scale: (tensors,), on the device of the rows; they include bias corrections, if any.
+        lr, scale: (tensors,), on the device of the rows; they include bias corrections, if any. factor: 0-dim.
     """
     if rows.numel() and segments:
-        _backend(rows).direction(rows, second, second_out, first, first_out, segments, lr, scale, beta1)
+        _backend(rows).direction(rows, second, second_out, first, first_out, segments, lr, scale, factor, beta1)

@@ -12,9 +12,9 @@ from thinwire.ops.direction import DirectionSegment
 
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
-    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, beta1: float,
+    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, factor: Tensor, beta1: float,
 ) -> None:  # fmt: skip
-    largest = torch.finfo(torch.float32).max
+    largest, scale = torch.finfo(torch.float32).max, factor * scale
     for segment in segments:
         columns, index, beta2 = segment.columns, segment.tensor_index, segment.beta2
         g, v = rows[:, columns], second_out[:, columns]

@@ -27,8 +27,8 @@ def _real(bits):
 
 @kernel
 def _direction(
-    g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, lr, scale, programs, table, beta1, rest1,
-    largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, lr, scale, factor, programs, table, beta1,
+    rest1, largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Take each segment's start, width, index in ``lr`` and ``scale``, bits of beta2, 1 - beta2, eps from ``table``."""
     row, _, segment, column = segment_of(programs, table, BLOCK, 6)
@@ -41,14 +41,14 @@ def _direction(
     if MOMENTUM:
         x = beta1 * tl.load(along(row_of(m, m_step, row, ALIGN), element, ALIGN), mask=inside, other=0) + rest1 * x
         tl.store(along(row_of(m_out, m_out_step, row, ALIGN), element, ALIGN), x, mask=inside)
-    root = tl.sqrt_rn(second * tl.load(scale + index)) + _real(segment + 5)
+    root = tl.sqrt_rn(second * (tl.load(factor) * tl.load(scale + index))) + _real(segment + 5)
     x = tl.div_rn(tl.load(lr + index) * x, tl.where(inside, root, 1.0))
     tl.store(along(row_of(g, g_step, row, ALIGN), element, ALIGN), x, mask=inside)
 
 
 def direction(
     rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
-    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, beta1: float,
+    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, factor: Tensor, beta1: float,
 ) -> None:  # fmt: skip
     first_in, first_out_memory = (second, second_out) if first is None or first_out is None else (first, first_out)
     programs = programs_on(rows.device, (segment.width for segment in segments), BLOCK)
@@ -59,7 +59,7 @@ def direction(
     aligned = all(segment.start % 16 == segment.width % 16 == 0 for segment in segments)
     launch(
         _direction, (len(programs) // 2, len(rows)), rows, second, second_out, first_in, first_out_memory, lr, scale,
-        programs, uploaded(table, rows.device), beta1, 1 - beta1, torch.finfo(torch.float32).max,
+        factor, programs, uploaded(table, rows.device), beta1, 1 - beta1, torch.finfo(torch.float32).max,
         MOMENTUM=first is not None, BLOCK=BLOCK,
         ALIGN=alignment(rows, second, second_out, first_in, first_out_memory) if aligned else 1,
     )  # fmt: skip

@@ -1,18 +1,21 @@
 """Copies between a flat buffer and rows: every parameter's values go from an engine's buffer to its columns, or back.
 
-Rows may belong to several buckets in one memory (1-D), which offsets refer to. ``reference``, one copy or two for each
-parameter, runs on CPUs too; ``triton`` takes one launch.
+Rows may belong to several buckets in one memory (1-D), which offsets refer to. ``reference`` takes one copy or two for
+each parameter, ``cpu`` one call for all small ones, ``triton`` one launch.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.base.alignment import padded
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_on
@@ -21,7 +24,9 @@ __all__ = ["CopySegment", "CopyTable", "pack", "unpack"]
 
 PER_PROGRAM = 1024
 """Columns of one parameter, in one row, per program of a GPU."""
-_backend = backend("thinwire.ops.rows", cpu="reference")
+LARGE = 1 << 15
+"""Values of a parameter from which on a CPU copies it by itself, with all threads."""
+_backend = backend("thinwire.ops.rows")
 
 
 class CopySegment(NamedTuple):
@@ -56,10 +61,27 @@ class CopyTable:
         self.segments, self.device, self._per_program = tuple(segments), device, per_program
 
     @functools.cached_property
+    def small(self) -> np.ndarray:
+        """(segments below ``LARGE``, FIELDS) int64, for a CPU."""
+        values = [segment for segment in self.segments if segment.rows * segment.span < LARGE]
+        return np.array(values, np.int64).reshape(-1, FIELDS)
+
+    @functools.cached_property
+    def large(self) -> list[CopySegment]:
+        """The segments that are not ``small``."""
+        return [segment for segment in self.segments if segment.rows * segment.span >= LARGE]
+
+    @functools.cached_property
     def programs(self) -> Tensor:
         """(2 B,) int32: see ``programs_on``. A segment's programs go along its rows, one after the other."""
         widths = (segment.rows * padded(segment.width, self._per_program) for segment in self.segments)
         return programs_on(self.device, widths, self._per_program)
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """(segments + 1,) int32: the first program of each segment, and the number of all programs."""
+        counts = (segment.rows * -(-segment.width // self._per_program) for segment in self.segments)
+        return devices.upload(list(itertools.accumulate(counts, initial=0)), self.device)
 
     @functools.cached_property
     def table(self) -> Tensor:
@@ -68,10 +90,13 @@ class CopyTable:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> Tensor:
-    """Copy the values of ``flat`` (1-D, float32 or bfloat16) to ``rows`` (1-D, float32), with zeros in the padding."""
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Copy the values of ``flat`` (1-D, float32 or bfloat16) to ``rows`` (1-D, float32), with zeros in the padding.
+
+    ``factors``: (segments,) float32, with which each segment's values are multiplied; then ``rows`` may be ``flat``.
+    """
     if rows.numel() and copy_table.segments:
-        _backend(rows).pack(flat, copy_table, rows)
+        _backend(rows).pack(flat, copy_table, rows, factors)
     return rows
 
 

@@ -10,29 +10,39 @@ if TYPE_CHECKING:
     from thinwire.ops.rows import CopySegment, CopyTable
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
-    for segment in copy_table.segments:
-        full_rows, body, tail = _runs(flat, segment)
-        columns = _columns(rows, segment)
-        if body is not None:
-            columns[:full_rows, : segment.span].copy_(body)
-        if full_rows < segment.rows:
-            columns[full_rows:].zero_()
-            if tail is not None:
-                columns[full_rows, : len(tail)].copy_(tail)
-        if segment.width > segment.span:
-            columns[:full_rows, segment.span :].zero_()
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None) -> None:
+    for i, segment in enumerate(copy_table.segments):
+        pack_segment(flat, segment, rows)
+        if factors is not None:
+            _columns(rows, segment).mul_(factors[i])
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
-    write = Tensor.add_ if add else Tensor.copy_
     for segment in copy_table.segments:
-        full_rows, body, tail = _runs(flat, segment)
-        columns = _columns(rows, segment)
-        if body is not None:
-            write(body, columns[:full_rows, : segment.span])
+        unpack_segment(rows, segment, flat, add)
+
+
+def pack_segment(flat: Tensor, segment: CopySegment, rows: Tensor) -> None:
+    full_rows, body, tail = runs(flat, segment)
+    columns = _columns(rows, segment)
+    if body is not None:
+        columns[:full_rows, : segment.span].copy_(body)
+    if full_rows < segment.rows:
+        columns[full_rows:].zero_()
         if tail is not None:
-            write(tail, columns[full_rows, : len(tail)])
+            columns[full_rows, : len(tail)].copy_(tail)
+    if segment.width > segment.span:
+        columns[:full_rows, segment.span :].zero_()
+
+
+def unpack_segment(rows: Tensor, segment: CopySegment, flat: Tensor, add: bool) -> None:
+    write = Tensor.add_ if add else Tensor.copy_
+    full_rows, body, tail = runs(flat, segment)
+    columns = _columns(rows, segment)
+    if body is not None:
+        write(body, columns[:full_rows, : segment.span])
+    if tail is not None:
+        write(tail, columns[full_rows, : len(tail)])
 
 
 def _columns(rows: Tensor, segment: CopySegment) -> Tensor:
@@ -40,7 +50,7 @@ def _columns(rows: Tensor, segment: CopySegment) -> Tensor:
     return rows.as_strided((segment.rows, segment.width), (segment.stride, 1), rows.storage_offset() + segment.start)
 
 
-def _runs(flat: Tensor, segment: CopySegment) -> tuple[int, Tensor | None, Tensor | None]:
+def runs(flat: Tensor, segment: CopySegment) -> tuple[int, Tensor | None, Tensor | None]:
     """Return the number of full rows, a view (full rows, span) of them, and a view of the last, shorter row."""
     offset, numel, step, _, _, span, _, rows = segment
     full_rows = min(rows, (numel - span) // step + 1) if span and numel >= span else 0

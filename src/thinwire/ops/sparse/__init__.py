@@ -58,16 +58,17 @@ class ListSegment(NamedTuple):
         return -(-(self.k + -(-self.width >> low_bits)) // 64) * 8, -(-self.k * low_bits // 64) * 8
 
 
-FIELDS = len(ListSegment._fields) + 3
+FIELDS = len(ListSegment._fields) + 4
 
 
 @functools.cache
 def wire_table(segments: tuple[ListSegment, ...], device: torch.device) -> Tensor:
     """Return (segments, FIELDS) int64: each segment's fields, the first bit of its high bits in a row's wire, their
-    number (the lower bits follow them), and the number of lower bits per position."""
+    number (the lower bits follow them), the number of lower bits per position, and the next list's start, or -1."""
     values, wire_start = [], 0
-    for segment in segments:
-        values += [*segment, 8 * wire_start, 8 * segment.high_bytes, segment.low_bits]
+    ends = [*(segment.list_start for segment in segments[1:]), -1]
+    for segment, end in zip(segments, ends, strict=True):
+        values += [*segment, 8 * wire_start, 8 * segment.high_bytes, segment.low_bits, end]
         wire_start += segment.nbytes
     return torch.tensor(values, dtype=torch.int64, device=device).view(-1, FIELDS)
 
@@ -128,10 +129,10 @@ def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -
     return positions
 
 
-def put(payload: Tensor, positions: Tensor, out: Tensor) -> Tensor:
-    """Write ``payload`` (R, m) at ``positions`` to ``out`` (R, n), which keeps its other values."""
+def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None = None) -> Tensor:
+    """Write ``payload`` (R, m), less ``minus`` if given, at ``positions`` to ``out`` (R, n), which keeps the rest."""
     if payload.numel():
-        _backend(out).put(payload, positions, out)
+        _backend(out).put(payload, positions, out, minus)
     return out
 
 

@@ -200,7 +200,7 @@ def _pack_segment(positions, start, width, high_bytes, low_bytes, low_bits):
 @_by_row
 def _pack(positions, table, wire):
     for segment in range(len(table)):
-        start, width, k, list_start, first_bit, high_bits, low_bits = table[segment]
+        start, width, k, list_start, first_bit, high_bits, low_bits, _ = table[segment]
         first, middle = first_bit // 8, (first_bit + high_bits) // 8
         operands = positions[list_start : list_start + k], start, width, wire[first:middle], wire[middle:]
         # the loop is compiled for a constant: with a variable it takes twice as long
@@ -232,7 +232,7 @@ def _unpack_segment(high_words, low_bytes, start, width, positions, low_bits):
 def _unpack(wire, table, positions):
     positions[:] = -1
     for segment in range(len(table)):
-        start, width, k, list_start, first_bit, high_bits, low_bits = table[segment]
+        start, width, k, list_start, first_bit, high_bits, low_bits, _ = table[segment]
         first, middle = first_bit // 8, (first_bit + high_bits) // 8
         high_words, columns = wire[first:middle].view(np.uint64), positions[list_start : list_start + k]
         operands = high_words, wire[middle:], start, width, columns
@@ -242,10 +242,10 @@ def _unpack(wire, table, positions):
 
 
 @by_row
-def put(payload, positions, out):
+def put(payload, positions, out, minus):
     for i in range(positions.size):
         if positions[i] >= 0:
-            out[positions[i]] = payload[i]
+            out[positions[i]] = payload[i] if minus is None else payload[i] - minus[i]
 
 
 @njit

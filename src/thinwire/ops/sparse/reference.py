@@ -73,7 +73,8 @@ def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -
         positions[:, segment.list_start : segment.list_start + segment.k] = columns + segment.start
 
 
-def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
+def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None) -> None:
+    payload = payload if minus is None else payload - minus
     for row, values, columns in zip(out, payload, positions, strict=True):
         row[columns[columns >= 0].long()] = values[columns >= 0]
 

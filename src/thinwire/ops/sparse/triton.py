@@ -118,11 +118,21 @@ def _tally(
     tl.store(tallies + tallies_stride, tl.sum(equal.to(tl.int32), 0))
 
 
+@triton.jit
+def _clear(positions, payload, first, end, BLOCK: tl.constexpr):
+    """List nothing from ``first`` to ``end``."""
+    for start in range(first, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        tl.store(positions + entry, tl.full((BLOCK,), -1, tl.int32), mask=entry < end)
+        tl.store(payload + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < end)
+
+
 @kernel
 def _list(
     programs, segments, total, stride, state, tallies, tallies_stride, positions, positions_stride, payload,
-    payload_stride, segment_count, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    payload_stride, segment_count, m, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    """List what is chosen, in ``m`` entries. A segment's first program clears what is behind its list."""
     segment, column, values, above, equal, ties = _compared(
         programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN
     )
@@ -131,10 +141,17 @@ def _list(
     ties = tl.load(ties)
     equals_before = count_before(tallies + tallies_stride, column, equal.to(tl.int32))
     above_before = count_before(tallies, column, above.to(tl.int32))
-    list_index = tl.load(segment + 3) + above_before + tl.minimum(equals_before, ties)
+    positions, payload = positions + row * positions_stride, payload + row * payload_stride
+    first = tl.load(segment + 3)
+    list_index = first + above_before + tl.minimum(equals_before, ties)
     chosen = above | (equal & (equals_before < ties))
-    tl.store(positions + row * positions_stride + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
-    tl.store(payload + row * payload_stride + list_index, values, mask=chosen)
+    tl.store(positions + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
+    tl.store(payload + list_index, values, mask=chosen)
+    if tl.program_id(0) == 0:
+        _clear(positions, payload, 0, first, BLOCK)
+    if tl.min(column, 0) == 0:
+        end = tl.load(segment + 7)
+        _clear(positions, payload, first + tl.load(segment + 2), tl.where(end < 0, m, end), BLOCK)
 
 
 @triton.jit
@@ -181,11 +198,16 @@ def _unpack(
 
 
 @kernel
-def _put(payload, payload_stride, positions, positions_stride, out, stride, m, BLOCK: tl.constexpr):
+def _put(
+    payload, payload_stride, minus, minus_stride, positions, positions_stride, out, stride, m, SUBTRACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(positions + row * positions_stride + i, mask=i < m, other=-1)
     values = tl.load(payload + row * payload_stride + i, mask=i < m, other=0)
+    if SUBTRACT:
+        values -= tl.load(minus + row * minus_stride + i, mask=i < m, other=0)
     tl.store(out + row * stride + column, values, mask=column >= 0)
 
 
@@ -240,15 +262,13 @@ def largest(
         )  # fmt: skip
         grid = len(segments), count
         launch(_digit, grid, table, state, counts, len(segments), shift, FIRST=first, BINS=bins, FIELDS=of.FIELDS)
-    positions.fill_(-1)
-    payload.zero_()
     programs = programs_on(rows.device, widths, BLOCK)
     grid = len(programs) // 2, count
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=rows.device)
     constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS, "ALIGN": aligned}
     launch(_tally, grid, programs, table, total, state, tallies, len(segments), **constants)
     lists = tallies.cumsum_(1), positions, payload
-    launch(_list, grid, programs, table, total, state, *lists, len(segments), **constants)
+    launch(_list, grid, programs, table, total, state, *lists, len(segments), positions.shape[1], **constants)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
@@ -276,9 +296,11 @@ def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -
     launch(_unpack, grid, programs, table, words, tallies, positions, BLOCK=BLOCK, FIELDS=of.FIELDS)
 
 
-def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
-    grid = (triton.cdiv(positions.shape[1], BLOCK), len(positions))
-    launch(_put, grid, payload, positions, out, positions.shape[1], BLOCK=BLOCK)
+def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None) -> None:
+    grid, subtrahend = (triton.cdiv(positions.shape[1], BLOCK), len(positions)), payload if minus is None else minus
+    launch(
+        _put, grid, payload, subtrahend, positions, out, positions.shape[1], SUBTRACT=minus is not None, BLOCK=BLOCK
+    )  # fmt: skip
 
 
 def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float) -> None:

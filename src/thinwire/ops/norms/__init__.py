@@ -1,0 +1,51 @@
+"""Norms of an engine buffer's parameters, and the factors that cut outliers among them, without waiting for a device.
+
+``reference``, which runs on CPUs too, and ``triton``, two launches for all parameters, agree to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.ops.backends import backend
+from thinwire.ops.rows import CopyTable
+
+__all__ = ["Statistics", "factors_of"]
+
+_backend = backend("thinwire.ops.norms", cpu="reference")
+
+
+class Statistics(NamedTuple):
+    """The usual norms of a model's P parameters, and how a gradient is held against them.
+
+    Attributes:
+        current, updated: (4, P) float32: the usual norm, gradients counted, gradients cut, the sum of norms cut off.
+        shares: (P,) float32, the square root of each parameter's share of all values.
+        times: usual norms from which on a gradient is cut. leaves: the share of these that is left.
+        decay: of the usual norm, per step.
+    """
+
+    current: Tensor
+    updated: Tensor
+    shares: Tensor
+    times: float
+    leaves: float
+    decay: float
+
+
+def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+    """Return the factors (T,) float32 that cut the outliers in ``flat`` (1-D), and residues (T,): 0, or NaN.
+
+    A factor is 1 where nothing is cut, or the norm is not finite; a residue is NaN where the norm is not finite.
+    ``statistics.updated`` is updated in ``columns``.
+
+    Args:
+        table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in
+            ``statistics``.
+    """
+    factors, residues = torch.empty(2, len(table.segments), dtype=torch.float32, device=flat.device).unbind()
+    _backend(flat).factors_of(flat, table, columns, statistics, factors, residues)
+    return factors, residues

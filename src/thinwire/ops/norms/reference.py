@@ -1,0 +1,48 @@
+"""Plain torch, any device: the specification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from thinwire.ops.rows.reference import runs
+
+if TYPE_CHECKING:
+    from thinwire.ops.norms import Statistics
+    from thinwire.ops.rows import CopyTable
+
+
+def factors_of(
+    flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor
+) -> None:
+    current, updated, shares, times, leaves, decay = statistics
+    norms = _norms(flat, table)
+    old = current[:, columns]
+    usual_before = old[0]
+    share_of_all = shares[columns] * torch.linalg.vector_norm(current[0])
+    largest = times * torch.maximum(usual_before, share_of_all)
+    counted = norms.isfinite() & (norms > 0)
+    exceeds = (norms > largest) & (usual_before > 0) & counted
+    cut_to = leaves * largest
+    norm = torch.where(exceeds, largest, torch.where(counted, norms, usual_before))
+    usual_after = torch.where(usual_before > 0, decay * usual_before + (1 - decay) * norm, norm)
+    counts = torch.stack([counted.float(), exceeds.float(), torch.where(exceeds, norms - cut_to, 0.0)])
+    updated[:, columns] = torch.cat([usual_after.unsqueeze(0), old[1:] + counts])
+    factors.copy_(torch.where(exceeds, cut_to / norms, 1.0))
+    torch.sub(norms, norms, out=residues)
+
+
+def _norms(flat: Tensor, table: CopyTable) -> Tensor:
+    """Return the norm of each segment's values, (T,) float32."""
+    bodies, tails = [], []
+    for segment in table.segments:
+        _, body, tail = runs(flat, segment)
+        bodies.append(flat[:0] if body is None else body)
+        tails.append(tail)
+    norms = torch.stack(torch._foreach_norm(bodies, dtype=torch.float32))
+    for i, tail in enumerate(tails):
+        if tail is not None:
+            norms[i] = torch.hypot(norms[i], torch.linalg.vector_norm(tail, dtype=torch.float32))
+    return norms

@@ -1,0 +1,105 @@
+"""A step as a run plays it, on tensors without storage: guard, outlier clip, clipping, the optimizers' own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from thinwire.core.bucket import Piece
+from thinwire.core.fingerprint import WeightWatch
+from thinwire.core.outliers import STEP, OutlierClip
+from thinwire.core.road import Send, Stage
+from thinwire.network.comm import Comm
+from thinwire.network.guard import Guard
+from thinwire.plan.dry_run import Playback
+
+CLIP = 1.0
+"""The norm to which gradients are clipped."""
+
+
+class WholeStage(Stage):
+    """A stage that guards and clips as ``compress()`` makes it, which a dry run leaves out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.guard, self._inside = Guard([]), False
+        parameters, card = self.method.run.parameters, self.method.card
+        if card.keeps_state and card.alone_from is None and len(self.dense) < len(parameters):
+            leaves = None if card.promise.of == "gradients" else STEP
+            self.bound = OutlierClip(10.0, {of.name: of.local for of in parameters.values()}, leaves)
+
+    def carry(
+        self,
+        flat: Tensor,
+        pieces: tuple[Piece, ...],
+        out: Tensor,
+        send: Send | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        if self._inside or send is not None:
+            super().carry(flat, pieces, out, send, factors)
+            return
+        self._inside = True
+        self.reduce(flat, pieces, out)
+        self._inside = False
+
+
+class WholePlayback(Playback):
+    """Plays what ``StepLoop`` and ``Wire.clip_grad_norm_`` do, too, and steps the optimizers."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, stage=WholeStage)
+        watched = [weight for weight in self.weights.values() if self.method.card.keeps_state]
+        self._weight_watch = WeightWatch(self.method.name, watched, lambda: None)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.Adam):  # what CUDA users take
+                for group in optimizer.param_groups:
+                    group["fused"] = True
+                for state in optimizer.state.values():
+                    state["step"] = torch.empty((), device=self._device)
+
+    def exchange(self, number: int) -> dict[str, float]:
+        self._clipped = False
+        self._weight_watch.look(alone=False)
+        return super().exchange(number)
+
+    def agree(self, comms: Iterable[Comm]) -> None:
+        """Clip once the exchange is over, and agree; later, agree for the method."""
+        guard = self._road.last.guard
+        if not self._clipped:
+            self._clipped = True
+            for name, weight in self.weights.items():
+                weight.grad = self.gradients[name]
+            norm = self._clip()
+            guard.observe_all(self.gradients.values() if norm is None else [norm])
+        for stage in self._road.stages[:-1]:  # in a run they share one guard
+            guard._residues += stage.guard._residues
+            stage.guard.forget()
+        guard.agree(self._device, comms=[self._comm(comm) for comm in comms])
+
+    def _clip(self) -> Tensor | None:
+        """Clip what is no step; return the norm, if it is that of all gradients."""
+        step_maker = self.method.card.step_maker
+        steps, power = ((), None) if step_maker is None else (set(step_maker.names), step_maker.power())
+        clipped = [weight for name, weight in self.weights.items() if name not in steps]
+        norms = [get_total_norm([weight.grad for weight in clipped if weight.grad is not None])] if clipped else []
+        norms += [] if power is None else [power.sqrt()]
+        norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
+        clip_grads_with_norm_(clipped, CLIP, norm)
+        (CLIP / (norm + 1e-6)).clamp(max=1.0)  # for the method
+        return None if steps else norm
+
+    def optimizers_step(self) -> None:
+        for stage in self._road.stages:
+            if stage.bound is not None:
+                stage.bound.commit()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        self._weight_watch.step_is_over()
