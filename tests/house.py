@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "thinwire"
 
 LIMITS: dict[str, float] = {
-    "lines of source": 30_700,
+    "lines of source": 34_100,
     "files in the top folder": 3,
     "import circles": 0,
     "imports against the order": 0,
@@ -34,13 +34,16 @@ LIMITS: dict[str, float] = {
     "members of interfaces": 55,
     "empty names, percent": 1.0,
     "long functions": 0,
+    "docstrings that open with a riddle": 0,
 }
 """The goals. A measure without one is printed for information.
 
-Lines of source: 26,500 without prediction, 4,200 for it (package predict, commands simulate and doctor, trials).
+Lines of source: 30,700 with prediction (4,200: package predict, commands simulate and doctor, trials); and since then
+500 for adapters on sharded models, 800 for help, env and selftest, 700 for replicas that come and go, 500 for kernels that
+save launches, 900 for evaluation, trackers, Muon and mends.
 """
 
-TODAY: dict[str, float] = {"lines of source": 34_200}
+TODAY: dict[str, float] = {}
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
 FLOORS: tuple[tuple[str, ...], ...] = (

@@ -16,7 +16,7 @@ from thinwire.adapters.transformers import attach
 
 
 class ThinwireArgs(BaseModel):
-    """What the plugin adds to Axolotl's configuration."""
+    """The settings that the plugin adds to Axolotl's configuration."""
 
     thinwire_method: str = "int8"
 

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 
 
 class _Compressed(ParallelStrategy):
-    """What both strategies add to Lightning's: the wire, its state beside checkpoints, schedules that wait."""
+    """Adds to Lightning's strategies the wire, its state beside checkpoints, and schedules that wait."""
 
     def __init__(self, method: Method | str = "int8", options: Mapping[str, Any] | None = None, **theirs: Any) -> None:
         super().__init__(**theirs)

@@ -46,7 +46,7 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
 
 
 class ThinwireCallback(TrainerCallback):
-    """What ``attach`` adds, for ``Trainer(callbacks=[...])`` and for programs that take a callback's name.
+    """Does what ``attach`` does, for ``Trainer(callbacks=[...])`` and for programs that take a callback's name.
 
     Args:
         method: None: that of the environment variable THINWIRE_METHOD, or "int8". options: see ``attach``.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 SHOW_CURSOR = "\x1b[?25h"
-"""What makes a terminal's cursor visible again that a progress bar has hidden."""
+"""The sequence that makes a terminal's cursor visible again that a progress bar has hidden."""
 
 
 def columns(stream: TextIO | None = None) -> int | None:

@@ -40,7 +40,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceO
 
 
 class Membership(NamedTuple):
-    """Who takes part: this is rank ``rank``; rank r is on node ``nodes[r]``, in the replica ``names[r]``. A later
+    """The ranks that take part: this is ``rank``; rank r is on node ``nodes[r]``, in the replica ``names[r]``. A later
     membership has a larger ``number``, the same on all ranks; a process that starts again has another name."""
 
     rank: int

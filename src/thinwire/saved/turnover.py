@@ -33,7 +33,7 @@ History = Sequence[tuple[int, int]]  # (first step, number of the membership) of
 
 
 class Loss(NamedTuple):
-    """What waited on a replica that left; ``step``: after which it was missed. ``norm``: of what was lost."""
+    """The values that waited on a replica that left. step: after which it was missed. norm: of the values."""
 
     name: str
     step: int

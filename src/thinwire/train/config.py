@@ -89,7 +89,7 @@ class Config:
     """Names of the modules that get adapters. Default: all linear ones but the head."""
 
     method: str = "dense"
-    """How gradients are exchanged: a method by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
+    """The method that exchanges gradients, by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
     methods` lists them. "auto": a few steps of several are tried, and the fastest trains."""
     max_loss: str = "1%"
     """--method auto takes no method whose loss, measured in runs of a like length, was above dense's by more than this:
@@ -191,7 +191,7 @@ class Config:
     resume_anyway: bool = False
     """Continue although the text, its order or the batch differs from the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """When the run continues on another number of ranks, or another engine: what the old ranks had not sent yet is
+    """On another number of ranks, or another engine, what the old ranks had not sent yet when the run goes on is
     handed to the new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step
     in the middle of a run). refuse: do not continue there."""
 

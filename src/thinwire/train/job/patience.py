@@ -1,4 +1,4 @@
-"""How long a rank waits for the others, fitted to the link: a slow one must not be taken for a lost rank."""
+"""The time that a rank waits for the others, fitted to the link: a slow one must not be taken for a lost rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBES = (2**14, 2**18, 2**22)
 """Bytes for each other rank. A larger probe follows one that took less than ``BRIEF_S``, of which delay is a part."""
 BRIEF_S = 0.5
 BYTES_PER_PARAMETER = 12
-"""What may be under way at once: gradients there and back, and sharded weights, in float32."""
+"""Bytes of a parameter that may be under way at once: gradients there and back, and sharded weights, in float32."""
 MARGIN = 4.0
 """Times the measured need: links are shared, and their rates change."""
 
