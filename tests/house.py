@@ -39,8 +39,8 @@ LIMITS: dict[str, float] = {
 """The goals. A measure without one is printed for information.
 
 Lines of source: 30,700 with prediction (4,200: package predict, commands simulate and doctor, trials); and since then
-500 for adapters on sharded models, 800 for help, env and selftest, 700 for replicas that come and go, 500 for kernels that
-save launches, 900 for evaluation, trackers, Muon and mends.
+500 for adapters on sharded models, 800 for help, env and selftest, 700 for replicas that come and go, 500 for kernels
+that save launches, 900 for evaluation, trackers, Muon and mends.
 """
 
 TODAY: dict[str, float] = {}
