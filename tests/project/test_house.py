@@ -231,3 +231,9 @@ def test_exit_status_follows_what_is_allowed(monkeypatch, capsys: pytest.Capture
     assert house.main([]) == 1
     monkeypatch.setattr(house, "TODAY", {"long functions": 4})
     assert house.main([]) == 0 and "better" in capsys.readouterr().out
+
+
+def test_no_two_test_modules_share_a_name():
+    """Pytest would collect only one of them, and ranks of the other would look for their program in the wrong one."""
+    names = [path.name for path in (house.ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -20,4 +20,5 @@ try:
     print(wire.report())
 except thinwire.ThinwireError as error:
     print(error)
+wire.close()
 dist.destroy_process_group()

@@ -51,6 +51,7 @@ PURPOSE = {
     "transformers": "the adapter for the Trainer, and fine-tuning",
     "lightning": "the adapter for Lightning",
     "lm_eval": "`thinwire eval`",
+    "torchft": "the adapter for replicas that come and go",
 }
 """The use of each optional package, by the name that is imported."""
 DISTRIBUTIONS = {"yaml": "PyYAML", "markdown_it": "markdown-it-py"}

@@ -24,7 +24,8 @@ class StateKind:
         rank_equal: it is the same on all ranks that the exchange connects (no pattern; kinds that begin so).
         offloaded: it lives in CPU memory (no pattern).
         of_weights: it belongs to the present weights and is dropped with what waits if they are replaced (no pattern).
-        own: it is this rank's alone: a replica that joins begins without it (no pattern; kinds that begin so).
+        own: it is this rank's alone: a replica that joins begins with a copy of the kind that is named here, "none":
+            without (no pattern; kinds that begin so). "": it is not.
         served: it has one row, its owner's, where the bucket has one for each rank (no pattern).
         fault: (a saved state, its keys as in ``State.state_dict``) -> what of this kind is unusable and why, or "".
             Called before anything is loaded, mainly to check integers that would become addresses.
@@ -34,7 +35,7 @@ class StateKind:
     rank_equal: bool = False
     offloaded: bool = False
     of_weights: bool = False
-    own: bool = False
+    own: str = ""
     served: bool = False
     fault: Callable[[Mapping[str, Tensor]], str] | None = None
 

@@ -132,7 +132,16 @@ class Turnover:
         """Does a replica that joins begin without what is at ``key``: what waits, and what is one rank's alone?"""
         kind = key.removeprefix("=").partition("/")[0]
         entry = kind_of(self._method.card.state_kinds, kind)
-        return (has_rows(key) and (kind in self._method.card.promise.waits or entry.served)) or entry.own
+        return (has_rows(key) and (kind in self._method.card.promise.waits or entry.served)) or bool(entry.own)
+
+    def _first_own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy, from the ``values`` of a peer, those with which what is this rank's alone begins."""
+        return {
+            key.replace(entry.own, kind, 1): value.clone()
+            for kind, entry in self._method.card.state_kinds.items()
+            for key, value in values.items()
+            if entry.own and key.removeprefix("=").partition("/")[0] == entry.own
+        }
 
     def _change(self, membership: Membership, received: Mapping[str, Any] | None) -> bool:
         rank, ranks, stale, stage = membership.rank, len(membership.nodes), False, self._stage
@@ -149,6 +158,7 @@ class Turnover:
             own_rows = self._own_rows(received["history"], received["step"], values)
             values = {key: value for key, value in received["values"].items() if key not in own_rows}
             values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
+            values |= self._first_own(values)
             step, skipped, flush, bound = (received[key] for key in ("step", "skipped", "flush", "bound"))
             self._history, stale = list(received["history"]), self._load(received)
         self._doubt, self._header = None, new

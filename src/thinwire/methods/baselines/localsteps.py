@@ -193,8 +193,8 @@ class LocalSteps(Method):
         rounds = {(number + 1) * self.every - 1: share / self.every for number, share in outer.cycle.items()}
         of_weights = StateKind(resized="shard", of_weights=True)
         own = {
-            "anchor": of_weights, "outer momentum": of_weights, OWN_WEIGHT: replace(SHARD, own=True),
-            f"{OWN_MOMENT}*": replace(MEAN, own=True),
+            "anchor": of_weights, "outer momentum": of_weights, OWN_WEIGHT: replace(SHARD, own="anchor"),
+            f"{OWN_MOMENT}*": replace(MEAN, own="none"),
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL,
         }  # fmt: skip
         own |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
@@ -412,8 +412,7 @@ class LocalSteps(Method):
         for _, name, saved in find_entries(self.state, "outer momentum"):
             self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
         self._ranks_differ = False
-        # A replica that joins has none of its own.
-        for _, name, saved in find_entries(self.state, OWN_WEIGHT) or find_entries(self.state, "anchor"):
+        for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
             self._ranks_differ |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
