@@ -30,7 +30,7 @@ class Patience(NamedTuple):
         line = f"a rank waits {self.seconds:,.0f} s for the others"
         if not self.need_s:  # there are none, so that no link was measured
             return line
-        rate = f"{self.rate * 8 / 1e6:,.3g} Mbit/s"
+        rate = f"{self.rate * 8 / 1e6:,.0f} Mbit/s"
         return f"{line}: a step of float32 values takes about {self.need_s:.3g} s at the {rate} that were measured"
 
 
