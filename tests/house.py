@@ -43,7 +43,7 @@ Lines of source: 30,700 with prediction (4,200: package predict, commands simula
 that save launches, 900 for evaluation, trackers, Muon and mends.
 """
 
-TODAY: dict[str, float] = {}
+TODAY: dict[str, float] = {"lines of source": 36_600}
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
 FLOORS: tuple[tuple[str, ...], ...] = (
