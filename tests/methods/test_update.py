@@ -602,7 +602,7 @@ def test_positions_come_back(seed, shapes):
     def space(use, shape, dtype):
         return torch.zeros(shape, dtype=dtype)
 
-    positions.pack(positions.split(values.clone(), torch.empty_like(values), space), wire)
+    positions.split(values.clone(), Residual(None, torch.empty_like(values)), space, wire)
     assert torch.equal(positions.read(wire, torch.full_like(words, -7), space), words)
 
 

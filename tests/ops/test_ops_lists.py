@@ -15,7 +15,8 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Positions, Sparse
 from thinwire.ops import mask, sparse
-from thinwire.ops.sparse import ListSegment, cpu, reference
+from thinwire.ops.quant import Format
+from thinwire.ops.sparse import ListSegment, WireValues, cpu, reference
 
 POISON = -77
 
@@ -47,6 +48,7 @@ def check(
     if kind is not None:
         SPECIAL[kind](wide[:2])
     rows, old = wide[:2, 64 : 64 + n], wide[2:, 32 : 32 + n]
+    size = sparse.packed_bytes(parts)
     for feedback in ways:
         seen = []
         for module in (reference, fast):
@@ -54,28 +56,50 @@ def check(
             new = {None: None, "apart": torch.full_like(g, math.nan), "over the rows": g, "over the old": e}[feedback]
             found = torch.full((2, m + 3), POISON, dtype=torch.int32, device=device)
             payload = torch.full((2, m + 2), math.nan, device=device)
-            module.largest(g, None if new is None else e, parts, new, found[:, 1 : 1 + m], payload[:, 1:-1])
-            seen.append((found, payload.view(torch.int32), (payload if new is None else new).view(torch.int32)))
+            wire = torch.full((2, size + 24), 77, dtype=torch.uint8, device=device)
+            lists = found[:, 1 : 1 + m], payload[:, 1:-1], wire[:, 8 : 8 + size]
+            module.largest(g, None if new is None else e, parts, new, *lists)
+            kept = payload if new is None else new
+            seen.append((found, payload.view(torch.int32), kept.view(torch.int32), wire))
         assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), (feedback, kind)
     for some in (parts, parts[-1:]):
         marked = [torch.full((2, n // 64 + 2), POISON, device=device) for _ in range(2)]
         for module, words in zip((reference, fast), marked, strict=True):
             module.marked(rows, some, words[:, 1:-1])
         assert torch.equal(*marked) and not marked[0][:, 1 : 1 + some[0].start // 64].any()
-    found = seen[0][0][:, 1 : 1 + m]
-    size = sparse.packed_bytes(parts)
-    results = []
-    for module in (reference, fast):
-        wire = torch.full((2, size + 24), 77, dtype=torch.uint8, device=device)
-        module.pack(found, parts, wire[:, 8 : 8 + size])
-        again = torch.full((2, m + 3), POISON, dtype=torch.int32, device=device)
-        module.unpack(wire[:, 8 : 8 + size], parts, again[:, 1 : 1 + m])
-        assert torch.equal(again[:, 1 : 1 + m], found)
-        out, total = wide.clone(), torch.full((n,), math.nan, device=device)
-        module.put(payload[:, 1:-1], found, out[2:, 64 : 64 + n], None)
-        module.sum_at(payload[:, 1:-1], found, parts, total, 0.3)
-        results.append((wire, again, out.view(torch.int32), total.nan_to_num(7e7)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind
+    found, packed = seen[0][0][:, 1 : 1 + m], wire[:, 8 : 8 + size]
+    again = torch.full((2, m + 3), POISON, dtype=torch.int32, device=device)
+    reference.unpack(packed, parts, again[:, 1 : 1 + m])
+    assert torch.equal(again[:, 1 : 1 + m], found)
+    for format in (None, Format(8, 8), Format(4, 8)):
+        results = [sent_and_back(module, payload[:, 1:-1], found, packed, parts, wide, format)
+                   for module in (reference, fast)]  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (kind, format)
+
+
+def sent_and_back(module, payload, found, packed, parts, wide, format):
+    """What ``module`` writes to the wire, keeps, and makes of it: rows, their sum, and a mask; and ``put``."""
+    (count, m), n = payload.shape, parts[-1].start + parts[-1].width
+
+    def poisoned(width, dtype=torch.float32, rows=count):
+        return torch.full((rows, width + 16), POISON, dtype=dtype, device=payload.device)
+
+    decoded, scales = poisoned(m)[:, 8:-8], None
+    codes = poisoned(m) if format is None else poisoned(m, torch.int8)
+    if format is not None:
+        scales = poisoned(m // format.group)
+        codes = codes if format.bits == 8 else poisoned(m // 2, torch.int16).to(torch.uint8)
+    values = WireValues(codes[:, 8:-8], None if scales is None else scales[:, 8:-8], format)
+    rest, out, total, put = wide.clone(), poisoned(n), poisoned(n, rows=1), wide.clone()
+    module.send(payload, found, values, rest[2:, 64 : 64 + n], decoded)
+    scratch = poisoned(m, torch.int32)[:, 8:-8], decoded
+    module.decode(packed, values, parts, out[:, 8:-8], None, *scratch)
+    module.decode(packed, values, parts, total[:, 8:-8], 0.3, *scratch)
+    words = poisoned(n // 64, torch.int64)
+    module.read(packed, parts, words[:, 8:-8], scratch[0])
+    module.put(payload, found, put[2:, 64 : 64 + n])
+    written = codes, codes if scales is None else scales, rest, out, total, put
+    return (*(tensor.float().nan_to_num(7e7) for tensor in written), words)
 
 
 MIXED = parts_of(
@@ -95,13 +119,20 @@ def check_packing(fast: ModuleType, parts: tuple[ListSegment, ...], device: str 
             row[place : place + k] = start + torch.randperm(width, generator=generator)[:k].sort().values
     found = found.to(device)
     wires = [torch.full((3, size + 16), 77, dtype=torch.uint8, device=device) for _ in range(2)]
-    for module, wire in zip((reference, fast), wires, strict=True):
-        module.pack(found, parts, wire[:, 8:-8])
-        again = torch.full((3, found.shape[1] + 2), POISON, dtype=torch.int32, device=device)
-        module.unpack(wire[:, 8:-8], parts, again[:, 1:-1])
-        assert torch.equal(again[:, 1:-1], found)
-        assert again[:, :: again.shape[1] - 1].eq(POISON).all()
+    packing = [reference, fast if hasattr(fast, "pack") else reference]  # a GPU packs as it chooses
+    masks = [torch.full((3, n // 64 + 2), POISON, device=device) for _ in range(2)]
+    memory = torch.empty_like(found)
+    for module, wire, packs, words in zip((reference, fast), wires, packing, masks, strict=True):
+        packs.pack(found, parts, wire[:, 8:-8])
+        module.read(wire[:, 8:-8], parts, words[:, 1:-1], memory)
+        values = torch.arange(float(found.numel()), device=device).view(found.shape)
+        out = torch.full((3, n), math.nan, device=device)
+        module.decode(wire[:, 8:-8], WireValues(values), parts, out, None, memory, None)
+        expected = torch.zeros(3, n, device=device)
+        reference.put(values, found, expected)
+        assert torch.equal(out, expected)
     assert torch.equal(*wires) and wires[0][:, :8].eq(77).all() and wires[0][:, -8:].eq(77).all()
+    assert torch.equal(*masks) and masks[0][:, :: n // 64 + 1].eq(POISON).all()
 
 
 @pytest.mark.parametrize("width", [64, 128, 64 * 37, 1 << 14, 1 << 20])
@@ -136,12 +167,17 @@ def check_leaving_out(fast: ModuleType, device: str = "cpu") -> None:
     """Of a wire that no packing makes, what lies beyond its part is left out."""
     parts = parts_of((64 * 9, 99), (64 * 9, 3), (128, 40), group=1)
     wire = torch.randint(256, (4, sparse.packed_bytes(parts)), generator=torch.Generator().manual_seed(0))
-    found = torch.full((4, 142 + 2), POISON, dtype=torch.int32, device=device)
-    fast.unpack(wire.to(torch.uint8).to(device), parts, found[:, 1:-1])
-    assert found[:, ::143].eq(POISON).all()
-    for start, width, k, place in parts:
-        own = found[:, 1 + place : 1 + place + k]
-        assert ((own == -1) | (own >= start) & (own < start + width)).all()
+    wire, words = wire.to(torch.uint8).to(device), torch.full((4, 20 + 2), POISON, device=device)
+    memory = torch.empty(4, 142, dtype=torch.int32, device=device)
+    fast.read(wire, parts, words[:, 1:-1], memory)
+    assert words[:, ::21].eq(POISON).all()
+    for start, width, k, _ in parts:
+        own = words[:, 1 + start // 64 : 1 + (start + width) // 64].tolist()
+        assert all(sum((word % 2**64).bit_count() for word in row) <= k for row in own)
+    out = torch.full((4, 64 * 20 + 2), math.nan, device=device)
+    values = torch.ones(4, 142 + 2, device=device)
+    fast.decode(wire, WireValues(values[:, 1:-1]), parts, out[:, 1:-1], None, memory, None)
+    assert out[:, :: out.shape[1] - 1].isnan().all() and ((out[:, 1:-1] == 0) | (out[:, 1:-1] == 1)).all()
 
 
 @pytest.mark.parametrize("kind", [None, *SPECIAL])
@@ -167,15 +203,18 @@ def test_a_wrong_sample_costs_time_and_nothing_else():
 def test_what_no_packing_says_is_refused():
     parts = parts_of((128, 3), (64, 2), group=1)
     found = torch.tensor([[0, 5, 127, 130, 191]], dtype=torch.int32)
-    wire = sparse.pack(found, parts, torch.empty(1, sparse.packed_bytes(parts), dtype=torch.uint8))
-    assert torch.equal(sparse.unpack(wire, parts, torch.empty_like(found)), found)
+    wire = torch.empty(1, sparse.packed_bytes(parts), dtype=torch.uint8)
+    cpu.pack(found, parts, wire)
+    again = torch.empty_like(found)
+    cpu.unpack(wire, parts, again)
+    assert torch.equal(again, found)
     for at, octet in ((0, 0b1111), (0, 0b0011), (8, 128), (0, 0b1011)):  # too many, too few, beyond its columns twice
         wrong = wire.clone()
         wrong[0, at] = octet
         with pytest.raises(ThinwireError, match="wire of positions"):
-            sparse.unpack(wrong, parts, torch.empty_like(found))
+            cpu.unpack(wrong, parts, torch.empty_like(found))
     with pytest.raises(ThinwireError, match="as its parts say"):
-        sparse.pack(torch.tensor([[0, 5, 128, 130, 191]], dtype=torch.int32), parts, wire)
+        cpu.pack(torch.tensor([[0, 5, 128, 130, 191]], dtype=torch.int32), parts, wire)
     with pytest.raises(ThinwireError, match="float32"):
         sparse.largest(torch.zeros(1, 192, dtype=torch.bfloat16), None, parts, None, found, torch.zeros(1, 5))
 
@@ -184,18 +223,20 @@ def test_what_no_packing_says_is_refused_with_four_bits():
     parts = parts_of((128, 40), (64, 21), group=1)
     assert [part.low_bits for part in parts] == [4, 4] and parts[0].nbytes == 32
     found = torch.cat([torch.arange(88, 128), torch.arange(128, 170, 2)])[None].int()
-    wire = sparse.pack(found, parts, torch.empty(1, sparse.packed_bytes(parts), dtype=torch.uint8))
-    assert torch.equal(sparse.unpack(wire, parts, torch.empty_like(found)), found)
+    wire, again = torch.empty(1, sparse.packed_bytes(parts), dtype=torch.uint8), torch.empty_like(found)
+    cpu.pack(found, parts, wire)
+    cpu.unpack(wire, parts, again)
+    assert torch.equal(again, found)
     for at in (0, 32):
         k = parts[at // 32].k
         for ones in (0, 2**k // 2 - 1, 2 ** (k + 1) - 1, (2**k - 1) << (64 - k)):  # too few twice, too many, beyond
             wrong = wire.clone()
             wrong[0, at : at + 8] = torch.frombuffer(bytearray(ones.to_bytes(8, "little")), dtype=torch.uint8)
             with pytest.raises(ThinwireError, match="wire of positions"):
-                sparse.unpack(wrong, parts, torch.empty_like(found))
+                cpu.unpack(wrong, parts, torch.empty_like(found))
     for column in (-1, 128):
         with pytest.raises(ThinwireError, match="as its parts say"):
-            sparse.pack(torch.cat([found[:, :39], torch.tensor([[column]]), found[:, 40:]], 1).int(), parts, wire)
+            cpu.pack(torch.cat([found[:, :39], torch.tensor([[column]]), found[:, 40:]], 1).int(), parts, wire)
 
 
 def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
@@ -228,11 +269,15 @@ def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
 def test_triton_interpreted_equals_the_reference():
     code = """
 import test_ops_lists as t
+from thinwire.ops import gpu
 from thinwire.ops.sparse import triton
+made, make = [], gpu._counters
+gpu._counters = lambda *key: made.append(make(*key)) or made[-1]
 for parts, kind, way in zip(t.PARTS[1:] * 2, (None, None, "one of four", "nans of other bits"), t.FEEDBACK):
     t.check(triton, parts, kind, ways=(way,))
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
+assert made and not any(counters.any() for counters in made)  # as the next kernel has to find them
 """
     check_interpreted(code)
 

@@ -61,6 +61,24 @@ def check(module, device: torch.device = CPU, narrow: torch.dtype = torch.float3
             assert (float(factors[1]) < 1) == (float(usual[0]) > 0) and statistics.updated[:, 1].tolist() == [7.0] * 4
 
 
+def check_sample(module, device: torch.device = CPU) -> None:
+    """Values of rows that lie apart, and norms: of each tensor, or of all, and zeros, where there are streams."""
+    wide = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    rows, positions = wide[:, 20:276], torch.tensor([0, 255, 256, 700, 767], device=device)
+    sums = torch.full((2, 7), torch.nan, device=device)
+    module.sample(rows, positions, [slice(0, 64), slice(64, 256)], sums, 1 / 3)
+    norms = [rows[:, :64].norm(), rows[:, 64:].norm()]
+    if module is not reference:
+        norms = [rows.norm(), torch.zeros((), device=device)]
+    lines = torch.cat([rows.reshape(-1)[positions], torch.stack(norms)])
+    assert torch.allclose(sums, torch.stack([lines, lines.square()]) / 3, rtol=1e-5)
+    assert torch.equal(sums[:, :5], torch.stack([lines, lines.square()])[:, :5] * (1 / 3))
+
+
+def test_samples_and_norms_of_rows():
+    check_sample(reference)
+
+
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
 def test_the_reference_is_a_loop_over_parameters(narrow):
     check(reference, narrow=narrow)
@@ -74,13 +92,15 @@ import test_ops_norms
 from thinwire.ops.norms import triton
 for narrow in (torch.float32, torch.bfloat16):
     test_ops_norms.check(triton, narrow=narrow)
+test_ops_norms.check_sample(triton)
 """
     check_interpreted(code)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_two_launches_on_a_gpu_are_the_reference():
+def test_launches_on_a_gpu_are_the_reference():
     from thinwire.ops.norms import triton
 
     check(triton, torch.device("cuda"))
+    check_sample(triton, torch.device("cuda"))

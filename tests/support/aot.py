@@ -52,9 +52,9 @@ i64    seed
 fp32   times leaves decay gain beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
-*fp32  g v m_out own held message left sent rest whole quantum wire
+*fp32  g v m_out own held message left sent rest whole quantum wire remainder
 *i64   words index
-*i32   before base counts places positions programs parts keys found state tallies elements
+*i32   before base counts done places positions programs parts keys found state tallies elements
 *i64   table
 *u8    flags bits codes octets
 """
@@ -82,8 +82,9 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
     for scaled in (False, True):
         yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False, "SCALED": scaled}
-        yield norms._squares, {"flat": "*i16" if scaled else "*fp32"}, table | {"WIDEN": scaled}
-    yield norms._bound, {}, {"BLOCK": norms.BLOCK}
+        bounded = {"WIDEN": scaled, "COPIED": PER_PROGRAM, "BLOCK": norms.BLOCK, "FIELDS": FIELDS}
+        yield norms._bound, {"flat": "*i16" if scaled else "*fp32"}, bounded
+    yield norms._sample, {"positions": "*i64", "norm": "*fp32"}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
@@ -113,14 +114,18 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0
         yield sparse._count, of, counted | {"FIRST": first, "FEEDBACK": first, "KEEP": first, "BINS": bins}
-        yield sparse._digit, of, {"FIRST": first, "BINS": bins} | lines
     for kernel in (sparse._tally, sparse._list):
-        yield kernel, of, block | aligned | lines
-    for kernel in (sparse._pack, sparse._unpack):
-        yield kernel, of, block | lines
-    for subtract in (False, True):
-        yield sparse._put, {}, block | {"SUBTRACT": subtract}
-    yield sparse._sum_at, {}, block | aligned
+        yield kernel, of, block | aligned | lines | {"PACK": True}
+    for kernel in (sparse._ones, sparse._spread):
+        yield kernel, of | {"wire": "*i64"}, block | lines
+    yield sparse._put, {}, block
+    yield sparse._send_whole, {"codes": "*fp32"}, block | {"KEEP": True}
+    for bits, codes in ((32, "*fp32"), (8, "*i8"), (4, "*u8")):
+        decoded = {"SUM": bits > 4, "BITS": bits, "PER_SCALE": 64 if bits < 32 else 1}
+        yield sparse._decode, of | {"codes": codes}, block | aligned | lines | decoded
+        if bits < 32:
+            sent = {"KEEP": True, "GROUP": 64, "BLOCK": quant.PER_PROGRAM // 64, "FOUR": bits == 4}
+            yield sparse._send, {"codes": codes}, sent
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}
     for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._gather, sketch._hold,

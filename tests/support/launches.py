@@ -212,16 +212,21 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sketch._gather": (_at("payload", "rows"),),
     "sketch._restore": (_at("sent", "residual", "out"),),
     "sketch._round_to": (_twice("payload"),),
+    "norms._sample": (lambda of: {"rows": len(of["positions"]) * 4},),
     "sparse._count": (_where(residual="FEEDBACK", total="KEEP"), lambda of: {"counts": 0.0}),
+    "sparse._tally": (_where(words="PACK"),),
+    "sparse._list": (_where(words="PACK"),),
+    "sparse._send": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
+    "sparse._send_whole": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
     "steps._take": (lambda of: {"weight": len(of["programs"]) // 2 * of["BLOCK"] * 12, "change": 0.0},),
-    "sparse._put": (_at("payload", "out"), _where(minus="SUBTRACT")),
+    "sparse._put": (_at("payload", "out"),),
 }  # fmt: skip
 """By kernel: the bytes that it moves of arguments that are not moved once; of what has no name, such as moments."""
 
 
 def kernel_bytes(name: str, arguments: Named) -> float:
     """Count the bytes that one launch of our kernel ``name`` moves, whatever its caches save."""
-    moved: dict[str, float] = {name: nbytes_of(value) for name, value in arguments.items()}
+    moved: dict[str, float] = {name: nbytes_of(value) for name, value in arguments.items() if name != "done"}
     for touched in TOUCHED.get(name.removeprefix("thinwire.ops."), ()):
         moved.update(touched(arguments))
     return sum(moved.values())

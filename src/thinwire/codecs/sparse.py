@@ -63,26 +63,20 @@ class Positions:
         """Return memory for the lists of ``rows`` rows: (rows, size) int32."""
         return space(("positions", rows), (rows, self.size), torch.int32)
 
-    def split(self, rows: Tensor, remainder: Tensor, space: Space) -> Tensor:
-        """Keep the largest of ``rows`` (R, n), move the others to ``remainder``, zeros elsewhere. Return positions."""
+    def split(self, rows: Tensor, residual: Residual, space: Space, wire: Tensor | None = None) -> None:
+        """Keep the largest of ``rows`` (R, n) + ``residual.old``, the others in ``residual.new``; zeros elsewhere.
+
+        Pack their positions into ``wire`` (R, nbytes) uint8, rows at multiples of 8 bytes; None: nobody asks for them.
+        """
         positions = space("chosen", (len(rows), self.size), torch.int32)
         values = space("their values", positions.shape, torch.float32)
-        sparse.largest(rows, None, self.lists, remainder, positions, values)
+        sparse.largest(rows, residual.old, self.lists, residual.new, positions, values, wire)
         sparse.put(values, positions, rows.zero_())
-        sparse.put(values.zero_(), positions, remainder)
-        return positions
-
-    def pack(self, positions: Tensor, out: Tensor) -> None:
-        """Pack ``positions`` (R, size) into ``out`` (R, nbytes) uint8, rows at multiples of 8 bytes."""
-        sparse.pack(positions, self.lists, out)
-
-    def unpack(self, wire: Tensor, space: Space) -> Tensor:
-        """Return the positions (R, size) of ``wire`` (R, nbytes)."""
-        return sparse.unpack(wire, self.lists, self.memory(len(wire), space))
+        sparse.put(values.zero_(), positions, residual.new)
 
     def read(self, wire: Tensor, words: Tensor, space: Space) -> Tensor:
         """Write the positions in ``wire`` (R, nbytes) as masks to ``words`` (R, n / 64)."""
-        return mask.from_indices(self.unpack(wire, space), words)
+        return sparse.read(wire, self.lists, words, positions=self.memory(len(wire), space))
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,8 @@ class Sparse(Codec):
 
     Attributes:
         segments: (width, k) of the row's columns, side by side; widths are multiples of 64.
-        integers: the format of the values, float32 if None; groups do not straddle two segments.
+        integers: the format of the values, float32 if None; groups do not straddle two segments. They are rounded to
+            the nearest, without a transform, which would spread a value over others' positions.
     """
 
     linear = False
@@ -107,6 +102,8 @@ class Sparse(Codec):
 
     def __post_init__(self) -> None:
         Positions(self.segments)  # refuses segments that cannot be sent
+        if self.integers is not None and (self.integers.draws or self.integers.hadamard):
+            raise ThinwireError(f"top-k: values are rounded to the nearest, without a transform, not as {self.integers}")
 
     @functools.cached_property
     def _layout(self) -> Positions:
@@ -133,39 +130,35 @@ class Sparse(Codec):
     ) -> None:
         """Choose the largest in one pass over the values; all other steps run over lists as short as the wire."""
         old, new = (None, None) if residual is None else (residual.old, residual.new)
-        positions = self._layout.memory(len(rows), space)
-        values = space(("values", len(rows)), positions.shape, torch.float32)
-        sparse.largest(rows.float(), old, self._layout.lists, new, positions, values)
-        position_bytes, value_bytes = self._split(out)
-        self._layout.pack(positions, position_bytes)
-        if self.integers is None:
-            value_bytes.view(torch.float32).copy_(values)
-        else:
-            self.integers.encode(values, value_bytes, seed=seed)
-        if new is not None:
-            sparse.put(values, positions, new, minus=self._values_in(value_bytes, space))
+        positions, decoded = self._memory(len(rows), space)
+        payload = space(("values", len(rows)), positions.shape, torch.float32)
+        position_bytes, values = self._split(out)
+        sparse.largest(rows.float(), old, self._layout.lists, new, positions, payload, position_bytes)
+        sparse.send(payload, positions, values, new, decoded)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
-        positions, values = self._read(wire, space)
-        sparse.put(values, positions, out.zero_())
+        self._decode_to(wire, out, None, space)
 
     def _decode_sum(self, wire: Tensor, out: Tensor, scale: float, space: Space) -> None:
-        positions, values = self._read(wire, space)
-        sparse.sum_at(values, positions, self._layout.lists, out, scale)
+        self._decode_to(wire, out.unsqueeze(0), scale, space)
 
-    def _read(self, wire: Tensor, space: Space) -> tuple[Tensor, Tensor]:
-        """Read the positions (R, m) int32 and the values (R, m) float32 from ``wire``."""
-        position_bytes, value_bytes = self._split(wire)
-        return self._layout.unpack(position_bytes, space), self._values_in(value_bytes, space)
+    def _decode_to(self, wire: Tensor, out: Tensor, scale: float | None, space: Space) -> None:
+        position_bytes, values = self._split(wire)
+        positions, decoded = self._memory(len(wire), space)
+        sparse.decode(position_bytes, values, self._layout.lists, out, scale, positions=positions, decoded=decoded)
 
-    def _values_in(self, value_bytes: Tensor, space: Space) -> Tensor:
-        if self.integers is None:
-            return value_bytes.view(torch.float32)
-        values = space(("decoded", len(value_bytes)), (len(value_bytes), self._layout.size), torch.float32)
-        return self.integers.decode(value_bytes, values)
+    def _memory(self, rows: int, space: Space) -> tuple[Tensor, Tensor | None]:
+        """Return memory for the positions of ``rows`` rows and, where values are integers, for what these decode to."""
+        positions = self._layout.memory(rows, space)
+        decoded = None if self.integers is None else space(("decoded", rows), positions.shape, torch.float32)
+        return positions, decoded
 
-    def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the bytes of positions and of values in ``wire``."""
-        head, tail = self._layout.nbytes, self._value_bytes(self._layout.size)
+    def _split(self, wire: Tensor) -> tuple[Tensor, sparse.WireValues]:
+        """Return views of the bytes of positions and of the values in ``wire``."""
+        head, size = self._layout.nbytes, self._layout.size
         wire = viewable(wire)
-        return wire[:, :head], wire[:, head : head + tail]
+        value_bytes = wire[:, head : head + self._value_bytes(size)]
+        if self.integers is None:
+            return wire[:, :head], sparse.WireValues(value_bytes.view(torch.float32))
+        codes, scales = self.integers.codes_of(value_bytes, size)
+        return wire[:, :head], sparse.WireValues(codes, scales, self.integers.format)

@@ -211,9 +211,12 @@ class Exchange(ABC):
         """Gather all ranks' ``row`` (m,) into ``out`` (N, m). With ``async_op``, wait for the work first."""
         return self.comm.all_gather(out, row, async_op=async_op)
 
-    def all_mean(self, values: Tensor) -> Tensor:
-        """Average ``values`` (any shape, float32) over all ranks, in place, to the same bits on every rank."""
-        return self.comm.all_reduce(values.mul_(1 / self.ranks))
+    def all_mean(self, values: Tensor, *, divided: bool = False) -> Tensor:
+        """Average ``values`` (any shape, float32) over all ranks, in place, to the same bits on every rank.
+
+        ``divided``: they are divided by the number of ranks already.
+        """
+        return self.comm.all_reduce(values if divided else values.mul_(1 / self.ranks))
 
     def all_max(self, values: Tensor) -> Tensor:
         """Take the maximum of ``values`` (any shape, float32) over all ranks, in place."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import every_variant
 
@@ -58,6 +60,51 @@ def segment_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     number = tl.load(programs + 2 * tl.program_id(0)).to(tl.int64)
     element = tl.load(programs + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     return tl.program_id(1).to(tl.int64), number, table + number * FIELDS, element
+
+
+@triton.jit
+def is_last(done, programs):
+    """Is this the last of ``programs`` programs that share the counter ``done``, and that come here once each?
+
+    The last one finds what the others wrote before they came, if it loads with ".cg", and leaves ``done`` at zero.
+    """
+    tl.debug_barrier()  # the release below covers what all threads of this program wrote
+    last = tl.atomic_add(done, 1, sem="acq_rel") == programs - 1
+    tl.store(done, 0, mask=last)
+    return last
+
+
+@triton.jit
+def add_up(counts, size, BLOCK: tl.constexpr):
+    """Replace ``size`` int32, which other programs have written, by their running sums."""
+    lane, before = tl.arange(0, BLOCK), tl.full((), 0, tl.int32)
+    for first in range(0, size, BLOCK):
+        inside = first + lane < size
+        values = tl.load(counts + first + lane, mask=inside, other=0, cache_modifier=".cg")
+        tl.store(counts + first + lane, before + tl.cumsum(values, 0), mask=inside)
+        before += tl.sum(values, 0)
+
+
+@triton.jit
+def zero_words(words, size, BLOCK: tl.constexpr):
+    """Zero ``size`` int64; the programs along the first dimension of the grid share them."""
+    share = tl.cdiv(size, tl.num_programs(0))
+    first = tl.program_id(0).to(tl.int64) * share
+    end = tl.minimum(first + share, size)
+    for start in range(first, end, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        tl.store(words + word, tl.zeros((BLOCK,), tl.int64), mask=word < end)
+
+
+def counters(device: torch.device, size: int) -> Tensor:
+    """Return (at least ``size``,) int32 zeros, which all kernels on a stream share: each leaves zeros behind."""
+    streams = devices.streams(device)
+    return _counters(device, None if streams is None else streams.current_stream(device), 1 << (size - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=64)
+def _counters(device: torch.device, stream: Any, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def alignment(*values: Tensor) -> int:

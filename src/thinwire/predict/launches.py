@@ -170,6 +170,10 @@ TOUCHED: Mapping[str, Callable[..., float]] = {
     "sketch.restore": lambda sent, residual, positions, *others: nbytes_of(sent, residual, positions, residual),
     "sketch.round_to": lambda payload, *others: nbytes_of(payload, payload, *others),
     "steps.take": lambda weights, changes, factors: nbytes_of(list(weights), list(weights), list(changes)),
-    "sparse.put": lambda payload, positions, out, minus: nbytes_of(payload, payload, positions, minus),
+    "sparse.decode": lambda wire, values, segments, out, scale, *scratch: nbytes_of(wire, values, out),
+    "sparse.put": lambda payload, positions, out: nbytes_of(payload, payload, positions),
+    "sparse.send": lambda payload, positions, values, remainder, decoded: nbytes_of(
+        payload, positions, values, None if remainder is None else payload
+    ),
 }
 """By operation: (its arguments) -> bytes."""

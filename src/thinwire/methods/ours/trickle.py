@@ -37,7 +37,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import refuse_idle
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Positions
 from thinwire.core.bucket import Bucket, Shard
@@ -150,20 +150,18 @@ class Trickle(TopK):
             mean_both_ways(bucket, exchange, codec, self.state, server_codec=self.largest(bucket, self.server_density))
             return
         served = serve(bucket, exchange, codec, self.state)  # in bucket.mean
-        served.add_(self.state.read("server", bucket, rows=1))
+        waits = Residual(self.state.read("server", bucket, rows=1), self.state.write("server", bucket, rows=1))
         layout = bucket.once("moved", lambda: Positions(self.largest(bucket, self.server_density).segments))
+        packed = bucket.scratch("chosen", (1, layout.nbytes), torch.uint8) if self.card.encodes_weights else None
         with exchange.span("encode", served):
-            positions = layout.split(served, self.state.write("server", bucket, rows=1), scratch(bucket))
-        if self.card.encodes_weights:
-            self._gather_masks(bucket, exchange, layout, positions)
+            layout.split(served, waits, scratch(bucket), packed)
+        if packed is not None:
+            self._gather_masks(bucket, exchange, layout, packed)
 
-    def _gather_masks(self, bucket: Bucket, exchange: Exchange, layout: Positions, positions: Tensor) -> None:
-        """Send the ``positions`` (1, k) at which this owner moves its row to all, who gather weights at them."""
+    def _gather_masks(self, bucket: Bucket, exchange: Exchange, layout: Positions, packed: Tensor) -> None:
+        """Send the ``packed`` positions (1, nbytes) at which this owner moves its row to all, who gather weights there."""
         wires = bucket.scratch("positions", (exchange.ranks, layout.nbytes), torch.uint8)
-        wire = bucket.scratch("chosen", (1, layout.nbytes), torch.uint8)
-        with exchange.span("encode", bucket.mean):
-            layout.pack(positions, wire)
-        exchange.gather(wires, wire[0])
+        exchange.gather(wires, packed[0])
         with exchange.span("decode", bucket.mean):
             rows, n = bucket.shape
             words = bucket.buffer("words", (rows, n // masks.WORD), torch.int64)  # until weights were gathered at them

@@ -55,17 +55,15 @@ def mean_both_ways(
     if not back:
         _clear_padding(codec, bucket, served, rank)
         return None
-    served.add_(state.read("server", bucket, rows=1))
-    _clear_padding(codec, bucket, served, rank)
     server_codec = codec if server_codec is None else server_codec
-    wires = bucket.scratch("served wires", (exchange.ranks, server_codec.wire_numel(n)), server_codec.wire_dtype)
-    own_wire = wires[rank : rank + 1]
-    error = Residual(None, state.write("server", bucket, rows=1))
+    error = _error(codec, bucket, served, "server", state, rank)
+    m, dtype = server_codec.wire_numel(n), server_codec.wire_dtype
+    wires, own_wire = (bucket.scratch(use, (r, m), dtype) for use, r in (("served wires", exchange.ranks), ("own", 1)))
     with exchange.span("encode", served):
         _with_shares(server_codec, bucket, slice(rank, rank + 1)).encode(
             served, own_wire, residual=error, space=scratch(bucket)
         )
-    exchange.gather(wires, own_wire[0].clone())
+    exchange.gather(wires, own_wire[0])
     with exchange.span("decode", bucket.mean):
         server_codec.decode(wires[exchange.own_rows], bucket.mean, space=scratch(bucket))
     return wires
@@ -73,10 +71,22 @@ def mean_both_ways(
 
 def serve(bucket: Bucket, exchange: Exchange, codec: Codec, state: State) -> Tensor:
     """Return mean_n C[``bucket.rows`` + e_n] of this rank's row, (1, n), and keep what C leaves out in e_n."""
-    bucket.rows.add_(state.read("residual", bucket))
-    _clear_padding(codec, bucket, bucket.rows)
-    error = Residual(None, state.write("residual", bucket))
+    error = _error(codec, bucket, bucket.rows, "residual", state)
     return exchange.serve(bucket, _with_shares(codec, bucket), residual=error)
+
+
+def _error(codec: Codec, bucket: Bucket, values: Tensor, kind: str, state: State, first: int = 0) -> Residual:
+    """Return the memory ``kind`` of the error of ``values``, the bucket's rows from ``first`` on.
+
+    What waits is added in the pass that encodes; to what signs encode, first, as they have filled the padding with it.
+    """
+    rows = len(values)
+    old, new = state.read(kind, bucket, rows=rows), state.write(kind, bucket, rows=rows)
+    if isinstance(codec, Sign):
+        values.add_(old)
+        _clear_padding(codec, bucket, values, first)
+        return Residual(None, new)
+    return Residual(old, new)
 
 
 def _with_shares(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:

@@ -39,7 +39,7 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ from thinwire.methods.parts.muon import Orthogonal
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
 from thinwire.ops.direction import DirectionSegment, direction
+from thinwire.ops.norms import sample
 from thinwire.ops.steps import take
 
 SAMPLE = 64
@@ -64,6 +65,15 @@ PROBE = 4096
 """Values at the start of each step whose norm reveals that somebody has scaled it."""
 DECAY = 0.9
 """Weight of the old r in the new one."""
+
+
+class _Uploaded(NamedTuple):
+    """The numbers of a step that a GPU was told on ``stream``: (lr, bias correction) by name, their places there."""
+
+    stream: Any
+    factors: Mapping[str, tuple[float, float]]
+    indices: Mapping[str, int]
+    on_device: Tensor
 
 
 class UpdateSpace:
@@ -100,6 +110,8 @@ class UpdateSpace:
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
         self._scaled: tuple[Tensor, Any] | None = None  # the flag on the host, and the event after which it is there
+        self._sent = sent
+        self._uploaded: _Uploaded | None = None
 
     @property
     def names(self) -> Collection[str]:
@@ -284,40 +296,61 @@ class UpdateSpace:
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
-        groups = [self._run.holders[segment.name].group for segment in bucket.segments]
-        steps = self._count_gradients(bucket)
-        names = [segment.name for segment in bucket.segments]
-        betas = torch.tensor(
-            [
-                0.0 if name in self.matrices else float(group["betas"][1])
-                for name, group in zip(names, groups, strict=True)
-            ],
-            dtype=torch.float64,
-        )
-        lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
-        numbers = torch.cat([_unbias(betas, steps), (lrs * _unbias(self._momentum, steps)).float()])
-        unbias, lrs = upload(numbers.tolist(), bucket.device, torch.float32).view(2, -1)
+        lrs, unbias, indices = self._upload_factors(bucket)
         segments = []
-        for index, (segment, group) in enumerate(zip(bucket.segments, groups, strict=True)):
+        for segment in bucket.segments:
             if segment.name in self.matrices:
                 gradients, old, new = (tensor[:, segment.columns] for tensor in (values, second, second_out))
                 self._orthogonal.take(segment.name, gradients, old, new, segment.span)
                 continue
+            group, index = self._run.holders[segment.name].group, indices[segment.name]
             beta2 = float(group["betas"][1])
             segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
         direction(
             values, second, second_out, first, first_out, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum
         )  # fmt: skip
 
-    def _count_gradients(self, bucket: Bucket) -> Tensor:
-        """Count this gradient; return how many each tensor's average then holds, (tensors,) on the host."""
+    def _upload_factors(self, bucket: Bucket) -> tuple[Tensor, Tensor, Mapping[str, int]]:
+        """Count this gradient; return lr and bias correction on the bucket's device, and each tensor's index in them.
+
+        To a GPU one copy per step brings those of all tensors, which the next buckets find there.
+        """
+        names = [segment.name for segment in bucket.segments]
+        counts = self._count_gradients(names)
+        for name, count in zip(names, counts, strict=True):
+            self._state.put(self._counter(name), name, count)
+        factors = self._factors(names, counts)
+        streams = devices.streams(bucket.device)
+        stream = None if streams is None else streams.current_stream(bucket.device)
+        known = None if streams is None else self._uploaded
+        if known is None or known.stream != stream or not factors.items() <= known.factors.items():
+            if streams is not None:
+                holders = self._run.holders
+                rest = [name for name in self._sent if name in holders and name not in factors]
+                factors |= self._factors(rest, self._count_gradients(rest)) if rest else {}
+            numbers = [number for numbers in zip(*factors.values(), strict=True) for number in numbers]
+            on_device = upload(numbers, bucket.device, torch.float32).view(2, -1)
+            known = self._uploaded = _Uploaded(stream, factors, {name: i for i, name in enumerate(factors)}, on_device)
+        return (*known.on_device, known.indices)
+
+    def _factors(self, names: Sequence[str], counts: Tensor) -> dict[str, tuple[float, float]]:
+        """Return lr, with a momentum's bias correction, and that of v, by name, for ``counts`` gradients of each."""
+        holders = self._run.holders
+        groups = [holders[name].group for name in names]
+        betas = [
+            0.0 if name in self.matrices else float(group["betas"][1])
+            for name, group in zip(names, groups, strict=True)
+        ]
+        lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
+        lrs = (lrs * _unbias(self._momentum, counts)).float()
+        unbias = _unbias(torch.tensor(betas, dtype=torch.float64), counts)
+        return dict(zip(names, zip(lrs.tolist(), unbias.tolist(), strict=True), strict=True))
+
+    def _count_gradients(self, names: Sequence[str]) -> Tensor:
+        """Return how many gradients each tensor's average holds with one more, (tensors,) on the host."""
         none = torch.zeros(())
-        kinds = [(self._counter(segment.name), segment.name) for segment in bucket.segments]
-        counts = [self._state.get(*kind) for kind in kinds]
-        steps = torch.stack([none if count is None else count.cpu() for count in counts]) + 1
-        for kind, count in zip(kinds, steps, strict=True):
-            self._state.put(*kind, count)
-        return steps
+        counts = [self._state.get(self._counter(name), name) for name in names]
+        return torch.stack([none if count is None else count.cpu() for count in counts]) + 1
 
     def _counter(self, name: str) -> str:
         """Name the state that counts the gradients of ``name``: "turned" for Muon's, whose "second" is a momentum.
@@ -335,14 +368,8 @@ class UpdateSpace:
         count, tensors = len(positions), len(bucket.segments)
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
-        torch.take(bucket.rows, positions, out=sums[0, :count])
-        if devices.streams(bucket.device) is None:
-            norms = torch._foreach_norm([bucket.rows[:, segment.columns] for segment in bucket.segments])
-            torch.stack(norms, out=sums[0, count:])
-        else:  # a launch for all tensors; its last bits depend on which tensors these are
-            torch.linalg.vector_norm(bucket.rows, out=sums[0, count])
-        torch.square(sums[0], out=sums[1])
-        exchange.all_mean(sums)
+        columns = [segment.columns for segment in bucket.segments]
+        exchange.all_mean(sample(bucket.rows, positions, columns, sums, 1 / exchange.ranks), divided=True)
         samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
         names = (segment.name for segment in bucket.segments)
         self._measured.update(zip(names, zip(samples, sums[1, count:].unbind(), strict=True), strict=True))

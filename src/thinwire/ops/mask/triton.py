@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import uploaded
-from thinwire.ops.gpu import alignment, kernel, launch, row_of, segment_of, whole
+from thinwire.ops.gpu import add_up, alignment, counters, is_last, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_on
 from thinwire.ops.rows import FIELDS
@@ -28,6 +28,8 @@ BLOCK = 512
 """Elements per program, and per entry of the directory."""
 WORDS = 64
 """Words per program of ``_from_lists``."""
+SUMS = tl.constexpr(1024)
+"""Counts that the last program adds up at a time."""
 
 
 @triton.jit
@@ -48,14 +50,14 @@ def _slots(words, bit_offsets, element, inside, k):
     return (bits != 0) & (slot < k), slot
 
 
-@kernel
-def _tally(
-    programs, table, words, words_stride, tallies, tallies_stride, START: tl.constexpr, COUNT: tl.constexpr,
+@triton.jit
+def tally(
+    programs, table, words, words_stride, tallies, tallies_stride, done, START: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Write a zero, then the set bits of each program's elements, to ``tallies`` (R, 1 + programs).
+    """Write a zero, then the set bits up to the end of each program's elements, to ``tallies`` (R, 1 + programs).
 
-    Fields ``START`` and ``COUNT`` of a segment are its first bit and its number of bits.
+    Fields ``START`` and ``COUNT`` of a segment are its first bit and its number of bits. ``done``: a zero per row.
     """
     row, _, segment, element = segment_of(programs, table, BLOCK, FIELDS)
     words += row * words_stride + tl.load(segment + START) // 64
@@ -63,6 +65,16 @@ def _tally(
     tallies += row * tallies_stride
     tl.store(tallies, 0, mask=tl.program_id(0) == 0)
     tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
+    if is_last(done + row, tl.num_programs(0)):
+        add_up(tallies + 1, tl.num_programs(0), SUMS)
+
+
+@kernel
+def _tally(
+    programs, table, words, words_stride, tallies, tallies_stride, done, START: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    tally(programs, table, words, words_stride, tallies, tallies_stride, done, START, COUNT, BLOCK, FIELDS)
 
 
 @triton.jit
@@ -77,12 +89,15 @@ def count_before(tallies, element, bits):
 
 
 @kernel
-def _count(words, words_stride, counts, counts_stride, n, BLOCK: tl.constexpr):
+def _count(words, words_stride, counts, counts_stride, done, n, BLOCK: tl.constexpr):
+    """Write a zero, then the set bits up to the end of each program's elements, to ``counts`` (R, 1 + programs)."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     element = block * BLOCK + tl.arange(0, BLOCK)
     counts += row * counts_stride
     tl.store(counts, 0, mask=block == 0)
     tl.store(counts + block + 1, tl.sum(_bits(words + row * words_stride, element, element < n)))
+    if is_last(done + row, tl.num_programs(0)):
+        add_up(counts + 1, tl.num_programs(0), SUMS)
 
 
 @triton.jit
@@ -245,16 +260,17 @@ def tallied(programs: Tensor, table: Tensor, words: Tensor, **fields: Any) -> Te
     """Count the set bits of each row of ``words`` before each program's bits: (R, 1 + programs) int32."""
     grid = len(programs) // 2, len(words)
     tallies = torch.empty((len(words), 1 + grid[0]), dtype=torch.int32, device=words.device)
-    launch(_tally, grid, programs, table, words, tallies, BLOCK=BLOCK, **fields)
-    return tallies.cumsum_(1)
+    launch(_tally, grid, programs, table, words, tallies, counters(words.device, len(words)), BLOCK=BLOCK, **fields)
+    return tallies
 
 
 def directory(words: Tensor) -> Tensor:
     """Count the set bits of each row before every 512 elements, and in total: (R, 1 + blocks) int32."""
     blocks, count = _grid(words)
     counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
-    launch(_count, (blocks, count), words, counts, words.shape[1] * reference.WORD, BLOCK=BLOCK)
-    return counts.cumsum_(1)
+    done = counters(words.device, count)
+    launch(_count, (blocks, count), words, counts, done, words.shape[1] * reference.WORD, BLOCK=BLOCK)
+    return counts
 
 
 def gather_keep(

@@ -1,10 +1,11 @@
-"""Norms of an engine buffer's parameters, and the factors that cut outliers among them, without waiting for a device.
+"""Norms of parameters, the factors that cut outliers among them, and samples, without waiting for a device.
 
-``reference``, which runs on CPUs too, and ``triton``, two launches for all parameters, agree to rounding.
+``reference``, which runs on CPUs too, and ``triton``, one launch for all parameters, agree to rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
-__all__ = ["Statistics", "factors_of"]
+__all__ = ["Statistics", "factors_of", "sample"]
 
 _backend = backend("thinwire.ops.norms", cpu="reference")
 
@@ -46,6 +47,19 @@ def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Stat
         table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in
             ``statistics``.
     """
-    factors, residues = torch.empty(2, len(table.segments), dtype=torch.float32, device=flat.device).unbind()
+    make = torch.empty if all(segment.width for segment in table.segments) else torch.zeros  # none comes to nothing
+    factors, residues = make(2, len(table.segments), dtype=torch.float32, device=flat.device).unbind()
     _backend(flat).factors_of(flat, table, columns, statistics, factors, residues)
     return factors, residues
+
+
+def sample(rows: Tensor, positions: Tensor, tensors: Sequence[slice], sums: Tensor, share: float) -> Tensor:
+    """Write ``share`` times values of ``rows`` (R, n), then norms, to ``sums[0]``, and of their squares to ``sums[1]``.
+
+    Args:
+        positions: (S,) int64, places of values in the flattened rows. tensors: T columns' slices, which a norm is of;
+            on a GPU, where each would be a launch, the first norm is that of all rows, and the others are zero.
+        sums: (2, S + T) float32.
+    """
+    _backend(rows).sample(rows, positions, tensors, sums, share)
+    return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,13 @@ def factors_of(
     updated[:, columns] = torch.cat([usual_after.unsqueeze(0), old[1:] + counts])
     factors.copy_(torch.where(exceeds, cut_to / norms, 1.0))
     torch.sub(norms, norms, out=residues)
+
+
+def sample(rows: Tensor, positions: Tensor, tensors: Sequence[slice], sums: Tensor, share: float) -> None:
+    torch.take(rows, positions, out=sums[0, : len(positions)])
+    torch.stack(torch._foreach_norm([rows[:, columns] for columns in tensors]), out=sums[0, len(positions) :])
+    torch.square(sums[0], out=sums[1])
+    sums.mul_(share)
 
 
 def _norms(flat: Tensor, table: CopyTable) -> Tensor:

@@ -1,13 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton: a launch that adds up squares, and one that makes norms, factors and statistics of the sums."""
+"""Triton: one launch; a parameter's last program makes norm, factor and statistics of all programs' sums."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import kernel, launch
+from thinwire.ops.gpu import counters, is_last, kernel, launch
 from thinwire.ops.norms import Statistics
 from thinwire.ops.quant.triton import _load, _words
 from thinwire.ops.rows import FIELDS, PER_PROGRAM, CopyTable
@@ -18,25 +21,34 @@ BLOCK = 1024
 
 
 @kernel
-def _squares(flat, programs, table, sums, WIDEN: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
-    """Write each program's sum of squares to ``sums``."""
-    source, _, _, has_value = _copy_offsets(tl.program_id(0), programs, table, BLOCK, FIELDS)
+def _bound(
+    flat, programs, table, sums, done, starts, columns, current, updated, shares, factors, residues, parameters, times,
+    leaves, decay, gain, WIDEN: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Write each program's sum of squares to ``sums``; a segment's last program bounds it."""
+    source, _, _, has_value = _copy_offsets(tl.program_id(0), programs, table, COPIED, FIELDS)
     values = _load(flat + source, has_value) if WIDEN else tl.load(flat + source, mask=has_value, other=0)
     values = values.to(tl.float32)
     tl.store(sums + tl.program_id(0), tl.sum(values * values, 0))
+    segment = tl.load(programs + 2 * tl.program_id(0))
+    if is_last(done + segment, tl.load(starts + segment + 1) - tl.load(starts + segment)):
+        _bound_segment(
+            segment, sums, starts, columns, current, updated, shares, factors, residues, parameters, times, leaves,
+            decay, gain, BLOCK,
+        )  # fmt: skip
 
 
-@kernel
-def _bound(
-    sums, starts, columns, current, updated, shares, factors, residues, parameters, times, leaves, decay, gain,
+@triton.jit
+def _bound_segment(
+    segment, sums, starts, columns, current, updated, shares, factors, residues, parameters, times, leaves, decay, gain,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Take one segment: see ``reference``."""
-    segment, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    """Make a segment's factor, residue and statistics: see ``reference``."""
+    lane = tl.arange(0, BLOCK)
     end = tl.load(starts + segment + 1)
     total, usual_total = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(tl.load(starts + segment), end, BLOCK):
-        total += tl.load(sums + first + lane, mask=first + lane < end, other=0)
+        total += tl.load(sums + first + lane, mask=first + lane < end, other=0, cache_modifier=".cg")
     for first in range(0, parameters, BLOCK):
         usual = tl.load(current + first + lane, mask=first + lane < parameters, other=0)
         usual_total += usual * usual
@@ -59,6 +71,24 @@ def _bound(
     tl.store(updated + line, tl.load(current + line) + tl.where(exceeds, norm - cut_to, 0.0))
 
 
+@kernel
+def _sample(rows, stride, n, positions, norm, sums, sums_stride, count, size, share, BLOCK: tl.constexpr):
+    """Write ``share`` * (``count`` values, ``norm``, zeros) to a line of ``sums`` (2, size), and of squares to the next."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + i, mask=i < count, other=0)
+    row = position // n
+    values = tl.load(rows + row * stride + (position - row * n), mask=i < count, other=0)
+    values = tl.where(i == count, tl.load(norm), values)
+    tl.store(sums + i, values * share, mask=i < size)
+    tl.store(sums + sums_stride + i, values * values * share, mask=i < size)
+
+
+def sample(rows: Tensor, positions: Tensor, tensors: Sequence[slice], sums: Tensor, share: float) -> None:
+    size, norm = sums.shape[1], torch.linalg.vector_norm(rows)
+    grid = (triton.cdiv(size, BLOCK),)
+    launch(_sample, grid, rows, rows.shape[1], positions, norm, sums, len(positions), size, share, BLOCK=BLOCK)
+
+
 def factors_of(
     flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor
 ) -> None:
@@ -66,10 +96,8 @@ def factors_of(
     widen = flat.dtype == torch.bfloat16
     sums = torch.empty(len(table.programs) // 2, dtype=torch.float32, device=flat.device)
     launch(
-        _squares, (len(sums),), _words(flat) if widen else flat, table.programs, table.table, sums, WIDEN=widen,
-        BLOCK=PER_PROGRAM, FIELDS=FIELDS,
-    )  # fmt: skip
-    launch(
-        _bound, (len(table.segments),), sums, table.starts, columns, current.view(-1), updated.view(-1), shares,
-        factors, residues, current.shape[1], times, leaves, decay, 1 - decay, BLOCK=BLOCK,
+        _bound, (len(sums),), _words(flat) if widen else flat, table.programs, table.table, sums,
+        counters(flat.device, len(table.segments)), table.starts, columns, current.view(-1), updated.view(-1), shares,
+        factors, residues, current.shape[1], times, leaves, decay, 1 - decay, WIDEN=widen, COPIED=PER_PROGRAM,
+        BLOCK=BLOCK, FIELDS=FIELDS,
     )  # fmt: skip

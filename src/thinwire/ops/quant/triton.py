@@ -127,7 +127,10 @@ def _encode(
     low, high, codes, byte, scales, g, last, pair, key, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row's groups ``g`` < ``last``: values ``low`` (codes at ``byte``) and ``high``, half a group later."""
+    """Quantize a row's groups ``g`` < ``last``: values ``low`` (codes at ``byte``) and ``high``, half a group later.
+
+    Return what these decode to, before a transform is undone.
+    """
     LEVELS: tl.constexpr = INT4_LEVELS if FOUR else INT8_LEVELS
     if ROTATED:
         low, high = _rotate(low * NORM, high * NORM, BLOCK, GROUP)
@@ -146,6 +149,7 @@ def _encode(
     else:
         tl.store(codes + byte, low.to(tl.int8), mask=inside)
         tl.store(codes + byte + GROUP // 2, high.to(tl.int8), mask=inside)
+    return low.to(tl.float32) * scale[:, None], high.to(tl.float32) * scale[:, None]
 
 
 @triton.jit

@@ -18,11 +18,16 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
+from thinwire.ops.quant import Format
 
-__all__ = ["LOW_BITS", "ListSegment", "largest", "marked", "pack", "packed_bytes", "put", "sum_at", "unpack"]
+__all__ = [
+    "LOW_BITS", "ListSegment", "WireValues", "decode", "largest", "marked", "packed_bytes", "put", "read", "send",
+]  # fmt: skip
 
 LOW_BITS = (8, 4)
 """Choices for the bits of a position that are packed unchanged: the fewest bytes win, on a tie the first choice."""
+BLOCK = 512
+"""Columns of a segment that one program of a GPU decodes."""
 
 _backend = backend("thinwire.ops.sparse")
 
@@ -58,18 +63,33 @@ class ListSegment(NamedTuple):
         return -(-(self.k + -(-self.width >> low_bits)) // 64) * 8, -(-self.k * low_bits // 64) * 8
 
 
-FIELDS = len(ListSegment._fields) + 4
+class WireValues(NamedTuple):
+    """Lists of values (R, m) on a wire, in the order of their positions.
+
+    Attributes:
+        codes: (R, m) float32; or integers as in ``thinwire.ops.quant``, of whole groups that no list shares.
+        scales: (R, m / group) float32, with integers. format: of the integers, rounded to the nearest, without a
+            transform; None: float32.
+    """
+
+    codes: Tensor
+    scales: Tensor | None = None
+    format: Format | None = None
+
+
+FIELDS = len(ListSegment._fields) + 5
 
 
 @functools.cache
 def wire_table(segments: tuple[ListSegment, ...], device: torch.device) -> Tensor:
     """Return (segments, FIELDS) int64: each segment's fields, the first bit of its high bits in a row's wire, their
-    number (the lower bits follow them), the number of lower bits per position, and the next list's start, or -1."""
-    values, wire_start = [], 0
+    number (the lower bits follow them), the number of lower bits per position, the next list's start, or -1, and the
+    ``BLOCK`` columns before the segment."""
+    values, wire_start, blocks = [], 0, 0
     ends = [*(segment.list_start for segment in segments[1:]), -1]
     for segment, end in zip(segments, ends, strict=True):
-        values += [*segment, 8 * wire_start, 8 * segment.high_bytes, segment.low_bits, end]
-        wire_start += segment.nbytes
+        values += [*segment, 8 * wire_start, 8 * segment.high_bytes, segment.low_bits, end, blocks]
+        wire_start, blocks = wire_start + segment.nbytes, blocks + -(-segment.width // BLOCK)
     return torch.tensor(values, dtype=torch.int64, device=device).view(-1, FIELDS)
 
 
@@ -88,16 +108,22 @@ def _check(rows: Tensor, *companions: Tensor | None) -> None:
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
 ) -> None:  # fmt: skip
     """List the ``positions`` of the ``k`` largest |h| of each segment, and h there in ``payload``.
 
     h = ``rows`` + ``residual``, or ``rows`` alone. Ties go to the lowest columns; a NaN is larger than everything.
     ``payload`` (R, m) float32 has zeros between the lists. ``total_out`` = h, and may be ``rows`` or ``residual``; None
     does not store h, and needs ``residual`` to be None.
+
+    The positions are packed into ``wire`` (R, packed_bytes) uint8, too, unless it is None; its rows begin at multiples
+    of 8 bytes. The lower b = ``low_bits`` bits of a segment's i-th position p are written unchanged. The high bits
+    p >> b, which rise, become a one at bit (p >> b) + i of a string of k + width / 2^b bits, with p >> b zeros before
+    it (Elias 1974, Fano 1971). A position takes about 9 + width / (256 k) bits with b = 8 and 5 + width / (16 k) with
+    b = 4. A segment's string comes first, then its lower bits; bytes fill from the lowest bit.
     """
     _check(rows, residual, total_out)
-    _backend(rows).largest(rows, residual, segments, total_out, positions, payload)
+    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
@@ -109,37 +135,43 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Te
     return words
 
 
-def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> Tensor:
-    """Pack ``positions`` into ``wire`` (R, packed_bytes) uint8, rows at multiples of 8 bytes.
-
-    The lower b = ``low_bits`` bits of a segment's i-th position p are written unchanged. The high bits p >> b, which
-    rise, become a one at bit (p >> b) + i of a string of k + width / 2^b bits, with p >> b zeros before it (Elias 1974,
-    Fano 1971). A position takes about 9 + width / (256 k) bits with b = 8 and 5 + width / (16 k) with b = 4. A
-    segment's string comes first, then its lower bits; bytes fill from the lowest bit.
-    """
-    if wire.numel():
-        _backend(wire).pack(positions, segments, wire)
-    return wire
-
-
-def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> Tensor:
-    """Unpack ``positions`` from ``wire``."""
-    if positions.numel():
-        _backend(wire).unpack(wire, segments, positions)
-    return positions
-
-
-def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None = None) -> Tensor:
-    """Write ``payload`` (R, m), less ``minus`` if given, at ``positions`` to ``out`` (R, n), which keeps the rest."""
+def put(payload: Tensor, positions: Tensor, out: Tensor) -> Tensor:
+    """Write ``payload`` (R, m) at ``positions`` to ``out`` (R, n), which keeps the rest."""
     if payload.numel():
-        _backend(out).put(payload, positions, out, minus)
+        _backend(out).put(payload, positions, out)
     return out
 
 
-def sum_at(
-    payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float = 1.0
-) -> Tensor:
-    """Write ``scale`` * the sum of P peers' ``payload`` (P, m) at ``positions``, in order, else 0, to ``out`` (n,)."""
+def send(
+    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
+) -> None:
+    """Write ``payload`` (R, m) to the wire ``values``, and what that leaves out at ``positions`` to ``remainder``.
+
+    Args:
+        remainder: (R, n) float32, which keeps the rest; None: it is lost.
+        decoded: scratch memory for integers (R, m) float32.
+    """
+    if payload.numel():
+        _backend(payload).send(payload, positions, values, remainder, decoded)
+
+
+def decode(
+    wire: Tensor, values: WireValues, segments: tuple[ListSegment, ...], out: Tensor, scale: float | None, *,
+    positions: Tensor, decoded: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Write the ``values`` of R peers at the positions that are packed in ``wire``, and zeros elsewhere, to ``out``.
+
+    Args:
+        out: (R, n) float32, a row for each peer; or, with ``scale``, (1, n): ``scale`` * their sum in order.
+        positions, decoded: scratch memory (R, m) int32 and, for integers, float32.
+    """
     if out.numel():
-        _backend(out).sum_at(payload, positions, segments, out, scale)
+        _backend(out).decode(wire, values, segments, out, scale, positions, decoded)
     return out
+
+
+def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, *, positions: Tensor) -> Tensor:
+    """Make ``words`` (R, n / 64) int64 masks of the positions packed in ``wire``. ``positions``: scratch memory."""
+    if words.numel():
+        _backend(words).read(wire, segments, words, positions)
+    return words

@@ -15,13 +15,14 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.ops import mask
 from thinwire.ops import sparse as of
 from thinwire.ops.kernels import by_row, flat, njit, rows_of
 from thinwire.ops.mask.cpu import WORD, list_bits, set_bits, trailing_zeros
 from thinwire.ops.sparse import reference
 
 if TYPE_CHECKING:
-    from thinwire.ops.sparse import ListSegment
+    from thinwire.ops.sparse import ListSegment, WireValues
 
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
 NAN_BITS = np.int32(0x7F800001)  # any NaN: all are equal, and larger than infinity
@@ -200,7 +201,7 @@ def _pack_segment(positions, start, width, high_bytes, low_bytes, low_bits):
 @_by_row
 def _pack(positions, table, wire):
     for segment in range(len(table)):
-        start, width, k, list_start, first_bit, high_bits, low_bits, _ = table[segment]
+        start, width, k, list_start, first_bit, high_bits, low_bits, _, _ = table[segment]
         first, middle = first_bit // 8, (first_bit + high_bits) // 8
         operands = positions[list_start : list_start + k], start, width, wire[first:middle], wire[middle:]
         # the loop is compiled for a constant: with a variable it takes twice as long
@@ -232,7 +233,7 @@ def _unpack_segment(high_words, low_bytes, start, width, positions, low_bits):
 def _unpack(wire, table, positions):
     positions[:] = -1
     for segment in range(len(table)):
-        start, width, k, list_start, first_bit, high_bits, low_bits, _ = table[segment]
+        start, width, k, list_start, first_bit, high_bits, low_bits, _, _ = table[segment]
         first, middle = first_bit // 8, (first_bit + high_bits) // 8
         high_words, columns = wire[first:middle].view(np.uint64), positions[list_start : list_start + k]
         operands = high_words, wire[middle:], start, width, columns
@@ -242,7 +243,7 @@ def _unpack(wire, table, positions):
 
 
 @by_row
-def put(payload, positions, out, minus):
+def _put(payload, positions, out, minus):
     for i in range(positions.size):
         if positions[i] >= 0:
             out[positions[i]] = payload[i] if minus is None else payload[i] - minus[i]
@@ -271,7 +272,7 @@ def _sum_at(payload, stride, positions, positions_stride, peers, m, out, scale, 
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
 ) -> None:  # fmt: skip
     if residual is None and total_out is not None:
         total_out.copy_(rows)
@@ -283,6 +284,8 @@ def largest(
             operands = [memory[start : start + width] for memory in sources]
             lists = [memory[list_start : list_start + k] for memory in (listed, values)]
             _largest(operands, residual is not None, k, start, lists)
+    if wire is not None:
+        pack(positions, segments, wire)
 
 
 def _largest(operands: list[np.ndarray], feedback: bool, k: int, start: int, lists: list[np.ndarray]) -> None:
@@ -338,6 +341,35 @@ def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> 
 def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:
     if not _unpack(wire, segments, positions):
         raise ThinwireError(reference.NOT_A_WIRE)
+
+
+def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
+    _put(payload, positions, out, None)
+
+
+def send(
+    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
+) -> None:
+    sent = reference.write_values(payload, values, decoded)
+    if remainder is not None:
+        _put(payload, positions, remainder, sent)
+
+
+def decode(
+    wire: Tensor, values: WireValues, segments: tuple[ListSegment, ...], out: Tensor, scale: float | None,
+    positions: Tensor, decoded: Tensor | None,
+) -> None:  # fmt: skip
+    unpack(wire, segments, positions)
+    payload = reference.read_values(values, decoded)
+    if scale is None:
+        _put(payload, positions, out.zero_(), None)
+    else:
+        sum_at(payload, positions, segments, out[0], scale)
+
+
+def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positions: Tensor) -> None:
+    unpack(wire, segments, positions)
+    mask.from_indices(positions, words)
 
 
 def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float) -> None:

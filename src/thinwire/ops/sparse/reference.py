@@ -10,15 +10,16 @@ from torch import Tensor
 
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
+from thinwire.ops import quant
 from thinwire.ops.mask import reference as masks
 
 if TYPE_CHECKING:
-    from thinwire.ops.sparse import ListSegment
+    from thinwire.ops.sparse import ListSegment, WireValues
 
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
 ) -> None:  # fmt: skip
     total = rows if residual is None else rows + residual
     if total_out is not None:
@@ -27,6 +28,8 @@ def largest(
     for start, width, k, list_start in segments:
         positions[:, list_start : list_start + k] = start + _largest_columns(total[:, start : start + width], k)
     payload.copy_(total.gather(1, positions.clamp(min=0).long()).masked_fill_(positions < 0, 0))
+    if wire is not None:
+        pack(positions, segments, wire)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
@@ -73,7 +76,7 @@ def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -
         positions[:, segment.list_start : segment.list_start + segment.k] = columns + segment.start
 
 
-def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None) -> None:
+def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None = None) -> None:
     payload = payload if minus is None else payload - minus
     for row, values, columns in zip(out, payload, positions, strict=True):
         row[columns[columns >= 0].long()] = values[columns >= 0]
@@ -85,6 +88,47 @@ def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...]
         out[columns[columns >= 0].long()] += values[columns >= 0]
     if scale != 1.0:
         out.mul_(scale)
+
+
+def send(
+    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
+) -> None:
+    sent = write_values(payload, values, decoded)
+    if remainder is not None:
+        put(payload, positions, remainder, sent)
+
+
+def decode(
+    wire: Tensor, values: WireValues, segments: tuple[ListSegment, ...], out: Tensor, scale: float | None,
+    positions: Tensor, decoded: Tensor | None,
+) -> None:  # fmt: skip
+    unpack(wire, segments, positions)
+    payload = read_values(values, decoded)
+    if scale is None:
+        put(payload, positions, out.zero_())
+    else:
+        sum_at(payload, positions, segments, out[0], scale)
+
+
+def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positions: Tensor) -> None:
+    unpack(wire, segments, positions)
+    masks.from_indices(positions, words)
+
+
+def write_values(payload: Tensor, values: WireValues, decoded: Tensor | None) -> Tensor:
+    """Write ``payload`` to a wire, and return what it is there: itself, or ``decoded``."""
+    if values.format is None or values.scales is None:
+        values.codes.copy_(payload)
+        return payload
+    quant.quantize(payload, values.format, values.codes, values.scales)
+    return read_values(values, decoded)
+
+
+def read_values(values: WireValues, decoded: Tensor | None) -> Tensor:
+    """Return the values on a wire, (R, m) float32, in ``decoded`` unless they are float32 there."""
+    if values.format is None or values.scales is None or decoded is None:
+        return values.codes
+    return quant.dequantize(values.codes, values.scales, values.format, decoded)
 
 
 def _write(entries: Tensor, bits: int, octets: Tensor) -> None:

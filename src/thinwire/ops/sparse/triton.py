@@ -7,7 +7,6 @@ whose values include the k-th, go on with these alone. A chosen column's list in
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +16,15 @@ from torch import Tensor
 
 from thinwire.base.alignment import viewable
 from thinwire.ops import sparse as of
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of
-from thinwire.ops.mask.triton import _bits, _slots, count_before, directory, from_indices, tallied
+from thinwire.ops.gpu import add_up, alignment, counters, is_last, kernel, launch, row_of, segment_of, zero_words
+from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
 from thinwire.ops.programs import programs_on
+from thinwire.ops.quant.triton import PER_PROGRAM, _encode, _group_elements
 
 if TYPE_CHECKING:
-    from thinwire.ops.sparse import ListSegment
+    from thinwire.ops.sparse import ListSegment, WireValues
 
-BLOCK = 512
+BLOCK = of.BLOCK
 """Columns, or entries of a list, of one program."""
 COUNTED, WARPS = 2048, 8
 """Columns per program that counts digits, and its warps. Triton 3.6 makes up to 199 registers of 4096 columns in 4
@@ -44,14 +44,17 @@ def _size(values):
 
 @kernel
 def _count(
-    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, segment_count,
-    shift, FIRST: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, done,
+    segment_count, shift, FIRST: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``counts`` the digits at ``shift`` of sizes that begin as ``state``. The first launch makes ``total``."""
+    """Count the digits at ``shift`` of sizes that begin as ``state``. The first launch makes ``total``.
+
+    A segment's last program adds the k-th size's digit to ``state``, and leaves zeros in ``counts``.
+    """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
-    inside = column < tl.load(segment + 1) // 16 * 16
-    start = tl.load(segment)
+    width, start = tl.load(segment + 1), tl.load(segment)
+    inside = column < width // 16 * 16
     values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
     if FEEDBACK:
         values += tl.load(row_of(residual + start, residual_stride, row, ALIGN) + column, mask=inside, other=0)
@@ -64,27 +67,24 @@ def _count(
     histogram = tl.histogram((size >> shift) % BINS, BINS, mask=inside)
     target = counts + entry * BINS + tl.arange(0, BINS)
     tl.atomic_add(target, histogram, mask=histogram > 0, sem="relaxed")
+    if is_last(done + entry, tl.cdiv(width, BLOCK)):
+        _digit(segment, state + entry * 2, counts + entry * BINS, shift, FIRST, BINS)
 
 
-@kernel
-def _digit(
-    segments, state, counts, segment_count, shift, FIRST: tl.constexpr, BINS: tl.constexpr, FIELDS: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def _digit(segment, state, counts, shift, FIRST: tl.constexpr, BINS: tl.constexpr):
     """Add the k-th size's next digit to ``state``: (digits, number of values with them to choose). Zero ``counts``."""
-    row, number = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
-    state += (row * segment_count + number) * 2
     if FIRST:
-        digits, remaining = 0, tl.load(segments + number * FIELDS + 2).to(tl.int32)
+        digits, remaining = 0, tl.load(segment + 2).to(tl.int32)
     else:
         digits, remaining = tl.load(state), tl.load(state + 1)
     digit = tl.arange(0, BINS)
-    counts += (row * segment_count + number) * BINS + digit
-    count = tl.load(counts)
+    count = tl.load(counts + digit, cache_modifier=".cg")
     count_from = tl.cumsum(count, 0, reverse=True)
     chosen = tl.maximum(tl.sum((count_from >= remaining).to(tl.int32), 0) - 1, 0)
     tl.store(state, digits | (chosen << shift))
     tl.store(state + 1, remaining - tl.sum(tl.where(digit > chosen, count, 0), 0))
-    tl.store(counts, tl.zeros((BINS,), tl.int32))
+    tl.store(counts + digit, tl.zeros((BINS,), tl.int32))
 
 
 @triton.jit
@@ -104,18 +104,27 @@ def _compared(
 
 @kernel
 def _tally(
-    programs, segments, total, stride, state, tallies, tallies_stride, segment_count, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    programs, segments, total, stride, state, tallies, tallies_stride, done, words, words_stride, segment_count, size,
+    PACK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write the counts above and equal to the k-th size to ``tallies`` (2 R, 1 + programs), after a zero."""
+    """Count the values above and equal to the k-th size up to the end of each program's, and zero the wire's words.
+
+    The counts of a row are two lines of ``tallies`` (2 R, 1 + programs), after a zero. ``size``: words of a row.
+    """
     _, _, _, above, equal, _ = _compared(programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN)
-    tallies += 2 * tl.program_id(1).to(tl.int64) * tallies_stride
+    row = tl.program_id(1).to(tl.int64)
+    if PACK:
+        zero_words(words + row * words_stride, size, BLOCK)
+    tallies += 2 * row * tallies_stride
     first = tl.program_id(0) == 0
     tl.store(tallies, 0, mask=first)
     tl.store(tallies + tallies_stride, 0, mask=first)
-    tallies += tl.program_id(0) + 1
-    tl.store(tallies, tl.sum(above.to(tl.int32), 0))
-    tl.store(tallies + tallies_stride, tl.sum(equal.to(tl.int32), 0))
+    counted = tallies + tl.program_id(0) + 1
+    tl.store(counted, tl.sum(above.to(tl.int32), 0))
+    tl.store(counted + tallies_stride, tl.sum(equal.to(tl.int32), 0))
+    if is_last(done + row, tl.num_programs(0)):
+        add_up(tallies + 1, tl.num_programs(0), SUMS)
+        add_up(tallies + tallies_stride + 1, tl.num_programs(0), SUMS)
 
 
 @triton.jit
@@ -127,12 +136,31 @@ def _clear(positions, payload, first, end, BLOCK: tl.constexpr):
         tl.store(payload + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < end)
 
 
+@triton.jit
+def _low_bits_of(words, segment, i, low_bits):
+    """Return pointers to the words of the i-th positions' lower bits, after the high bits, and the first bit there."""
+    bit = i * low_bits
+    return words + tl.load(segment + 5) // 64 + bit // 64, bit % 64
+
+
+@triton.jit
+def _pack(words, segment, i, column, inside):
+    """Set the bits of the i-th ``column`` of a segment in a row's zeroed ``words``; several programs share a word."""
+    low_bits = tl.load(segment + 6)
+    words += tl.load(segment + 4) // 64
+    low_word, shift = _low_bits_of(words, segment, i, low_bits)
+    tl.atomic_or(low_word, (column & ((1 << low_bits) - 1)) << shift, mask=inside, sem="relaxed")
+    bit = (column >> low_bits) + i
+    tl.atomic_or(words + (bit >> 6), (column * 0 + 1) << (bit & 63), mask=inside, sem="relaxed")
+
+
 @kernel
 def _list(
     programs, segments, total, stride, state, tallies, tallies_stride, positions, positions_stride, payload,
-    payload_stride, segment_count, m, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    payload_stride, words, words_stride, segment_count, m, PACK: tl.constexpr, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """List what is chosen, in ``m`` entries. A segment's first program clears what is behind its list."""
+    """List what is chosen, in ``m`` entries, and pack it. A segment's first program clears what is behind its list."""
     segment, column, values, above, equal, ties = _compared(
         programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN
     )
@@ -143,10 +171,12 @@ def _list(
     above_before = count_before(tallies, column, above.to(tl.int32))
     positions, payload = positions + row * positions_stride, payload + row * payload_stride
     first = tl.load(segment + 3)
-    list_index = first + above_before + tl.minimum(equals_before, ties)
+    i = above_before + tl.minimum(equals_before, ties)
     chosen = above | (equal & (equals_before < ties))
-    tl.store(positions + list_index, (tl.load(segment) + column).to(tl.int32), mask=chosen)
-    tl.store(payload + list_index, values, mask=chosen)
+    tl.store(positions + first + i, (tl.load(segment) + column).to(tl.int32), mask=chosen)
+    tl.store(payload + first + i, values, mask=chosen)
+    if PACK:
+        _pack(words + row * words_stride, segment, i, column.to(tl.int64), chosen)
     if tl.program_id(0) == 0:
         _clear(positions, payload, 0, first, BLOCK)
     if tl.min(column, 0) == 0:
@@ -154,121 +184,163 @@ def _list(
         _clear(positions, payload, first + tl.load(segment + 2), tl.where(end < 0, m, end), BLOCK)
 
 
-@triton.jit
-def _low_bits_of(words, segment, i, low_bits):
-    """Return pointers to the words of the i-th positions' lower bits, after the high bits, and the first bit there."""
-    bit = i * low_bits
-    return words + tl.load(segment + 5) // 64 + bit // 64, bit % 64
-
-
 @kernel
-def _pack(
-    programs, segments, positions, positions_stride, words, words_stride, BLOCK: tl.constexpr, FIELDS: tl.constexpr
-):  # fmt: skip
-    """Set bits of zeroed ``words``; several programs may share a word."""
-    row, _, segment, i = segment_of(programs, segments, BLOCK, FIELDS)
-    inside = i < tl.load(segment + 2)
-    column = tl.load(positions + row * positions_stride + tl.load(segment + 3) + i, mask=inside, other=0).to(tl.int64)
-    column -= tl.load(segment)
-    inside = inside & (column >= 0) & (column < tl.load(segment + 1))
-    low_bits = tl.load(segment + 6)
-    words += row * words_stride + tl.load(segment + 4) // 64
-    low_word, shift = _low_bits_of(words, segment, i, low_bits)
-    tl.atomic_or(low_word, (column & ((1 << low_bits) - 1)) << shift, mask=inside, sem="relaxed")
-    bit = (column >> low_bits) + i
-    bit_mask = tl.full((BLOCK,), 1, tl.int64) << (bit & 63)
-    tl.atomic_or(words + (bit >> 6), bit_mask, mask=inside, sem="relaxed")
-
-
-@kernel
-def _unpack(
-    programs, segments, words, words_stride, tallies, tallies_stride, positions, positions_stride, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
-):  # fmt: skip
-    row, _, segment, bit = segment_of(programs, segments, BLOCK, FIELDS)
-    words += row * words_stride + tl.load(segment + 4) // 64
-    ones = _bits(words, bit, bit < tl.load(segment + 5))
-    i = count_before(tallies + row * tallies_stride, bit, ones)
-    inside = (ones != 0) & (i < tl.load(segment + 2))
-    low_bits = tl.load(segment + 6)
-    low_word, shift = _low_bits_of(words, segment, i, low_bits)
-    column = ((bit - i) << low_bits) + (tl.load(low_word, mask=inside, other=0) >> shift & ((1 << low_bits) - 1))
-    target = positions + row * positions_stride + tl.load(segment + 3) + i
-    tl.store(target, (tl.load(segment) + column).to(tl.int32), mask=inside & (column < tl.load(segment + 1)))
-
-
-@kernel
-def _put(
-    payload, payload_stride, minus, minus_stride, positions, positions_stride, out, stride, m, SUBTRACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _put(payload, payload_stride, positions, positions_stride, out, stride, m, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(positions + row * positions_stride + i, mask=i < m, other=-1)
     values = tl.load(payload + row * payload_stride + i, mask=i < m, other=0)
-    if SUBTRACT:
-        values -= tl.load(minus + row * minus_stride + i, mask=i < m, other=0)
     tl.store(out + row * stride + column, values, mask=column >= 0)
 
 
+@triton.jit
+def _keep(positions, entry, inside, remainder, values):
+    """Write ``values`` to the columns of the row ``remainder`` that are listed at ``entry``."""
+    column = tl.load(positions + entry, mask=inside, other=-1)
+    tl.store(remainder + column, values, mask=column >= 0)
+
+
 @kernel
-def _sum_at(
-    payload, payload_stride, words, words_stride, bit_offsets, bit_offsets_stride, shifts, out, scale, peers, n, k,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+def _send_whole(
+    payload, payload_stride, positions, positions_stride, codes, codes_stride, remainder, remainder_stride, m,
+    KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum peers' values. ``shifts``: for each 64 columns, the padding in lists before their segment."""
-    block = tl.program_id(0).to(tl.int64)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    inside = column < n // 16 * 16
-    shift = tl.load(shifts + column // 64, mask=inside, other=0)
+    """Copy a row's list of ``m`` values to the wire; of finite ones nothing remains."""
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(payload + row * payload_stride + i, mask=i < m, other=0)
+    tl.store(codes + row * codes_stride + i, values, mask=i < m)
+    if KEEP:
+        _keep(positions + row * positions_stride, i, i < m, remainder + row * remainder_stride, values - values)
+
+
+@kernel
+def _send(
+    payload, payload_stride, positions, positions_stride, codes, codes_stride, scales, scales_stride, remainder,
+    remainder_stride, groups, KEEP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """Quantize a row's list of values to the wire; keep what that leaves out."""
+    row = tl.program_id(1).to(tl.int64)
+    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g, entry, byte = _group_elements(g, GROUP, FOUR)
+    inside, payload = (g < groups)[:, None], payload + row * payload_stride
+    low = tl.load(payload + entry, mask=inside, other=0)
+    high = tl.load(payload + entry + GROUP // 2, mask=inside, other=0)
+    sent_low, sent_high = _encode(
+        low, high, codes + row * codes_stride, byte, scales + row * scales_stride, g, groups, entry, 0, GROUP, BLOCK,
+        FOUR, False, False,
+    )  # fmt: skip
+    if KEEP:
+        positions, remainder = positions + row * positions_stride, remainder + row * remainder_stride
+        _keep(positions, entry, inside, remainder, low - sent_low)
+        _keep(positions, entry + GROUP // 2, inside, remainder, high - sent_high)
+
+
+@kernel
+def _ones(
+    programs, segments, wire, wire_stride, tallies, tallies_stride, done, words, words_stride, size,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Count the ones among the high bits up to the end of each program's, and zero the mask's ``size`` words."""
+    zero_words(words + tl.program_id(1).to(tl.int64) * words_stride, size, BLOCK)
+    tally(programs, segments, wire, wire_stride, tallies, tallies_stride, done, 4, 5, BLOCK, FIELDS)
+
+
+@kernel
+def _spread(
+    programs, segments, wire, wire_stride, tallies, tallies_stride, words, words_stride, before, before_stride,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Set the bits of the positions in zeroed ``words``.
+
+    A position is a one among the high bits. The zero that ends its 256 or 16 columns has as many ones before it as
+    there are positions up to there: where ``BLOCK`` columns of the segment end, that is an entry of ``before``.
+    """
+    row, _, segment, bit = segment_of(programs, segments, BLOCK, FIELDS)
+    wire += row * wire_stride + tl.load(segment + 4) // 64
+    exists = bit < tl.load(segment + 5)
+    ones = _bits(wire, bit, exists)
+    i = count_before(tallies + row * tallies_stride, bit, ones)
+    low_bits, width, zeros = tl.load(segment + 6), tl.load(segment + 1), (bit - i).to(tl.int64)
+    inside = (ones != 0) & (i < tl.load(segment + 2))
+    low_word, shift = _low_bits_of(wire, segment, i, low_bits)
+    column = (zeros << low_bits) + (tl.load(low_word, mask=inside, other=0) >> shift & ((1 << low_bits) - 1))
+    inside, column = inside & (column < width), column + tl.load(segment)
+    tl.atomic_or(words + row * words_stride + (column >> 6), (zeros * 0 + 1) << (column & 63), mask=inside, sem="relaxed")
+    before += row * before_stride + tl.load(segment + 8)
+    end = (zeros + 1) << low_bits
+    tl.store(before + end // BLOCK, i, mask=exists & (ones == 0) & (end % BLOCK == 0) & (end < width))
+    tl.store(before, 0, mask=tl.min(bit, 0) == 0)
+
+
+@triton.jit
+def _value(codes, scales, entry, inside, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Load the values at ``entry`` of a row's list, zeros elsewhere."""
+    if BITS == 32:
+        values = tl.load(codes + entry, mask=inside, other=0)
+    elif BITS == 8:
+        values = tl.load(codes + entry, mask=inside, other=0).to(tl.float32)
+        values *= tl.load(scales + entry // GROUP, mask=inside, other=0)
+    else:
+        group, place = entry // GROUP, entry % GROUP
+        pair = tl.load(codes + group * (GROUP // 2) + place % (GROUP // 2), mask=inside, other=0).to(tl.int32)
+        values = (tl.where(place < GROUP // 2, pair & 15, pair >> 4) - 8).to(tl.float32)
+        values *= tl.load(scales + group, mask=inside, other=0)
+    return tl.where(inside, values, 0.0)
+
+
+@kernel
+def _decode(
+    programs, segments, words, words_stride, before, before_stride, codes, codes_stride, scales, scales_stride, out,
+    stride, scale, peers, SUM: tl.constexpr, BITS: tl.constexpr, PER_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Write the values of a row's peer at their columns, or ``scale`` * the sum of its ``peers``; zeros elsewhere."""
+    row, _, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
+    start, first, k = tl.load(segment), tl.load(segment + 3), tl.load(segment + 2)
+    inside, words = column < tl.load(segment + 1) // 16 * 16, words + start // 64
     total = tl.zeros((BLOCK,), tl.float32)
     for peer in range(peers):
-        row = tl.cast(peer, tl.int64)
-        offset = bit_offsets + row * bit_offsets_stride + block
-        on_mask, index = _slots(words + row * words_stride, offset, column, inside, k)
-        total += tl.load(payload + row * payload_stride + index + shift, mask=on_mask, other=0.0)
-    tl.store(along(out, column, ALIGN), total * scale, mask=inside)
-
-
-@functools.cache
-def _shifts(segments: tuple[ListSegment, ...], device: torch.device) -> Tensor:
-    """Return ``_sum_at``'s shifts: (n / 64,) int32."""
-    shifts: list[int] = []
-    length = 0
-    for segment in segments:
-        shifts += [segment.list_start - length] * (segment.width // 64)
-        length += segment.k
-    return torch.tensor(shifts, dtype=torch.int32, device=device)
+        of = row * peers + peer
+        bits = _bits(words + of * words_stride, column, inside)
+        i = tl.load(before + of * before_stride + tl.program_id(0)) + tl.cumsum(bits, 0) - bits
+        listed = (bits != 0) & (i >= 0) & (i < k)
+        values = _value(codes + of * codes_stride, scales + of * scales_stride, first + i, listed, BITS, PER_SCALE)
+        total = total + values if SUM else values
+    if SUM:
+        total *= scale
+    tl.store(row_of(out + start, stride, row, ALIGN) + column, total, mask=inside)
 
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
 ) -> None:  # fmt: skip
-    count, total = len(rows), rows if total_out is None else total_out
+    count, total, device = len(rows), rows if total_out is None else total_out, rows.device
     addend = rows if residual is None else residual
-    aligned = alignment(rows, addend, total)
-    state = torch.empty(count * len(segments) * 2, dtype=torch.int32, device=rows.device)
-    counts = torch.zeros(count * len(segments) * DIGITS[0][1], dtype=torch.int32, device=rows.device)
-    widths, table = [segment.width for segment in segments], of.wire_table(segments, rows.device).view(-1)
-    programs = programs_on(rows.device, widths, COUNTED)
+    aligned, entries = alignment(rows, addend, total), count * len(segments)
+    state = torch.empty(entries * 2, dtype=torch.int32, device=device)
+    counts = counters(device, entries * (DIGITS[0][1] + 1))
+    done = counts[entries * DIGITS[0][1] :]
+    widths, table = [segment.width for segment in segments], of.wire_table(segments, device)
+    programs = programs_on(device, widths, COUNTED)
     for shift, bins in DIGITS:
         first = (shift, bins) == DIGITS[0]
         source = rows if first else total
         launch(
-            _count, (len(programs) // 2, count), programs, table, source, addend, total, state, counts, len(segments),
-            shift, FIRST=first, FEEDBACK=first and residual is not None, KEEP=first and total_out is not None,
-            BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned, num_warps=WARPS,
+            _count, (len(programs) // 2, count), programs, table.view(-1), source, addend, total, state, counts, done,
+            len(segments), shift, FIRST=first, FEEDBACK=first and residual is not None,
+            KEEP=first and total_out is not None, BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
+            num_warps=WARPS,
         )  # fmt: skip
-        grid = len(segments), count
-        launch(_digit, grid, table, state, counts, len(segments), shift, FIRST=first, BINS=bins, FIELDS=of.FIELDS)
-    programs = programs_on(rows.device, widths, BLOCK)
+    programs = programs_on(device, widths, BLOCK)
     grid = len(programs) // 2, count
-    tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=rows.device)
-    constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS, "ALIGN": aligned}
-    launch(_tally, grid, programs, table, total, state, tallies, len(segments), **constants)
-    lists = tallies.cumsum_(1), positions, payload
-    launch(_list, grid, programs, table, total, state, *lists, len(segments), positions.shape[1], **constants)
+    tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
+    words = table if wire is None else viewable(wire).view(torch.int64)
+    constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": BLOCK, "FIELDS": of.FIELDS, "ALIGN": aligned}
+    values = programs, table.view(-1), total, state, tallies
+    launch(_tally, grid, *values, done, words, len(segments), words.shape[1], **constants)
+    launch(_list, grid, *values, positions, payload, words, len(segments), positions.shape[1], **constants)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
@@ -278,36 +350,57 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
     from_indices(positions, words)
 
 
-def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:
-    wire.zero_()
-    programs = programs_on(wire.device, (segment.k for segment in segments), BLOCK)
-    if len(programs):
-        table, words = of.wire_table(segments, wire.device).view(-1), viewable(wire).view(torch.int64)
-        grid = len(programs) // 2, len(wire)
-        launch(_pack, grid, programs, table, positions, words, BLOCK=BLOCK, FIELDS=of.FIELDS)
+def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
+    grid = triton.cdiv(positions.shape[1], BLOCK), len(positions)
+    launch(_put, grid, payload, positions, out, positions.shape[1], BLOCK=BLOCK)
 
 
-def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:
-    positions.fill_(-1)
-    words, table = viewable(wire).view(torch.int64), of.wire_table(segments, wire.device).view(-1)
-    programs = programs_on(wire.device, (8 * segment.high_bytes for segment in segments), BLOCK)
-    tallies = tallied(programs, table, words, START=4, COUNT=5, FIELDS=of.FIELDS)
-    grid = len(programs) // 2, len(wire)
-    launch(_unpack, grid, programs, table, words, tallies, positions, BLOCK=BLOCK, FIELDS=of.FIELDS)
-
-
-def put(payload: Tensor, positions: Tensor, out: Tensor, minus: Tensor | None) -> None:
-    grid, subtrahend = (triton.cdiv(positions.shape[1], BLOCK), len(positions)), payload if minus is None else minus
+def send(
+    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
+) -> None:
+    count, m = payload.shape
+    keep, target = remainder is not None, payload if remainder is None else remainder
+    if values.format is None:
+        grid = triton.cdiv(m, BLOCK), count
+        launch(_send_whole, grid, payload, positions, values.codes, target, m, KEEP=keep, BLOCK=BLOCK)
+        return
+    group, groups = values.format.group, m // values.format.group
+    per_program = max(1, PER_PROGRAM // group)
     launch(
-        _put, grid, payload, subtrahend, positions, out, positions.shape[1], SUBTRACT=minus is not None, BLOCK=BLOCK
+        _send, (triton.cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
+        groups, KEEP=keep, GROUP=group, BLOCK=per_program, FOUR=values.format.bits == 4,
     )  # fmt: skip
 
 
-def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float) -> None:
-    words = torch.empty((len(positions), out.numel() // 64), dtype=torch.int64, device=out.device)
-    from_indices(positions, words)
+def decode(
+    wire: Tensor, values: WireValues, segments: tuple[ListSegment, ...], out: Tensor, scale: float | None,
+    positions: Tensor, decoded: Tensor | None,
+) -> None:  # fmt: skip
+    words = torch.empty((len(wire), out.shape[1] // 64), dtype=torch.int64, device=out.device)
+    before = _read(wire, segments, words)
+    bits, group = (32, 1) if values.format is None else (values.format.bits, values.format.group)
+    programs = programs_on(out.device, (segment.width for segment in segments), BLOCK)
     launch(
-        _sum_at, (triton.cdiv(out.numel(), BLOCK),), payload, words, directory(words), _shifts(segments, out.device),
-        out, scale, len(payload), out.numel(), sum(segment.k for segment in segments), BLOCK=BLOCK,
+        _decode, (len(programs) // 2, len(out)), programs, of.wire_table(segments, out.device).view(-1), words, before,
+        values.codes, values.codes if values.scales is None else values.scales, out, scale or 1.0,
+        len(wire) // len(out), SUM=scale is not None, BITS=bits, PER_SCALE=group, BLOCK=BLOCK, FIELDS=of.FIELDS,
         ALIGN=alignment(out),
     )  # fmt: skip
+
+
+def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positions: Tensor) -> None:
+    _read(wire, segments, words)
+
+
+def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
+    """Make ``words`` masks of the positions; return how many lie before each ``BLOCK`` columns, in their segment."""
+    bits, table = viewable(wire).view(torch.int64), of.wire_table(segments, wire.device).view(-1)
+    programs = programs_on(wire.device, (8 * segment.high_bytes for segment in segments), BLOCK)
+    grid, constants = (len(programs) // 2, len(wire)), {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
+    tallies = torch.empty((len(wire), 1 + grid[0]), dtype=torch.int32, device=wire.device)
+    done = counters(wire.device, len(wire))
+    launch(_ones, grid, programs, table, bits, tallies, done, words, words.shape[1], **constants)
+    blocks = sum(-(-segment.width // BLOCK) for segment in segments)
+    before = torch.empty((len(wire), blocks), dtype=torch.int32, device=wire.device)
+    launch(_spread, grid, programs, table, bits, tallies, words, before, **constants)
+    return before
