@@ -45,8 +45,8 @@ def check(module, device: torch.device = CPU, narrow: torch.dtype = torch.float3
                 flat[owned[2][-1]] = spoilt
             updated = torch.full((4, 4), 7.0)
             statistics = Statistics(current.to(device), updated.to(device), shares.to(device), TIMES, LEAVES, DECAY)
-            factors, residues = torch.full((2, 3), torch.nan, device=device).unbind()
-            module.factors_of(flat.to(device), table, columns, statistics, factors, residues)
+            factors, residues, left = torch.full((3, 3), torch.nan, device=device).unbind()
+            module.factors_of(flat.to(device), table, columns, statistics, factors, residues, left)
             root = float(usual.norm())
             for i, (column, places) in enumerate(zip(columns.tolist(), owned, strict=True)):
                 norm, old = float(flat[places].float().norm()), float(usual[column])
@@ -54,6 +54,7 @@ def check(module, device: torch.device = CPU, narrow: torch.dtype = torch.float3
                 counted, cut = math.isfinite(norm) and norm > 0, norm > most and old > 0 and math.isfinite(norm)
                 assert float(factors[i]) == pytest.approx(LEAVES * most / norm if cut else 1.0, rel=1e-5)
                 assert math.isnan(float(residues[i])) != math.isfinite(norm)
+                assert not math.isfinite(norm) or float(left[i]) == pytest.approx(LEAVES * most if cut else norm, rel=1e-5)
                 now = most if cut else norm if counted else old
                 expected = [DECAY * old + (1 - DECAY) * now if old else now, current[1, column] + counted,
                             1 + cut, norm - LEAVES * most if cut else 0.0]  # fmt: skip
@@ -66,13 +67,13 @@ def check_sample(module, device: torch.device = CPU) -> None:
     wide = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(device)
     rows, positions = wide[:, 20:276], torch.tensor([0, 255, 256, 700, 767], device=device)
     sums = torch.full((2, 7), torch.nan, device=device)
-    module.sample(rows, positions, [slice(0, 64), slice(64, 256)], sums, 1 / 3)
-    norms = [rows[:, :64].norm(), rows[:, 64:].norm()]
-    if module is not reference:
-        norms = [rows.norm(), torch.zeros((), device=device)]
-    lines = torch.cat([rows.reshape(-1)[positions], torch.stack(norms)])
-    assert torch.allclose(sums, torch.stack([lines, lines.square()]) / 3, rtol=1e-5)
-    assert torch.equal(sums[:, :5], torch.stack([lines, lines.square()])[:, :5] * (1 / 3))
+    of_tensors = torch.stack([rows[:, :64].norm(), rows[:, 64:].norm()])
+    of_all = torch.stack([rows.norm(), torch.zeros((), device=device)])
+    for known, norms in ((None, of_tensors if module is reference else of_all), (of_tensors, of_tensors)):
+        module.sample(rows, positions, [slice(0, 64), slice(64, 256)], known, sums, 1 / 3)
+        lines = torch.cat([rows.reshape(-1)[positions], norms])
+        assert torch.allclose(sums, torch.stack([lines, lines.square()]) / 3, rtol=1e-5)
+        assert torch.equal(sums[:, :5], torch.stack([lines, lines.square()])[:, :5] * (1 / 3))
 
 
 def test_samples_and_norms_of_rows():

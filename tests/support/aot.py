@@ -84,7 +84,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False, "SCALED": scaled}
         bounded = {"WIDEN": scaled, "COPIED": PER_PROGRAM, "BLOCK": norms.BLOCK, "FIELDS": FIELDS}
         yield norms._bound, {"flat": "*i16" if scaled else "*fp32"}, bounded
-    yield norms._sample, {"positions": "*i64", "norm": "*fp32"}, {"BLOCK": norms.BLOCK}
+    yield norms._sample, {"positions": "*i64", "norms": "*fp32"}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}

@@ -15,6 +15,7 @@ from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Send, Stage
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
+from thinwire.ops.norms import Bounds
 from thinwire.plan.dry_run import Playback
 
 CLIP = 1.0
@@ -38,10 +39,10 @@ class WholeStage(Stage):
         pieces: tuple[Piece, ...],
         out: Tensor,
         send: Send | None = None,
-        factors: Tensor | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         if self._inside or send is not None:
-            super().carry(flat, pieces, out, send, factors)
+            super().carry(flat, pieces, out, send, bounds)
             return
         self._inside = True
         self.reduce(flat, pieces, out)

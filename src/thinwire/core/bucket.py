@@ -145,6 +145,7 @@ class Bucket:
             lie apart in memory if the bucket was made ``apart``.
         mean: receives the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank owns one row.
         segments: the parameters, in the engine's order.
+        norms: (segments,) float32 of the rows as they were loaded; None: nobody has taken them.
         step: optimizer steps taken before this one, for random streams.
     """
 
@@ -174,6 +175,7 @@ class Bucket:
         self.step = 0
         self.rows: Tensor = torch.empty(0)
         self.mean: Tensor = torch.empty(0)
+        self.norms: Tensor | None = None
         self.copies = BucketCopies(self.segments, self.shape, device)
         self._arena = Arena() if arena is None else arena
         self._buffers: dict[object, Tensor] = {}
@@ -242,6 +244,7 @@ class Bucket:
     def release(self) -> None:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
         self.rows = self.mean = torch.empty(0)
+        self.norms = None
 
     def lies_in(self, flat: Tensor) -> bool:
         """Has the engine's buffer the form of rows, or, with ``apart``, rows whose columns are the bucket's?"""

@@ -23,7 +23,7 @@ from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireWarning
 from thinwire.core.bucket import Piece
 from thinwire.ops import rows as ops
-from thinwire.ops.norms import Statistics, factors_of
+from thinwire.ops.norms import Bounds, Statistics, factors_of
 
 STEP = 2.0
 """Usual norms that a cut leaves if a gradient becomes a step or a momentum before it is averaged."""
@@ -79,7 +79,7 @@ class OutlierClip:
         names, table = self._cached_table(pieces, flat.device)
         if not names:
             return None
-        factors, residues = self.factors(flat, table, names)
+        factors, residues, _ = self.bounds(flat, table, names)
         # On a CPU this check costs nothing and mostly saves a pass; on a GPU it would wait for the device.
         if devices.streams(flat.device) is not None or bool((factors != 1).any()):
             ops.pack(flat, table, flat, factors)
@@ -89,8 +89,8 @@ class OutlierClip:
         """Are all of ``names`` bounded?"""
         return all(name in self._index for name in names)
 
-    def factors(self, flat: Tensor, table: ops.CopyTable, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Return the factors (T,) float32 that scale down what exceeds its bound in ``flat``, and the residues.
+    def bounds(self, flat: Tensor, table: ops.CopyTable, names: tuple[str, ...]) -> Bounds:
+        """Return the factors that scale down what exceeds its bound in ``flat``, residues and norms.
 
         ``table``: its segments are the parameters ``names``, each whole.
         """

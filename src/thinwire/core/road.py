@@ -33,6 +33,7 @@ from thinwire.core.outliers import OutlierClip
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
+from thinwire.ops.norms import Bounds
 
 T = TypeVar("T")
 Pieces = tuple[Piece, ...]
@@ -84,27 +85,33 @@ class Stage:
         and cast nothing, whatever mode the engine's hook runs in.
         """
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
-            if self.bound is None or self.scale is not None:
+            if self.scale is not None or (self.bound is None and self._hides_what_is_not_finite):
                 self.guard.observe(flat)
             if self.counts_dense:
                 self.ledger.count_dense(dense_bytes(self.exchange, flat.numel(), flat.dtype))
             loss_scale = None if self.scale is None else self.scale(flat.device)
             if loss_scale is not None:
                 flat.div_(loss_scale)
-            factors = None if self.bound is None else self._bound(self.bound, flat, pieces)
-            self.carry(flat, pieces, out, factors=factors)
+            bounds = None if self.bound is None else self._bound(self.bound, flat, pieces)
+            self.carry(flat, pieces, out, bounds=bounds)
             if loss_scale is not None:
                 out.mul_(loss_scale)
 
-    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> Tensor | None:
+    @property
+    def _hides_what_is_not_finite(self) -> bool:
+        """May the mean be finite where a gradient was not? No state and no mask: then the guard sees it in the mean."""
+        card = self.method.card
+        return card.keeps_state or card.promise.kind == "lossy"
+
+    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> Bounds | None:
         """Scale outliers in ``flat`` down, or return the factors to do it with as it is packed; tell the guard."""
         split = self._packed(flat, pieces)
         packing = split[0].packed.packing(flat) if len(split) == 1 and devices.streams(flat.device) else None
         names = tuple(segment.name for segment in split[0].packed.segments)
         if packing is not None and bound.covers(names):
-            factors, residues = bound.factors(flat, packing, names)
-            self.guard.note(residues)
-            return factors
+            bounds = bound.bounds(flat, packing, names)
+            self.guard.note(bounds.residues)
+            return bounds
         residues_of_all = bound.apply(flat, pieces)
         if residues_of_all is None:
             self.guard.observe(flat)
@@ -113,16 +120,20 @@ class Stage:
         return None
 
     def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, factors: Tensor | None = None
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bounds: Bounds | None = None
     ) -> None:
         """Reduce without checking the values or counting bytes.
 
         Args:
             send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
-            factors: by which parameters are multiplied as they are packed, in that order.
+            bounds: the factors by which parameters are multiplied as they are packed, and their norms, in that order.
         """
         for packed, buckets in self._packed(flat, pieces):
-            packed.load(flat, out, factors)
+            packed.load(flat, out, None if bounds is None else bounds.factors)
+            if bounds is not None:
+                parts = bounds.norms.split([len(bucket.segments) for _, bucket in buckets])
+                for (_, bucket), norms in zip(buckets, parts, strict=True):
+                    bucket.norms = norms
             for method, bucket in buckets:
                 bucket.step = self.step
                 if send is None:

@@ -205,8 +205,7 @@ def _move(device: torch.device) -> None:
         flat = torch.zeros(3, dtype=dtype, device=device)
         bucket.copies.pack(flat, rows)
         column = torch.zeros(1, dtype=torch.int64, device=device)
-        factors, _ = factors_of(flat, bucket.copies.copy_table, column, statistics)
-        bucket.copies.pack(flat, rows, factors)
+        bucket.copies.pack(flat, rows, factors_of(flat, bucket.copies.copy_table, column, statistics).factors)
         bucket.copies.unpack(rows, flat)
 
 

@@ -369,7 +369,9 @@ class UpdateSpace:
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         columns = [segment.columns for segment in bucket.segments]
-        exchange.all_mean(sample(bucket.rows, positions, columns, sums, 1 / exchange.ranks), divided=True)
+        exchange.all_mean(
+            sample(bucket.rows, positions, columns, bucket.norms, sums, 1 / exchange.ranks), divided=True
+        )
         samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
         names = (segment.name for segment in bucket.segments)
         self._measured.update(zip(names, zip(samples, sums[1, count:].unbind(), strict=True), strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
-__all__ = ["Statistics", "factors_of", "sample"]
+__all__ = ["Bounds", "Statistics", "factors_of", "sample"]
 
 _backend = backend("thinwire.ops.norms", cpu="reference")
 
@@ -37,29 +37,43 @@ class Statistics(NamedTuple):
     decay: float
 
 
-def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
-    """Return the factors (T,) float32 that cut the outliers in ``flat`` (1-D), and residues (T,): 0, or NaN.
+class Bounds(NamedTuple):
+    """What cuts the outliers among T parameters: (T,) float32 each.
 
-    A factor is 1 where nothing is cut, or the norm is not finite; a residue is NaN where the norm is not finite.
-    ``statistics.updated`` is updated in ``columns``.
+    Attributes:
+        factors: 1 where nothing is cut, or the norm is not finite.
+        residues: 0, or NaN where the norm is not finite.
+        norms: of what the factors leave.
+    """
+
+    factors: Tensor
+    residues: Tensor
+    norms: Tensor
+
+
+def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> Bounds:
+    """Return what cuts the outliers in ``flat`` (1-D). ``statistics.updated`` is updated in ``columns``.
 
     Args:
         table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in
             ``statistics``.
     """
     make = torch.empty if all(segment.width for segment in table.segments) else torch.zeros  # none comes to nothing
-    factors, residues = make(2, len(table.segments), dtype=torch.float32, device=flat.device).unbind()
-    _backend(flat).factors_of(flat, table, columns, statistics, factors, residues)
-    return factors, residues
+    bounds = Bounds(*make(3, len(table.segments), dtype=torch.float32, device=flat.device).unbind())
+    _backend(flat).factors_of(flat, table, columns, statistics, *bounds)
+    return bounds
 
 
-def sample(rows: Tensor, positions: Tensor, tensors: Sequence[slice], sums: Tensor, share: float) -> Tensor:
+def sample(
+    rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
+) -> Tensor:
     """Write ``share`` times values of ``rows`` (R, n), then norms, to ``sums[0]``, and of their squares to ``sums[1]``.
 
     Args:
-        positions: (S,) int64, places of values in the flattened rows. tensors: T columns' slices, which a norm is of;
-            on a GPU, where each would be a launch, the first norm is that of all rows, and the others are zero.
+        positions: (S,) int64, places of values in the flattened rows. tensors: T columns' slices, which a norm is of.
+        norms: (T,) these; None: they are not known. Then, on a GPU, where each would be a launch, the first one is that
+            of all rows, and the others are zero.
         sums: (2, S + T) float32.
     """
-    _backend(rows).sample(rows, positions, tensors, sums, share)
+    _backend(rows).sample(rows, positions, tensors, norms, sums, share)
     return sums

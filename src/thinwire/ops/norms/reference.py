@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def factors_of(
-    flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor
-) -> None:
+    flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor,
+    left: Tensor,
+) -> None:  # fmt: skip
     current, updated, shares, times, leaves, decay = statistics
     norms = _norms(flat, table)
     old = current[:, columns]
@@ -33,11 +34,15 @@ def factors_of(
     updated[:, columns] = torch.cat([usual_after.unsqueeze(0), old[1:] + counts])
     factors.copy_(torch.where(exceeds, cut_to / norms, 1.0))
     torch.sub(norms, norms, out=residues)
+    left.copy_(torch.where(exceeds, cut_to, norms))
 
 
-def sample(rows: Tensor, positions: Tensor, tensors: Sequence[slice], sums: Tensor, share: float) -> None:
+def sample(
+    rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
+) -> None:
     torch.take(rows, positions, out=sums[0, : len(positions)])
-    torch.stack(torch._foreach_norm([rows[:, columns] for columns in tensors]), out=sums[0, len(positions) :])
+    lengths = torch._foreach_norm([rows[:, columns] for columns in tensors]) if norms is None else norms.unbind()
+    torch.stack(lengths, out=sums[0, len(positions) :])
     torch.square(sums[0], out=sums[1])
     sums.mul_(share)
 
