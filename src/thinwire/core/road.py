@@ -85,7 +85,7 @@ class Stage:
         and cast nothing, whatever mode the engine's hook runs in.
         """
         with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
-            if self.scale is not None or (self.bound is None and self._hides_what_is_not_finite):
+            if self.scale is not None or (self.bound is None and self.hides_what_is_not_finite):
                 self.guard.observe(flat)
             if self.counts_dense:
                 self.ledger.count_dense(dense_bytes(self.exchange, flat.numel(), flat.dtype))
@@ -98,7 +98,7 @@ class Stage:
                 out.mul_(loss_scale)
 
     @property
-    def _hides_what_is_not_finite(self) -> bool:
+    def hides_what_is_not_finite(self) -> bool:
         """May the mean be finite where a gradient was not? No state and no mask: then the guard sees it in the mean."""
         card = self.method.card
         return card.keeps_state or card.promise.kind == "lossy"

@@ -13,9 +13,10 @@ from thinwire.network.comm import Comm, local
 class Guard:
     """Collects, over one step, whether any gradient on any rank was not finite.
 
-    ``observe`` reads each buffer once (a norm: no allocation of its size, no host sync) *before* a method sees it,
-    since a mask or a quantizer can hide a NaN; and the mean's norm, or the means themselves, *after*, since a sum can
-    overflow. ``agree`` combines all ranks' flags; it is Thinwire's only host sync in a step.
+    ``observe`` reads a norm: no allocation of the values' size, no host sync. Once over the mean, or its norm, as a sum
+    can overflow, and all codecs let through what is not finite. And where a mask could hide it, or a state keep it, once
+    over each buffer *before* the method sees it. ``agree`` combines all ranks' flags; it is Thinwire's only host sync
+    in a step.
     """
 
     def __init__(self, comms: Sequence[Comm], enabled: bool = True) -> None:

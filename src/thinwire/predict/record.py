@@ -20,6 +20,7 @@ from thinwire.core.road import Road, Send, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
+from thinwire.ops.norms import Bounds
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.launches import LaunchWatch
 from thinwire.predict.timeline import Group, Message, Pass, RecordedStep, Stretch
@@ -99,11 +100,12 @@ class GuardedStage(Stage):
         pieces: tuple[Piece, ...],
         out: Tensor,
         send: Send | None = None,
-        factors: Tensor | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
-        self.guard.observe(flat)
-        self.guard.forget()
-        super().carry(flat, pieces, out, send, factors)
+        if self.hides_what_is_not_finite:
+            self.guard.observe(flat)
+            self.guard.forget()
+        super().carry(flat, pieces, out, send, bounds)
 
 
 class Recording(NamedTuple):

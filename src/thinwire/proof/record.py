@@ -19,6 +19,7 @@ from thinwire.core.road import Pieces, Send, Stage
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.network.ledger import Ledger
+from thinwire.ops.norms import Bounds
 from thinwire.plan.plan import Plan
 from thinwire.proof.ranks import Shapes, ThreadEngine, Threads, VirtualRank, flat_copy
 
@@ -123,7 +124,7 @@ class RecordedStage(Stage):
     """A stage that keeps its method's last input and mean."""
 
     def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, factors: Tensor | None = None
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bounds: Bounds | None = None
     ) -> None:
         entered, method = flat.clone(), self.method
         if method.card.promise.of == "updates":
@@ -134,7 +135,7 @@ class RecordedStage(Stage):
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]
-        super().carry(flat, pieces, out, send, factors)
+        super().carry(flat, pieces, out, send, bounds)
         if "compress" in vars(method):
             del method.compress  # type: ignore[attr-defined]
         self.hop = Hop(entered, out.clone())
