@@ -14,8 +14,8 @@ class Guard:
     """Collects, over one step, whether any gradient on any rank was not finite.
 
     ``observe`` reads a norm: no allocation of the values' size, no host sync. Once over the mean, or its norm, as a sum
-    can overflow, and all codecs let through what is not finite. And where a mask could hide it, or a state keep it, once
-    over each buffer *before* the method sees it. ``agree`` combines all ranks' flags; it is Thinwire's only host sync
+    can overflow, and codecs let through what is not finite. And where a mask could hide that, or a state keep it, over
+    each buffer *before* the method sees it. ``agree`` combines all ranks' flags; it is Thinwire's only host sync
     in a step.
     """
 

@@ -159,7 +159,7 @@ class Trickle(TopK):
             self._gather_masks(bucket, exchange, layout, packed)
 
     def _gather_masks(self, bucket: Bucket, exchange: Exchange, layout: Positions, packed: Tensor) -> None:
-        """Send the ``packed`` positions (1, nbytes) at which this owner moves its row to all, who gather weights there."""
+        """Send all ranks the ``packed`` positions (1, nbytes) that this owner moves: they gather weights at them."""
         wires = bucket.scratch("positions", (exchange.ranks, layout.nbytes), torch.uint8)
         exchange.gather(wires, packed[0])
         with exchange.span("decode", bucket.mean):

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.ops import mask
+from thinwire.ops import mask as masks
 from thinwire.ops import sparse as of
 from thinwire.ops.kernels import by_row, flat, njit, rows_of
 from thinwire.ops.mask.cpu import WORD, list_bits, set_bits, trailing_zeros
@@ -369,7 +369,7 @@ def decode(
 
 def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positions: Tensor) -> None:
     unpack(wire, segments, positions)
-    mask.from_indices(positions, words)
+    masks.from_indices(positions, words)
 
 
 def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float) -> None:

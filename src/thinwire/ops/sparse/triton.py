@@ -266,7 +266,8 @@ def _spread(
     low_word, shift = _low_bits_of(wire, segment, i, low_bits)
     column = (zeros << low_bits) + (tl.load(low_word, mask=inside, other=0) >> shift & ((1 << low_bits) - 1))
     inside, column = inside & (column < width), column + tl.load(segment)
-    tl.atomic_or(words + row * words_stride + (column >> 6), (zeros * 0 + 1) << (column & 63), mask=inside, sem="relaxed")
+    words += row * words_stride
+    tl.atomic_or(words + (column >> 6), (column * 0 + 1) << (column & 63), mask=inside, sem="relaxed")
     before += row * before_stride + tl.load(segment + 8)
     end = (zeros + 1) << low_bits
     tl.store(before + end // BLOCK, i, mask=exists & (ones == 0) & (end % BLOCK == 0) & (end < width))
