@@ -53,7 +53,7 @@ fp32   times leaves decay gain beta1 beta2 rest1 rest2 eps keep root rate factor
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
 *fp32  g v m_out own held message left sent rest whole quantum wire remainder
-*i64   words index
+*i64   words index marks
 *i32   before base counts done places positions programs parts keys found state tallies elements
 *i64   table
 *u8    flags bits codes octets
@@ -113,9 +113,9 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0
-        yield sparse._count, of, counted | {"FIRST": first, "FEEDBACK": first, "KEEP": first, "BINS": bins}
+        yield sparse._count, of, counted | {"FIRST": first, "ALL": number < 2, "FEEDBACK": first, "KEEP": first, "BINS": bins}
     for kernel in (sparse._tally, sparse._list):
-        yield kernel, of, block | aligned | lines | {"PACK": True}
+        yield kernel, of, block | lines | {"PACK": True}
     for kernel in (sparse._ones, sparse._spread):
         yield kernel, of | {"wire": "*i64"}, block | lines
     yield sparse._put, {}, block

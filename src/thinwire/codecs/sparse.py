@@ -103,7 +103,7 @@ class Sparse(Codec):
     def __post_init__(self) -> None:
         Positions(self.segments)  # refuses segments that cannot be sent
         if self.integers is not None and (self.integers.draws or self.integers.hadamard):
-            raise ThinwireError(f"top-k: values are rounded to the nearest, without a transform, not by {self.integers}")
+            raise ThinwireError(f"top-k: values are rounded to the nearest, without a transform, not {self.integers}")
 
     @functools.cached_property
     def _layout(self) -> Positions:

@@ -74,7 +74,7 @@ def _bound_segment(
 
 @kernel
 def _sample(rows, stride, n, positions, norms, known, sums, sums_stride, count, size, share, BLOCK: tl.constexpr):
-    """Write ``share`` * (``count`` values, ``known`` norms, zeros) to ``sums`` (2, size), and below these of squares."""
+    """Write ``share`` * (``count`` values, ``known`` norms, zeros) to ``sums`` (2, size), and below it of squares."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + i, mask=i < count, other=0)
     row = position // n

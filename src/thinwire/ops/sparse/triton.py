@@ -3,6 +3,8 @@
 
 The k-th size of each segment is found digit by digit, from the highest: count the values of each digit, take the digit
 whose values include the k-th, go on with these alone. A chosen column's list index is the number chosen before it.
+The first digit is read off all values. The pass of the second one marks which are above the first and which have it,
+mostly a few of a hundred: only these are read again.
 """
 
 from __future__ import annotations
@@ -42,19 +44,31 @@ def _size(values):
     return tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, NAN)
 
 
+@triton.jit
+def _mark(words, column, flags, width, BLOCK: tl.constexpr):
+    """Write the ``flags`` of this program's columns as bits of a segment's ``words``."""
+    bits = tl.reshape(flags.to(tl.int64), (BLOCK // 64, 64)) << tl.arange(0, 64).to(tl.int64)[None, :]
+    word = tl.min(column, 0) // 64 + tl.arange(0, BLOCK // 64)
+    tl.store(words + word, tl.sum(bits, axis=1), mask=word < width // 64)
+
+
 @kernel
 def _count(
-    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, done,
-    segment_count, shift, FIRST: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, done, marks,
+    marks_stride, segment_count, shift, FIRST: tl.constexpr, ALL: tl.constexpr, FEEDBACK: tl.constexpr,
+    KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Count the digits at ``shift`` of sizes that begin as ``state``. The first launch makes ``total``.
 
-    A segment's last program adds the k-th size's digit to ``state``, and leaves zeros in ``counts``.
+    The second one marks the sizes above ``state`` and those that begin as it, in two lines of ``marks`` (2 R, n / 64);
+    the third one reads these alone. A segment's last program adds the k-th size's digit to ``state``, and leaves zeros
+    in ``counts``.
     """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
-    inside = column < width // 16 * 16
+    inside, marks = column < width // 16 * 16, marks + 2 * row * marks_stride + start // 64
+    if not ALL:
+        inside = _bits(marks + marks_stride, column, inside) != 0
     values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
     if FEEDBACK:
         values += tl.load(row_of(residual + start, residual_stride, row, ALIGN) + column, mask=inside, other=0)
@@ -62,8 +76,11 @@ def _count(
         tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
     size, entry = _size(values), row * segment_count + number
     if not FIRST:
-        digits = tl.load(state + entry * 2)
-        inside = inside & ((size >> shift) // BINS == (digits >> shift) // BINS)
+        prefix, known = (size >> shift) // BINS, (tl.load(state + entry * 2) >> shift) // BINS
+        if ALL:
+            _mark(marks, column, inside & (prefix > known), width, BLOCK)
+            _mark(marks + marks_stride, column, inside & (prefix == known), width, BLOCK)
+        inside = inside & (prefix == known)
     histogram = tl.histogram((size >> shift) % BINS, BINS, mask=inside)
     target = counts + entry * BINS + tl.arange(0, BINS)
     tl.atomic_add(target, histogram, mask=histogram > 0, sem="relaxed")
@@ -89,29 +106,36 @@ def _digit(segment, state, counts, shift, FIRST: tl.constexpr, BINS: tl.constexp
 
 @triton.jit
 def _compared(
-    programs, segments, total, stride, state, segment_count, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    programs, segments, total, stride, state, marks, marks_stride, segment_count, VALUES: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Return this program's segment, columns, values, which are above the k-th size, which equal it, and the ties."""
+    """Return this program's segment, columns, which are above the k-th size, which equal it, the ties, and values.
+
+    Values are those where a digit of the size had to be read, and, with ``VALUES``, those above.
+    """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
-    inside = column < tl.load(segment + 1) // 16 * 16
-    values = tl.load(row_of(total + tl.load(segment), stride, row, ALIGN) + column, mask=inside, other=0)
+    start, inside = tl.load(segment), column < tl.load(segment + 1)
+    marks += 2 * row * marks_stride + start // 64
+    larger, alike = _bits(marks, column, inside) != 0, _bits(marks + marks_stride, column, inside) != 0
+    values = tl.load(total + start + row * stride + column, mask=larger | alike if VALUES else alike, other=0)
     state += (row * segment_count + number) * 2
     threshold = tl.load(state)
-    above, equal = inside & (_size(values) > threshold), inside & (_size(values) == threshold)
-    return segment, column, values, above, equal, state + 1
+    above, equal = larger | (alike & (_size(values) > threshold)), alike & (_size(values) == threshold)
+    return segment, column, above, equal, state + 1, values
 
 
 @kernel
 def _tally(
-    programs, segments, total, stride, state, tallies, tallies_stride, done, words, words_stride, segment_count, size,
-    PACK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    programs, segments, total, stride, state, marks, marks_stride, tallies, tallies_stride, done, words, words_stride,
+    segment_count, size, PACK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Count the values above and equal to the k-th size up to the end of each program's, and zero the wire's words.
 
     The counts of a row are two lines of ``tallies`` (2 R, 1 + programs), after a zero. ``size``: words of a row.
     """
-    _, _, _, above, equal, _ = _compared(programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN)
+    _, _, above, equal, _, _ = _compared(
+        programs, segments, total, stride, state, marks, marks_stride, segment_count, False, BLOCK, FIELDS
+    )
     row = tl.program_id(1).to(tl.int64)
     if PACK:
         zero_words(words + row * words_stride, size, BLOCK)
@@ -156,13 +180,13 @@ def _pack(words, segment, i, column, inside):
 
 @kernel
 def _list(
-    programs, segments, total, stride, state, tallies, tallies_stride, positions, positions_stride, payload,
-    payload_stride, words, words_stride, segment_count, m, PACK: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    programs, segments, total, stride, state, marks, marks_stride, tallies, tallies_stride, positions, positions_stride,
+    payload, payload_stride, words, words_stride, segment_count, m, PACK: tl.constexpr, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """List what is chosen, in ``m`` entries, and pack it. A segment's first program clears what is behind its list."""
-    segment, column, values, above, equal, ties = _compared(
-        programs, segments, total, stride, state, segment_count, BLOCK, FIELDS, ALIGN
+    segment, column, above, equal, ties, values = _compared(
+        programs, segments, total, stride, state, marks, marks_stride, segment_count, True, BLOCK, FIELDS
     )
     row = tl.program_id(1).to(tl.int64)
     tallies += 2 * row * tallies_stride
@@ -323,6 +347,7 @@ def largest(
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
     counts = counters(device, entries * (DIGITS[0][1] + 1))
     done = counts[entries * DIGITS[0][1] :]
+    marks = torch.empty((2 * count, rows.shape[1] // 64), dtype=torch.int64, device=device)
     widths, table = [segment.width for segment in segments], of.wire_table(segments, device)
     programs = programs_on(device, widths, COUNTED)
     for shift, bins in DIGITS:
@@ -330,7 +355,7 @@ def largest(
         source = rows if first else total
         launch(
             _count, (len(programs) // 2, count), programs, table.view(-1), source, addend, total, state, counts, done,
-            len(segments), shift, FIRST=first, FEEDBACK=first and residual is not None,
+            marks, len(segments), shift, FIRST=first, ALL=shift > 0, FEEDBACK=first and residual is not None,
             KEEP=first and total_out is not None, BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
             num_warps=WARPS,
         )  # fmt: skip
@@ -338,8 +363,8 @@ def largest(
     grid = len(programs) // 2, count
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
     words = table if wire is None else viewable(wire).view(torch.int64)
-    constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": BLOCK, "FIELDS": of.FIELDS, "ALIGN": aligned}
-    values = programs, table.view(-1), total, state, tallies
+    constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": BLOCK, "FIELDS": of.FIELDS}
+    values = programs, table.view(-1), total, state, marks, tallies
     launch(_tally, grid, *values, done, words, len(segments), words.shape[1], **constants)
     launch(_list, grid, *values, positions, payload, words, len(segments), positions.shape[1], **constants)
 
