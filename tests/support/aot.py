@@ -113,7 +113,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
     for number, (_, bins) in enumerate(sparse.DIGITS):
         first = number == 0
-        yield sparse._count, of, counted | {"FIRST": first, "ALL": number < 2, "FEEDBACK": first, "KEEP": first, "BINS": bins}
+        digit = {"FIRST": first, "ALL": number < 2, "FEEDBACK": first, "KEEP": first, "BINS": bins}
+        yield sparse._count, of, counted | digit
     for kernel in (sparse._tally, sparse._list):
         yield kernel, of, block | lines | {"PACK": True}
     for kernel in (sparse._ones, sparse._spread):
