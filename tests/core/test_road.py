@@ -81,7 +81,7 @@ def test_a_stage_sees_what_comes_in_and_counts_it():
     engine = ThreadEngine("all_reduce", Threads(2), 0, Ledger(), SHAPES)
     assert Stage.counts_dense
     for counts in (True, False):
-        stage = stage_of(engine, "int8", counts_dense=counts)
+        stage = stage_of(engine, "topk", counts_dense=counts)
         stage.carry = lambda *how, **more: None
         engine.ledger.close_step()
         flat = torch.ones(engine.numel)
@@ -91,6 +91,24 @@ def test_a_stage_sees_what_comes_in_and_counts_it():
         flat[3] = torch.nan
         stage.reduce(flat, engine.pieces, flat)
         assert stage.guard._residues[-1].isnan()
+
+
+@pytest.mark.parametrize("name", ["dense", "fp32", "bf16", "int8", "sdp4bit", "zeropp", "qsdp"])
+def test_no_gradient_is_read_for_the_guard_whose_mean_shows_what_is_not_finite(name):
+    """On all ranks, whichever rank has it: so methods without a state save a pass."""
+    world = Threads(2)
+
+    def body(rank: int) -> list[bool]:
+        seen = []
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            engine = ThreadEngine("all_reduce", world, rank, Ledger(), SHAPES)
+            stage, flat = stage_of(engine, name), torch.ones(engine.numel)
+            flat[5] = bad if rank else 1.0
+            stage.reduce(flat, engine.pieces, flat)
+            seen.append(not stage.guard._residues and not bool(flat[engine.pieces[0].columns].isfinite().all()))
+        return seen
+
+    assert world.run(body) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("way", ["reduce", "carry"])
