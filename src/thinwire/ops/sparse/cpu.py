@@ -369,7 +369,7 @@ def decode(
 
 def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positions: Tensor) -> None:
     unpack(wire, segments, positions)
-    masks.from_indices(positions, words)
+    reference.mark(positions, segments, words, masks.from_indices)
 
 
 def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...], out: Tensor, scale: float) -> None:

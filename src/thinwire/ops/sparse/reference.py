@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,7 +112,19 @@ def decode(
 
 def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positions: Tensor) -> None:
     unpack(wire, segments, positions)
-    masks.from_indices(positions, words)
+    mark(positions, segments, words, masks.from_indices)
+
+
+def mark(
+    positions: Tensor, segments: tuple[ListSegment, ...], words: Tensor, from_indices: Callable[..., object]
+) -> None:
+    """Make ``words`` masks of ``positions``, of which -1 lie between two lists alone."""
+    if positions.shape[1] == sum(segment.k for segment in segments):
+        from_indices(positions, words)
+        return
+    for start, width, k, list_start in segments:
+        own_words = words[:, start // masks.WORD : (start + width) // masks.WORD]
+        from_indices(positions[:, list_start : list_start + k] - start, own_words)
 
 
 def write_values(payload: Tensor, values: WireValues, decoded: Tensor | None) -> Tensor:
