@@ -103,6 +103,7 @@ def test_no_gradient_is_read_for_the_guard_whose_mean_shows_what_is_not_finite(n
         for bad in (torch.nan, torch.inf, -torch.inf):
             engine = ThreadEngine("all_reduce", world, rank, Ledger(), SHAPES)
             stage, flat = stage_of(engine, name), torch.ones(engine.numel)
+            stage.dense |= {"d"}
             flat[5] = bad if rank else 1.0
             stage.reduce(flat, engine.pieces, flat)
             seen.append(not stage.guard._residues and not bool(flat[engine.pieces[0].columns].isfinite().all()))
