@@ -111,6 +111,7 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
     else:
         wire = compress(model, optimizer, method, manager=manager)
     began = time.time()
+    print(json.dumps({"time": round(began, 3), "replica": options.name, "ready": True}), flush=True)
     while manager.current_step() < options.until:
         before = manager.current_step()
         if wire is None:

@@ -14,6 +14,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method
 from thinwire.methods import TABLE, resolve
 from thinwire.saved import turnover
+from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from turnover import Run
 
@@ -94,6 +95,19 @@ def test_weights_stay_equal(text: str) -> None:
             run.play(10)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("inside", [0, 1])
+def test_shards_keep_what_waits(inside: int) -> None:
+    """On HSDP a rank has one of two shards: what waits on it stays where it is, for any number of replicas."""
+    def header(ranks: int) -> Header:
+        hops = (inside, 2, True), (0, ranks, False)
+        return Header(inside, 2 * ranks, "hsdp", False, hops, "int8", {}, None, 0, None, {"a": ((6, 4), 12)})
+
+    waiting = torch.arange(12.0).view(2, 6)
+    moved = regroup({"residual/a": waiting}, header(2), header(5), resolve("int8(feedback='gradients')"))
+    assert moved["residual/a"].shape == (5, 3)
+    assert torch.equal(moved["residual/a"].view(-1)[:12], waiting.view(-1))
 
 
 # Faults that are planted: the schedules must find each.
