@@ -42,7 +42,8 @@ LIGHTHOUSE = """
 import sys, time
 from torchft.coordination import LighthouseServer
 server = LighthouseServer(
-    bind="0.0.0.0:0", min_replicas=int(sys.argv[1]), join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=1000,
+    bind=sys.argv[2] + ":0", min_replicas=int(sys.argv[1]), join_timeout_ms=1000, quorum_tick_ms=50,
+    heartbeat_timeout_ms=1000,
 )
 print(server.address().rsplit(":", 1)[1], flush=True)
 time.sleep(1e6)
@@ -208,7 +209,7 @@ def _environment(cluster: Cluster, node: int) -> dict[str, str]:
 
 def start_lighthouse(cluster: Cluster, node: int, min_replicas: int) -> str:
     """Start a lighthouse; return its address. It is a process of its own, since it writes down all that it does."""
-    command = [sys.executable, "-c", LIGHTHOUSE, str(min_replicas)]
+    command = [sys.executable, "-c", LIGHTHOUSE, str(min_replicas), cluster.address(node)]
     environment = _environment(cluster, node)
     process = cluster.popen(node, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert process.stdout is not None

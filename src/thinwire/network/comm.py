@@ -394,6 +394,8 @@ class ManagedComm(GroupComm):
     def take(self, membership: Membership) -> None:
         super().take(membership)
         _DROPPED.pop(self.group, None)  # of a group that is gone
+        if membership.spare is not None:
+            self._peers.clear()  # it sends nothing
 
     @contextmanager
     def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
