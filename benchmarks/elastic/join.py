@@ -3,9 +3,9 @@
     python benchmarks/elastic/join.py --link 50mbit --hidden 156250 --method dense --method trickle --method torchft
 
 Two replicas of ``replica.py`` (20 million parameters with ``--hidden 156250``) train on an emulated network, and a
-third one joins them. The seconds run from its first question for a quorum to its first step that counts. The bytes are
-those that its interface received in that time, by the kernel's count; a step's exchange is among them. ``the rate`` is
-what that makes of the link, which several peers at once could not exceed. ``torchft`` is torchft's own dense all-reduce.
+third one joins them. The seconds run from when it is ready to its first step that counts. The bytes are those that its
+interface received in that time, by the kernel's count; a step's exchange is among them. ``the rate`` is what that makes
+of the link, which several peers at once could not exceed. ``torchft`` is torchft's own dense all-reduce.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import kills
-
 from thinwire.lab.cluster import Cluster
 
 JOINER = "r2"

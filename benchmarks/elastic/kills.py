@@ -127,7 +127,9 @@ class Outcome:
 class Replicas:
     """Processes of ``replica.py``, each with a file of what it printed. They end with the cluster."""
 
-    def __init__(self, cluster: Cluster, folder: Path, lighthouse: str, options: argparse.Namespace, method: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, lighthouse: str, options: argparse.Namespace, method: str
+    ) -> None:
         self._cluster, self._folder, self._lighthouse, self._options = cluster, folder, lighthouse, options
         self._arguments = ["--until", "1000000", "--hidden", str(options.hidden), "--timeout", str(options.timeout)]
         self._arguments += ["--min-replicas", str(options.min_replicas), "--shards", str(options.shards)]
@@ -135,17 +137,19 @@ class Replicas:
         self._arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
         self.names = [f"r{number}" for number in range(options.replicas)]
         self.processes: dict[str, list[subprocess.Popen[bytes]]] = {}
-        self._starts = 0
+        self._starts, self._paths, self._joined = 0, dict[str, Path](), set[str]()
 
     def start(self, name: str) -> None:
         self._starts += 1
         node = self.names.index(name)
         pause = self._options.pause * (self._options.slow if node == 0 else 1)
         self.processes[name] = []
+        self._joined.discard(name)
         for shard in range(self._options.shards):
             path = self._folder / f"{name}-{self._starts}-{shard}"
             own = ["--address", self._cluster.address(node), "--pause", str(pause), "--shard", str(shard)]
             own += ["--meet", str(self._folder / f"{name}-{self._starts}.port")] if self._options.shards > 1 else []
+            self._paths[name] = path.with_suffix(".jsonl")
             environment = {**_environment(self._cluster, node), "TORCHFT_LIGHTHOUSE": self._lighthouse}
             with path.with_suffix(".jsonl").open("wb") as out, path.with_suffix(".err").open("wb") as err:
                 command = [sys.executable, str(REPLICA), name, *self._arguments, *own]
@@ -167,6 +171,13 @@ class Replicas:
             self.signal(name, signal.SIGKILL)
         for process in self.processes.pop(name):
             process.wait()
+
+    def have_joined(self, names: Sequence[str]) -> int:
+        """Count those of ``names`` that have counted a step since they were started."""
+        for name in set(names) - self._joined:
+            if '"counted": true' in self._paths[name].read_text():
+                self._joined.add(name)
+        return len(self._joined & set(names))
 
     def lines(self) -> list[dict[str, Any]]:
         found = []
@@ -253,7 +264,7 @@ def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[
                 replicas.cut(whole=True)
         away = {name for _, event in back for name in event.names}
         present = sorted(set(replicas.names) - away)
-        if now >= next_event and len(present) > max(1, options.min_replicas):
+        if now >= next_event and replicas.have_joined(present) > max(1, options.min_replicas):
             next_event += options.every
             if options.cut and not back:
                 events.append(Event("cut off", replicas.cut(whole=False), now))

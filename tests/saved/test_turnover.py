@@ -35,9 +35,9 @@ FORMS = [
     text + ("(smallest=0)" if any(knob.name == "smallest" for knob in knobs_of(resolve(text))) else "")
     for cls in TABLE
     for text in (cls.name, *(f"{cls.name}:{preset}" for preset in cls.PRESETS))
-    if "ddp" in cls.engines
+    if "ddp" in cls.engines and resolve(text).rank_equal
 ]
-"""All methods, and all of their presets."""
+"""All methods that give all ranks the same weights, and all of their presets."""
 
 
 @pytest.fixture(autouse=True)

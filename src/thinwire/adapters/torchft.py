@@ -191,7 +191,8 @@ class ManagerMembers:
         """Return whether the step counts for this replica; another may vote otherwise, and one is then behind."""
         if not counts and self._manager.errored() is None:
             self._manager.report_error(RuntimeError("thinwire: the exchange failed"))
-        counted = self._manager.should_commit(timeout=2 * self._manager._timeout)  # others of it may still wait for a peer
+        patience = 2 * self._manager._timeout  # for this replica's other ranks, which may still wait for a peer
+        counted = self._manager.should_commit(timeout=patience)
         if not counted:
             self._manager._pg.abort()  # so that who still waits for this replica's messages is told at once
         return counted

@@ -57,7 +57,7 @@ class Replicas(Engine):
         """Lay out the buffers of ``parameters``."""
         self.failed: FailedExchange | None = None
         self.unsent: FailedExchange | None = None
-        self._weights = [weight for weight in model.parameters() if id(weight) in self.parameters]
+        self._weights = [weight for weight in self.model.parameters() if id(weight) in self.parameters]
         self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
