@@ -162,10 +162,12 @@ def test_replicas_that_are_killed_and_come_back(method, given, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import kills
 
-    common = "--replicas 3 --seconds 14 --every 4 --least 1 --most 3 --hidden 32"
+    common = "--replicas 3 --seconds 20 --every 4 --least 1 --most 3 --hidden 32"
     options = kills.parse([*common.split(), *given.split()])
     outcome = kills.run(method, options)
-    assert len(outcome.events) >= 2 and not outcome.failed
+    assert outcome.events and not outcome.failed
+    first, later = outcome.events[0], [line for line in outcome.lines if line.get("counted")]
+    assert any(line["replica"] in first.names and line["time"] > first.end for line in later)
     assert not outcome.unequal and len(outcome.counted) > 20
     if options.spares:
         assert {line["replicas"] for line in outcome.lines if line.get("counted")} == {2}
