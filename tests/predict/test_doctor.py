@@ -180,7 +180,7 @@ def test_every_kernel_of_a_recording_is_timed_under_its_name(method: str) -> Non
 def test_the_kernels_of_every_method_are_timed_but_of_those_that_refuse_the_engine(method: str, engine: str) -> None:
     model = Decoder(replace(PRESETS["tiny"], layers=1).check())
     if engine == "fsdp2" and method in ("local-steps", "none"):
-        with pytest.raises(ThinwireError, match="FSDP2|fsdp2|DDP"):
+        with pytest.raises(ThinwireError, match=r"FSDP2|fsdp2|DDP"):
             time_kernels(model, method, engine, CPU)
     else:
         assert time_kernels(model, method, engine, CPU)
