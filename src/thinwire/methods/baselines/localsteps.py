@@ -372,7 +372,7 @@ class LocalSteps(Method):
 
         def average(number: int) -> Averaged:
             rounds = self._timetable.round(self._fragments.index(fragment), self._local_step(number))
-            moved = fragment.differences(step.weights)
+            moved = fragment.begin_round(step.weights)
             norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
             return Averaged(rounds, norm, fragment.average(moved, rounds, self.run.exchange))
 
@@ -387,8 +387,7 @@ class LocalSteps(Method):
             for name, momentum in fragment.momenta().items():
                 self.state.keep("outer momentum", name, momentum)
             return True
-        fragment.state.rollback()
-        fragment.method.undo()
+        fragment.undo()
         self._lost += 1
         return False
 
@@ -403,7 +402,7 @@ class LocalSteps(Method):
     def _send(self, step: Step, fragment: Fragment, past: int) -> None:
         """Let D of ``fragment`` leave, which is back ``delay`` steps after the local step ``past``."""
         rounds, exchange = self._timetable.round(self._fragments.index(fragment), past), self.run.exchange
-        moved = fragment.differences(step.weights)
+        moved = fragment.begin_round(step.weights)
         norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
         self._merge_at = past + self.delay
         twin = exchange.comm.twin() if exchange.ranks > 1 else exchange.comm

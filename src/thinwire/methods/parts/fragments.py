@@ -107,8 +107,8 @@ class Fragment:
     Attributes:
         anchors: W, the weights that all ranks share, by name, float32; without memory before the first local step.
         method: averages what the ranks have moved. sgd: the outer optimizer, of the anchors.
-        label: of what belongs to this fragment and to no parameter. deliver_next: its next round delivers all that
-            waits.
+        label: of what belongs to this fragment and to no parameter. deliver_next: the next round to begin delivers all
+            that waits.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Fragment:
     ) -> None:
         """``rounds``: of the whole run. ``lr``, ``mu``: of the outer SGD, with Nesterov's momentum."""
         self.label = str(number) if number else ""
-        self.method, self.deliver_next = method, False
+        self.method, self.deliver_next, self._delivers = method, False, False
         # They have no memory of their own until the first local step.
         self.anchors = {
             name: nn.Parameter(torch.zeros((), device=local(weight).device).expand(local(weight).shape))
@@ -134,8 +134,9 @@ class Fragment:
         self.state = FragmentState(whole, self.label, self.anchors)
         self.method.state = cast(State, self.state)
 
-    def differences(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return W - w_n of all parameters, (P,) float32, in the buckets' order; zeros in the padding."""
+    def begin_round(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Begin a round: return W - w_n of all parameters, (P,) float32, in the buckets' order; zeros in the padding."""
+        self._delivers, self.deliver_next = self.deliver_next, False
         if not self._buckets:
             self._buckets = self._make_buckets()
         moved = torch.zeros(self._buckets[-1][2].stop, dtype=torch.float32, device=self._buckets[0][1].device)
@@ -150,8 +151,8 @@ class Fragment:
             for method, bucket, columns in self._buckets:
                 bucket.step = number
                 bucket.load(moved[columns], moved[columns])
-                deliver_waiting = self.deliver_next and method is self.method
-                (method.deliver if deliver_waiting else method.reduce)(bucket, exchange)
+                delivers = self._delivers and method is self.method
+                (method.deliver if delivers else method.reduce)(bucket, exchange)
                 bucket.store(moved[columns])
                 bucket.release()
         return moved
@@ -165,8 +166,13 @@ class Fragment:
         self.sgd.step()
         self.method.after_step(step)
         self.sgd.zero_grad()
-        self.deliver_next = False
         self.state.commit()
+
+    def undo(self) -> None:
+        """Forget the round, which does not count."""
+        self.state.rollback()
+        self.method.undo()
+        self.deliver_next |= self._delivers
 
     def momenta(self) -> dict[str, Tensor]:
         """Return the outer momentum by parameter; {} before the first step and without momentum."""
