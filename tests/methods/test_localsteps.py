@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from datetime import timedelta
 from functools import partial
@@ -328,7 +329,7 @@ def test_layers_are_dealt_out_in_turn():
     names = ["tokens.weight", *(f"layers.{n}.{of}.weight" for n in range(6) for of in ("up", "down")), "head.weight"]
     parameters = {name: Parameter(name, (8, 8), 64, "matrix", torch.float32, 64) for name in names}
     tokens, *_ = parts = split("local-steps", parameters, 3)
-    assert tokens == ["tokens.weight", *names[5:7], *names[11:13]] and sorted(sum(parts, [])) == sorted(names)
+    assert tokens == ["tokens.weight", *names[5:7], *names[11:13]] and sorted(itertools.chain(*parts)) == sorted(names)
     assert parts[1][:2] == names[1:3] and parts[2][:2] == names[3:5]
     with pytest.raises(ThinwireError, match="fragments=9 of a model with 8 layers"):
         split("local-steps", parameters, 9)
@@ -342,7 +343,7 @@ def test_a_timetable_has_one_round_at_a_time(every):
             due = [table.due(step) for step in range(1, 2 * every + 1)]
             assert all(len(numbers) < 2 for numbers in due) and sum(map(len, due)) == 2 * fragments
             sends = [step for step, numbers in enumerate(due, 1) if numbers]
-            assert all(later - earlier >= delay for earlier, later in zip(sends, sends[1:], strict=False))
+            assert all(later - earlier >= delay for earlier, later in itertools.pairwise(sends))
             cycle = table.cycle({0: 0.5, 1: 0.5})
             assert sum(cycle.values()) == pytest.approx(1)
             assert all(step >= 0 for step in cycle)
@@ -357,8 +358,9 @@ def test_a_timetable_has_one_round_at_a_time(every):
     ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "Adam's place"), ({"outer": "nothing"}, "there"),
     ({"dense": "*bias"}, "outer method"), ({"start_with": "int8"}, "start=0"),
     ({"start": 2, "start_with": "radius"}, "all alike"),
-    ({"fragments": 0}, "fragments"), ({"fragments": 21}, "every=20"), ({"delay": -1}, "delay"), ({"delay": 21}, "delay"),
-    ({"fragments": 4, "delay": 6}, "every / fragments, 5"), ({"mix": 0.3}, "delay=0"), ({"delay": 1, "mix": 1.0}, "mix"),
+    ({"fragments": 0}, "fragments"), ({"fragments": 21}, "every=20"), ({"delay": -1}, "delay"),
+    ({"fragments": 4, "delay": 6}, "every / fragments, 5"), ({"mix": 0.3}, "delay=0"),
+    ({"delay": 1, "mix": 1.0}, "mix"),
     ({"start": 2, "start_with": "topk"}, "write topk"), ({"start": 2, "start_with": "none"}, "averages"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(knobs, word):
@@ -552,7 +554,7 @@ def _late(rank: int, world: int) -> tuple[list[float], float]:
         train(model, optimizer, rank, [step], wire)
         if step == 6 and rank == 0:
             store.set("gone on", "")
-        arrived.append(float(wire.state_dict()["rank-000%d-of-0002/=merge at/" % rank]) if step > 6 else -1.0)
+        arrived.append(float(entries(wire.state_dict())["=merge at/"]) if step > 6 else -1.0)
     equal = same_on_all_ranks(model)
     wire.close()
     return arrived[7:], float(equal)

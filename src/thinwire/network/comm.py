@@ -80,6 +80,9 @@ class Comm(ABC):
         """Make another group of the same ranks, which another thread may use beside this one; itself: there is none."""
         return self
 
+    def release(self) -> None:  # noqa: B027 (where there is nothing to give back)
+        """Give a group from ``twin`` back; the next call returns it again."""
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Wrap an exchange that travels while the rank computes on, where one thread plays both."""

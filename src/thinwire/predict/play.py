@@ -63,7 +63,8 @@ class Profile(Protocol):
 
 
 class Span(NamedTuple):
-    """A resource ("core", "gradients", "weights", "rounds", "inside", "NIC") is busy from ``begin`` to ``end``, in seconds."""
+    """A resource is busy from ``begin`` to ``end``, in seconds: "core", "inside", "NIC", or a worker ("gradients",
+    "weights", "rounds")."""
 
     resource: str
     name: str
@@ -131,7 +132,11 @@ def play(
             busy[name] += step.share * seconds
         spans += [span._replace(begin=span.begin + offset, end=span.end + offset) for span in clock.spans]
         offset += float(clock.core[0])
-    split = {"computing": float(computing[0]), "exposed communication": float(exposed[0]), "optimizer": float(optimizer[0])}
+    split = {
+        "computing": float(computing[0]),
+        "exposed communication": float(exposed[0]),
+        "optimizer": float(optimizer[0]),
+    }
     split["codec"] = max(float(total[0]) - sum(split.values()), 0.0)
     uses = {
         "network": max(busy["inside"], busy["NIC"]),

@@ -72,7 +72,10 @@ class Averaged(NamedTuple):
 
 
 class Journey(NamedTuple):
-    """A round under way on another thread, over the group ``twin``; its ``mean`` is a future. ``agree``: see ``Step``."""
+    """The round ``number`` of a ``fragment``, under way on another thread over the group ``twin``.
+
+    ``norm``: of what this rank sends. ``mean``: a future. ``agree``: of the step that sent it (see ``Step``).
+    """
 
     fragment: Fragment
     number: int
@@ -236,6 +239,8 @@ class LocalSteps(Method):
             self.state = self.state  # which the fragments share
         self._starter.begin(replace(run, steps=self.first))
         self._worker = Worker(run.exchange.comm.ledger)
+        if self.delay and run.exchange.ranks > 1:  # now, or the first ranks to send would wait for the others then
+            run.exchange.comm.twin().release()
 
     # What other parts ask.
 

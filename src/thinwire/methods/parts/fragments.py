@@ -55,7 +55,6 @@ class FragmentState:
         move_entries(self._present, self._whole, self._names)
         self._present = self._whole
 
-
     def forget(self) -> None:
         """Forget what left the whole, which holds other values now."""
         self._present = self._whole
@@ -135,7 +134,7 @@ class Fragment:
         self.method.state = cast(State, self.state)
 
     def begin_round(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Begin a round: return W - w_n of all parameters, (P,) float32, in the buckets' order; zeros in the padding."""
+        """Begin a round: return W - w_n of all parameters, (P,) float32, as the buckets lie; the padding is 0."""
         self._delivers, self.deliver_next = self.deliver_next, False
         if not self._buckets:
             self._buckets = self._make_buckets()
