@@ -116,9 +116,7 @@ def test_streaming_diloco_against_its_equations(fragments, every, delay, mix, mu
     for step in range(steps):
         for n, gradient in enumerate(given_by_tensor(results, step)):
             paper.inner_step(n, gradient, 1e-2)
-        paper.clock()
-        if step == steps - 1:
-            paper.end()
+        paper.clock(last=step == steps - 1)
         for n in range(size):
             assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 2e-6
 
@@ -129,9 +127,7 @@ def test_fragments_without_a_delay_against_their_equations():
     for step in range(10):
         for n, gradient in enumerate(given_by_tensor(results, step)):
             paper.inner_step(n, gradient, 1e-2)
-        paper.clock()
-        if step == 9:
-            paper.end()
+        paper.clock(last=step == 9)
         for n in range(3):
             assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 2e-6
         for name, due in (("a", (step + 1) % 4 == 2), ("b", (step + 1) % 4 == 0)):  # equal as its round ends

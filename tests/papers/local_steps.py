@@ -151,16 +151,16 @@ class StreamingDiLoCo(LocalSteps):
         self.compress, self.t = compress, 0
         self.under_way: dict[int, dict[int, Array]] = {}
 
-    def clock(self) -> None:
-        """All workers have taken their inner step t."""
+    def clock(self, last: bool = False) -> None:
+        """All workers have taken their inner step t. ``last``, ours and not the paper's: all rounds end with it."""
         self.t += 1
         for p, offset in enumerate(self.offsets):
-            if p in self.under_way and (self.t - offset - self.delay) % self.every == 0:
+            if p in self.under_way and (last or (self.t - offset - self.delay) % self.every == 0):
                 self.arrive(p, self.mix)
         for p, offset in enumerate(self.offsets):
-            if (self.t - offset) % self.every == 0:
+            if last or (self.t - offset) % self.every == 0:
                 self.leave(p)
-                if self.delay == 0:
+                if last or self.delay == 0:
                     self.arrive(p, 0.0)
 
     def leave(self, p: int) -> None:
@@ -176,14 +176,6 @@ class StreamingDiLoCo(LocalSteps):
             self.weights[i] = self.weights[i] - self.outer_lr * (d + self.momentum * self.u[i])
             for local in self.local:
                 local[i] = mix * local[i] + (1 - mix) * self.weights[i]
-
-    def end(self) -> None:
-        """Ours, not the paper's: what is under way arrives, and all workers end with theta."""
-        for p in list(self.under_way):
-            self.arrive(p, self.mix)
-        for p in range(len(self.fragments)):
-            self.leave(p)
-            self.arrive(p, 0.0)
 
 
 class LS1:

@@ -281,9 +281,11 @@ class LocalSteps(Method):
 
     def facts(self) -> dict[str, float]:
         lost = {"rounds that did not count": float(self._lost)} if self._lost else {}
-        facts = [fragment.method.facts() for fragment in self._fragments] or [{}]
-        names = dict.fromkeys(name for of_fragment in facts for name in of_fragment)
-        return {**lost, **{name: fmean(of_fragment[name] for of_fragment in facts) for name in names}}
+        values: dict[str, list[float]] = {}
+        for fragment in self._fragments:
+            for name, value in fragment.method.facts().items():
+                values.setdefault(name, []).append(value)
+        return {**lost, **{name: fmean(of_fragments) for name, of_fragments in values.items()}}
 
     # A step.
 
