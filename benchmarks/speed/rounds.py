@@ -5,8 +5,8 @@
 Every rank trains the same model without any exchange, with rounds that stop (``local-steps``), and with rounds beside
 the steps (streaming DiLoCo: fragments and a delay), a block of as many steps as a round has of each in turn. Nothing is
 under way between blocks. A way's exposed communication is its time per step beyond that of ``none`` in the same turn;
-± is half of the 95% interval over turns. Exits 1 if the streaming rounds expose more than ``--limit`` of what the others
-do.
+± is half of the 95% interval over turns. Exits 1 if the streaming rounds expose more than ``--limit`` of what the
+others do.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    shared = f"every={options.every}, outer=\"{options.outer}\""
+    shared = f'every={options.every}, outer="{options.outer}"'
     stop, stream = (
         f"local-steps({shared}{more})" for more in ("", f", fragments={options.fragments}, delay={options.delay}")
     )
@@ -77,15 +77,15 @@ def main() -> int:
     exposed = [interval([1e3 * (turn[number] - turn[0]) for turn in times]) for number in range(len(ways))]
     share = exposed[2].mean / exposed[1].mean
     if dist.get_rank() == 0:
-        model, size = f"{options.preset}, {dist.get_world_size()} ranks", f"{options.batch_size} x {context} tokens each"
-        print(f"{model}, {size}, {options.turns} turns of {options.every} steps")
+        size = f"{dist.get_world_size()} ranks, {options.batch_size} x {context} tokens each"
+        print(f"{options.preset}, {size}, {options.turns} turns of {options.every} steps")
         for number, way in enumerate(ways):
             waited = sum(step.seconds["exposed"] for step in way.wire.ledger.steps) / way.wire.ledger.total.steps
             sent = sum(way.wire.ledger.total.bytes.values()) / way.wire.ledger.total.steps
             step = 1e3 * statistics.fmean(turn[number] for turn in times)
             print(
-                f"{step:8.1f} ms per step, {exposed[number].mean:6.1f} ± {exposed[number].half:.1f} beyond none; by its own "
-                f"clock it waits {1e3 * waited:.1f}; {sent / 1e3:.0f} kB sent per step   {way.method}"
+                f"{step:8.1f} ms per step, {exposed[number].mean:6.1f} ± {exposed[number].half:.1f} beyond none (by the "
+                f"ledger {1e3 * waited:.1f}), {sent / 1e3:.0f} kB sent   {way.method}"
             )
         print(f"exposed: {share:.1%} of the rounds that stop")
     for way in ways:
