@@ -84,8 +84,8 @@ def main() -> int:
             sent = sum(way.wire.ledger.total.bytes.values()) / way.wire.ledger.total.steps
             step = 1e3 * statistics.fmean(turn[number] for turn in times)
             print(
-                f"{step:8.1f} ms per step, {exposed[number].mean:6.1f} ± {exposed[number].half:.1f} beyond none (by the "
-                f"ledger {1e3 * waited:.1f}), {sent / 1e3:.0f} kB sent   {way.method}"
+                f"{step:8.1f} ms per step, {exposed[number].mean:6.1f} ± {exposed[number].half:.1f} beyond none "
+                f"(by the ledger {1e3 * waited:.1f}), {sent / 1e3:.0f} kB sent   {way.method}"
             )
         print(f"exposed: {share:.1%} of the rounds that stop")
     for way in ways:

@@ -243,13 +243,13 @@ def move_entries(source: State, target: State, names: Collection[str], without: 
     stores = ("_home", "_loose", "_small", "_small_staged", "_small_earlier")
     homes = {(kind, home) for (kind, name), (home, _) in source._home.items() if name in names}
     for store in stores:
-        held, taken = getattr(source, store), getattr(target, store)
-        for key in [key for key in held if key[1] in names and not key[0].startswith(without)]:
-            taken[key] = held.pop(key)
+        values, moved = getattr(source, store), getattr(target, store)
+        for key in [key for key in values if key[1] in names and not key[0].startswith(without)]:
+            moved[key] = values.pop(key)
     for store in ("_current", "_staged", "_earlier", "_spare"):
-        held, taken = getattr(source, store), getattr(target, store)
-        for key in [key for key in held if key in homes and not key[0].startswith(without)]:
-            taken[key] = held.pop(key)
+        values, moved = getattr(source, store), getattr(target, store)
+        for key in [key for key in values if key in homes and not key[0].startswith(without)]:
+            moved[key] = values.pop(key)
 
 
 def dump_state(state: State) -> dict[str, Tensor]:

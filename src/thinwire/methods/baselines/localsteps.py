@@ -171,9 +171,9 @@ class LocalSteps(Method):
             refuse_idle(self, "delay=0", "mix")
         if self.fragments > self.every:
             raise ThinwireError(f"{self.name}: fragments is at most every={self.every}, got {self.fragments}")
-        if self.delay > (most := self.every // self.fragments):
+        if self.delay > (longest := self.every // self.fragments):
             raise ThinwireError(
-                f"{self.name}: delay is at most every / fragments, {most}, as one fragment at a time is under way, got "
+                f"{self.name}: delay is at most every / fragments, {longest}, as one fragment at a time is under way, got "
                 f"{self.delay}"
             )
         # Other objects than the user's, which a dry run would share.

@@ -44,10 +44,10 @@ class FragmentState:
     def keep(self, kind: str, name: str, value: Tensor | None) -> None:
         self._present.keep(kind, name or self._label, value)
 
-    def leave(self, others: Collection[str], offload: Collection[str]) -> None:
-        """Take the fragment's values out of the whole, without those of the kinds that begin with one of ``others``."""
+    def leave(self, without: tuple[str, ...], offload: Collection[str]) -> None:
+        """Take the fragment's values out of the whole, ``without`` the kinds that begin so."""
         self._present = State(offload)
-        move_entries(self._whole, self._present, self._names, tuple(others))
+        move_entries(self._whole, self._present, self._names, without)
 
     def come_back(self) -> None:
         """Put them back; what was not committed is forgotten."""
@@ -175,8 +175,8 @@ class Fragment:
 
     def momenta(self) -> dict[str, Tensor]:
         """Return the outer momentum by parameter; {} before the first step and without momentum."""
-        found = {name: self.sgd.state.get(anchor, {}).get("momentum_buffer") for name, anchor in self.anchors.items()}
-        return {name: momentum for name, momentum in found.items() if momentum is not None}
+        buffers = {name: self.sgd.state.get(anchor, {}).get("momentum_buffer") for name, anchor in self.anchors.items()}
+        return {name: momentum for name, momentum in buffers.items() if momentum is not None}
 
     def _make_buckets(self) -> list[tuple[Method, Bucket, slice]]:
         """Make a bucket of compressed and one of dense parameters, each with its method and slice of D."""
