@@ -324,11 +324,11 @@ def test_layers_are_dealt_out_in_turn():
     """By layer, strided where layers are of one size; what lies outside of layers, to the smallest."""
     names = ["tokens.weight", *(f"layers.{n}.{of}.weight" for n in range(6) for of in ("up", "down")), "head.weight"]
     parameters = {name: Parameter(name, (8, 8), 64, "matrix", torch.float32, 64) for name in names}
-    tokens, *_ = parts = split("local-steps", parameters, 3)
+    tokens, *_ = parts = split(parameters, 3)
     assert tokens == ["tokens.weight", *names[5:7], *names[11:13]] and sorted(itertools.chain(*parts)) == sorted(names)
     assert parts[1][:2] == names[1:3] and parts[2][:2] == names[3:5]
-    with pytest.raises(ThinwireError, match="fragments=9 of a model with 8 layers"):
-        split("local-steps", parameters, 9)
+    with pytest.raises(ThinwireError, match="fragments=3 of a model with 2 layers"):
+        play(lambda: LocalSteps(fragments=3), 2)
 
 
 @pytest.mark.parametrize("every", range(1, 8))

@@ -173,8 +173,8 @@ class LocalSteps(Method):
             raise ThinwireError(f"{self.name}: fragments is at most every={self.every}, got {self.fragments}")
         if self.delay > (longest := self.every // self.fragments):
             raise ThinwireError(
-                f"{self.name}: delay is at most every / fragments, {longest}, as one fragment at a time is under way, got "
-                f"{self.delay}"
+                f"{self.name}: delay is at most every / fragments, {longest}, as one fragment at a time is under way, "
+                f"got {self.delay}"
             )
         # Other objects than the user's, which a dry run would share.
         self._outer, self._starter = replace(resolve(self.outer)), replace(resolve(self.start_with))
@@ -230,8 +230,14 @@ class LocalSteps(Method):
                 f"{self.name}: fragments and delay are for a fixed number of ranks: leave them out where replicas come "
                 "and go"
             )
+        parts = split(run.parameters, self.fragments)
+        if len(parts) < self.fragments and run.exchange.ranks > 1:  # a lone rank may try some of a model's kernels
+            raise ThinwireError(
+                f"{self.name}: fragments={self.fragments} of a model with {len(parts)} layers (modules with trained "
+                f"parameters): take {len(parts)} at most"
+            )
         self._fragments = []
-        for number, names in enumerate(split(self.name, run.parameters, self.fragments)):
+        for number, names in enumerate(parts):
             rounds = None if run.steps is None else self._timetable.round(number, run.steps - self.first) + 1
             method = self._outer if number == 0 else replace(self._outer)
             self._fragments.append(Fragment(number, method, run, names, rounds, self.outer_lr, self.outer_momentum))
@@ -357,7 +363,7 @@ class LocalSteps(Method):
         """Count a step, taken or skipped; end the rounds that end with it."""
         past = self._local_step(step.number)
         last = self.first + past == self.run.steps
-        due = self._fragments if last else [self._fragments[number] for number in self._timetable.due(past)]
+        due = self._fragments if last else self._due(past)
         arrives = self._merge_at != 0 and (last or past >= abs(self._merge_at))
         self._ranks_differ = not (last or (due and len(self._fragments) == 1 and not self.delay))
         anchor = next((anchor for fragment in self._fragments for anchor in fragment.anchors.values()), None)
@@ -371,6 +377,10 @@ class LocalSteps(Method):
                     self._end_round(step, fragment)
                 else:
                     self._send(step, fragment, past)
+
+    def _due(self, past: int) -> list[Fragment]:
+        """List the fragments whose round the local step ``past`` ends: one at most."""
+        return [self._fragments[number] for number in self._timetable.due(past) if number < len(self._fragments)]
 
     # A round.
 
@@ -442,9 +452,8 @@ class LocalSteps(Method):
     def _merge(self, step: Step) -> None:
         """Mix the merged weights of the round that was sent into this rank's own."""
         self._land()
-        sent = abs(self._merge_at) - self.delay
-        for number in self._timetable.due(sent):
-            self._set(step, self._fragments[number], self.mix if self._merge_at > 0 else 0.0)
+        for fragment in self._due(abs(self._merge_at) - self.delay):
+            self._set(step, fragment, self.mix if self._merge_at > 0 else 0.0)
         self._merge_at = 0
 
     # Taking a step back, saving and loading.

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Fp32, Method, bucket_of
@@ -205,14 +204,11 @@ class Fragment:
         return views
 
 
-def split(method: str, parameters: Mapping[str, Parameter], count: int) -> list[list[str]]:
-    """Split the names of ``parameters`` into ``count`` fragments by layer, as equal in values as layers allow.
+def split(parameters: Mapping[str, Parameter], count: int) -> list[list[str]]:
+    """Split the names of ``parameters`` into ``count`` fragments by layer, or into as many as there are layers.
 
     A layer is all below the first number in a name (``layers.3``), or a module outside of such. Each goes to the
     fragment with the fewest values so far: layers of one size are dealt out in turn (strided).
-
-    Raises:
-        ThinwireError: ``method``'s ``count`` is above the number of layers.
     """
     if count == 1:
         return [list(parameters)]
@@ -221,13 +217,8 @@ def split(method: str, parameters: Mapping[str, Parameter], count: int) -> list[
         numbered = re.match(r"(.*?\.)?\d+(?=\.)", parameter.name)
         layer = numbered[0] if numbered else parameter.name.rpartition(".")[0] or parameter.name
         layers.setdefault(layer, []).append(parameter)
-    if len(layers) < count:
-        raise ThinwireError(
-            f"{method}: fragments={count} of a model with {len(layers)} layers (modules with trained parameters): take "
-            f"{len(layers)} at most"
-        )
-    fragments: list[list[str]] = [[] for _ in range(count)]
-    sizes = [0] * count
+    fragments: list[list[str]] = [[] for _ in range(min(count, len(layers)))]
+    sizes = [0] * len(fragments)
     for members in layers.values():
         smallest = sizes.index(min(sizes))
         fragments[smallest] += [parameter.name for parameter in members]
