@@ -307,7 +307,7 @@ def test_each_round_of_a_fragment_conserves(outer, fragments, delay):
                 sum(rank[number].get(waits, torch.zeros(1, len(old.flatten()))).double().reshape(-1)[at]
                     for rank in results) for number in (step - 1, step)
             )  # fmt: skip
-            moved = sum((old.double() - weight.double()).flatten() for weight in own)
+            moved = sum(old.double().flatten() - weight.double() for weight in own)
             assert (moved + before - after - size * (old - new).double().flatten()).abs().max() < 1e-5
             assert after.abs().max() > 1e-5
     assert rounds >= 4
@@ -316,8 +316,8 @@ def test_each_round_of_a_fragment_conserves(outer, fragments, delay):
 def stepped(rank: list[dict[str, Any]], step: int, name: str) -> Tensor:
     """Its weight after SGD's step, before anything of the others arrived."""
     begin = 0 if name == "a" else math.prod(SHAPES["a"])
-    gradient = rank[step]["mean"][begin : begin + math.prod(SHAPES[name])].view(SHAPES[name])
-    return rank[step - 1]["weights"][name].view(SHAPES[name]) - 0.1 * gradient
+    gradient = rank[step]["mean"][begin : begin + math.prod(SHAPES[name])]
+    return rank[step - 1]["weights"][name].flatten() - 0.1 * gradient
 
 
 def test_layers_are_dealt_out_in_turn():

@@ -237,7 +237,10 @@ class _Books:
                 common_steps = [number for number in range(step) if self.ranks[0][number].equal]
                 start = self._recorded("weights", max(common_steps, default=-1), columns)
                 arrived = self._recorded("weights", step, columns)
-            inputs = start - torch.stack([self._flat(rank[step].stepped, columns) for rank in self.ranks])
+            # What arrives in this step is mixed in before the next round leaves.
+            field = "weights" if self.method.card.delay else "stepped"
+            own = [self._flat(getattr(rank[step], field), columns) for rank in self.ranks]
+            inputs = start - torch.stack(own)
             mean = start - arrived
         old, new = self._waiting(step - 1, name), self._waiting(step, name)  # equal between rounds
         gap = inputs.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
