@@ -302,7 +302,8 @@ def test_each_round_of_a_fragment_conserves(outer, fragments, delay):
             if torch.equal(old, new):
                 continue
             rounds += 1
-            own = [stepped(rank, step, name) for rank in results]
+            # What arrives in this step has been mixed in before its round leaves.
+            own = [rank[step]["weights"][name] if delay else stepped(rank, step, name) for rank in results]
             before, after = (
                 sum(rank[number].get(waits, torch.zeros(1, len(old.flatten()))).double().reshape(-1)[at]
                     for rank in results) for number in (step - 1, step)
