@@ -261,6 +261,16 @@ def test_every_outer_method_runs(outer):
     assert ends[0] @ common < -0.01 * np.linalg.norm(ends[0]) * np.linalg.norm(common)
 
 
+@pytest.mark.parametrize("outer", outers())
+def test_every_outer_method_runs_beside_the_steps(outer):
+    """Each fragment's method is a run of its own: its masks, matrices and counts do not meet the others'."""
+    results = play(lambda: LocalSteps(every=2, outer=outer, fragments=2, delay=1, **PLAIN), 3, 8)
+    ends = [weights_of(rank[7]) for rank in results]
+    assert all(np.array_equal(ends[0], end) for end in ends) and np.isfinite(ends[0]).all()
+    common = torch.randn(len(ends[0]), generator=torch.Generator().manual_seed(8)).double().numpy()
+    assert ends[0] @ common < -0.01 * np.linalg.norm(ends[0]) * np.linalg.norm(common)
+
+
 @pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
 @pytest.mark.parametrize(
     "outer", [TOPK, "int8(smallest=0, feedback='gradients')", "powersgd(feedback='gradient', smallest=0, rank=1)"]

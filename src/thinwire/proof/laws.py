@@ -124,17 +124,20 @@ def _ranks(recording: Recording) -> Iterator[str]:
 
 
 def _mixes(recording: Recording, number: int, twin: int, step: int) -> Iterator[str]:
-    """Check that a rank's weights lie between its own and the common ones, which all hold alike and a round moves."""
+    """Check that a rank's weights lie between its own and the common ones, which all hold alike and a round moves.
+
+    In a step that mixes the common weights in and then moves them, they are those from before.
+    """
     record, stages = recording.ranks[number][step], recording.first.road.stages
-    shared = _shared_weights(recording, number, step)
+    shared, earlier = (_shared_weights(recording, number, at) for at in (step, step - 1))
     if not torch.equal(shared, _shared_weights(recording, twin, step)):
         yield f"step {step}: ranks {twin} and {number} hold different common weights"
     sends_all_here = len(stages) == 1 and stages[0].exchange.ranks > 1
-    if sends_all_here and not record.sent and not torch.equal(shared, _shared_weights(recording, number, step - 1)):
+    if sends_all_here and not record.sent and not torch.equal(shared, earlier):
         yield f"step {step}: the common weights of rank {number} change, and nothing was sent"
-    room = ROUNDINGS * U * torch.maximum(record.stepped.abs(), shared.abs())
-    low, high = torch.minimum(record.stepped, shared) - room, torch.maximum(record.stepped, shared) + room
-    if not bool(((low <= record.weights) & (record.weights <= high)).all()):
+    ends = torch.stack([record.stepped, shared, earlier])
+    room = ROUNDINGS * U * ends.abs().amax(0)
+    if not bool(((ends.amin(0) - room <= record.weights) & (record.weights <= ends.amax(0) + room)).all()):
         yield f"step {step}: something else than the common weights reaches rank {number}"
 
 
