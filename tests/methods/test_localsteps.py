@@ -662,6 +662,32 @@ def test_killed_while_a_fragment_is_under_way_and_resumed_bit_for_bit(kind, worl
         assert found == [True] * len(cases)
 
 
+def _resized(rank: int, world: int, states: list[dict[str, Any]] | None) -> Any:
+    """Four ranks save while a fragment is under way; two go on."""
+    model = build("ddp", world)
+    optimizer = adam(model)
+    wire = thinwire.compress(model, optimizer, method_of(outer=TOPK, **STREAM), steps=14)
+    if states is None:
+        train(model, optimizer, rank, range(7), wire)
+        saved = {key: value.clone().numpy() for key, value in wire.state_dict().items()}
+        wire.close()
+        return saved, flat(model).numpy()
+    merged = {key: torch.from_numpy(value) for state in states for key, value in state.items()}
+    wire.load_state_dict(merged, resize="redistribute")
+    resumed = flat(model).numpy()
+    train(model, optimizer, rank, range(7, 14), wire)
+    equal = same_on_all_ranks(model) and bool(flat(model).isfinite().all())
+    wire.close()
+    return resumed, equal
+
+
+def test_on_another_number_of_ranks_each_goes_on_from_the_mean_of_their_weights():
+    saved = ranks.run(_resized, 4, None)
+    mean = np.mean([weights.astype(np.float64) for _, weights in saved], axis=0)
+    for resumed, equal in ranks.run(_resized, 2, [state for state, _ in saved]):
+        assert np.abs(resumed - mean).max() < 1e-6 and equal
+
+
 def _refused(rank: int, world: int) -> list[str]:
     found = []
     for kind, options in (("fsdp2", {}), ("ddp", {"two_level": True}), ("ddp", {"scaler": torch.amp.GradScaler("cpu")}),

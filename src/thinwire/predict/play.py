@@ -132,11 +132,8 @@ def play(
             busy[name] += step.share * seconds
         spans += [span._replace(begin=span.begin + offset, end=span.end + offset) for span in clock.spans]
         offset += float(clock.core[0])
-    split = {
-        "computing": float(computing[0]),
-        "exposed communication": float(exposed[0]),
-        "optimizer": float(optimizer[0]),
-    }
+    shares = {"computing": computing, "exposed communication": exposed, "optimizer": optimizer}
+    split = {name: float(times[0]) for name, times in shares.items()}
     split["codec"] = max(float(total[0]) - sum(split.values()), 0.0)
     uses = {
         "network": max(busy["inside"], busy["NIC"]),

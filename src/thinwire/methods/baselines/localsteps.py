@@ -60,7 +60,7 @@ OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
 START = "start "
 """Prefix of the kinds of state of the method that averages gradients in the start."""
 OWN_KINDS = ("anchor", "outer momentum", OWN_WEIGHT, OWN_MOMENT, "missed", "lost", "due", "merge at", START)
-"""How kinds of state begin that are not the outer method's."""
+"""First words of the kinds of state that are not the outer method's."""
 
 
 class Averaged(NamedTuple):
