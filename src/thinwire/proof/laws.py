@@ -129,7 +129,7 @@ def _mixes(recording: Recording, number: int, twin: int, step: int) -> Iterator[
     In a step that mixes the common weights in and then moves them, they are those from before.
     """
     record, stages = recording.ranks[number][step], recording.first.road.stages
-    shared, earlier = (_shared_weights(recording, number, at) for at in (step, step - 1))
+    shared, earlier = (_shared_weights(recording, number, end) for end in (step, step - 1))
     if not torch.equal(shared, _shared_weights(recording, twin, step)):
         yield f"step {step}: ranks {twin} and {number} hold different common weights"
     sends_all_here = len(stages) == 1 and stages[0].exchange.ranks > 1
@@ -242,8 +242,8 @@ class _Books:
                 arrived = self._recorded("weights", step, columns)
             # What arrives in this step is mixed in before the next round leaves.
             field = "weights" if self.method.card.delay else "stepped"
-            own = [self._flat(getattr(rank[step], field), columns) for rank in self.ranks]
-            inputs = start - torch.stack(own)
+            by_rank = [self._flat(getattr(rank[step], field), columns) for rank in self.ranks]
+            inputs = start - torch.stack(by_rank)
             mean = start - arrived
         old, new = self._waiting(step - 1, name), self._waiting(step, name)  # equal between rounds
         gap = inputs.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)

@@ -230,14 +230,14 @@ class LocalSteps(Method):
                 f"{self.name}: fragments and delay are for a fixed number of ranks: leave them out where replicas come "
                 "and go"
             )
-        parts = split(run.parameters, self.fragments)
-        if len(parts) < self.fragments and run.exchange.ranks > 1:  # a lone rank may try some of a model's kernels
+        layers = split(run.parameters, self.fragments)
+        if len(layers) < self.fragments and run.exchange.ranks > 1:  # a lone rank may try some of a model's kernels
             raise ThinwireError(
-                f"{self.name}: fragments={self.fragments} of a model with {len(parts)} layers (modules with trained "
-                f"parameters): take {len(parts)} at most"
+                f"{self.name}: fragments={self.fragments} of a model with {len(layers)} layers (modules with trained "
+                f"parameters): take {len(layers)} at most"
             )
         self._fragments = []
-        for number, names in enumerate(parts):
+        for number, names in enumerate(layers):
             rounds = None if run.steps is None else self._timetable.round(number, run.steps - self.first) + 1
             method = self._outer if number == 0 else replace(self._outer)
             self._fragments.append(Fragment(number, method, run, names, rounds, self.outer_lr, self.outer_momentum))
@@ -254,12 +254,12 @@ class LocalSteps(Method):
         outer, start = self._outer.card, self._starter.card
         streams = self.fragments > 1 or self.delay > 0
         of_weights = StateKind(resized="shard", of_weights=True)
-        own = {
+        kinds = {
             "anchor": of_weights, "outer momentum": of_weights,
             OWN_WEIGHT: replace(MEAN if streams else SHARD, own="anchor"), f"{OWN_MOMENT}*": replace(MEAN, own="none"),
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
-        own |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
+        kinds |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
             outer, promise=self._promise(outer.promise), group=start.group,
@@ -270,7 +270,7 @@ class LocalSteps(Method):
             instead_at_scale=str(replace(self, outer=instead)) if (instead := outer.instead_at_scale) else "",
             alone_from=self.first, steady=self.first + outer.steady * self.every,
             cycle=self._timetable.cycle(outer.cycle), common="anchor" if streams else "", delay=self.delay,
-            state_kinds={**shared, **own}, intra=None, carrier=self._outer,
+            state_kinds={**shared, **kinds}, intra=None, carrier=self._outer,
         )  # fmt: skip
 
     def _promise(self, outer: Promise) -> Promise:
@@ -363,16 +363,16 @@ class LocalSteps(Method):
         """Count a step, taken or skipped; end the rounds that end with it."""
         past = self._local_step(step.number)
         last = self.first + past == self.run.steps
-        due = self._fragments if last else self._due(past)
+        ending = self._fragments if last else self._due(past)
         arrives = self._merge_at != 0 and (last or past >= abs(self._merge_at))
-        self._ranks_differ = not (last or (due and len(self._fragments) == 1 and not self.delay))
+        self._ranks_differ = not (last or (ending and len(self._fragments) == 1 and not self.delay))
         anchor = next((anchor for fragment in self._fragments for anchor in fragment.anchors.values()), None)
-        if anchor is None or not (due or arrives):
+        if anchor is None or not (ending or arrives):
             return
         with self.run.exchange.span("exposed", anchor):
             if arrives:
                 self._merge(step)
-            for fragment in due:
+            for fragment in ending:
                 if last or not self.delay:
                     self._end_round(step, fragment)
                 else:
