@@ -45,10 +45,10 @@ from thinwire.core.card import EQUAL, MEAN, SHARD, Card, StateKind
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Start, first_step, send_all
 from thinwire.core.promise import CONSERVES, Promise
-from thinwire.core.road import Worker
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import State, find_entries
+from thinwire.core.worker import Worker
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.fragments import Fragment, Timetable, split
 from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
