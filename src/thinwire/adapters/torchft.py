@@ -23,6 +23,8 @@ from thinwire.network.comm import ManagedComm, Membership
 from thinwire.network.ledger import Ledger
 from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
+NAME_BYTES = 64
+
 
 def compress(
     model: nn.Module,
@@ -84,10 +86,14 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
 
 
 class ManagerMembers:
-    """The replicas of a torchft manager. A step is *attempted*, and counts or leaves no trace."""
+    """The replicas of a torchft manager. A step is *attempted*, and counts or leaves no trace.
+
+    A replica is named by its manager's ``replica_id``, if it has one, and by its process: "west-0:3fa9...".
+    """
 
     def __init__(self, manager: Any) -> None:
-        self._manager, self._name = manager, uuid.uuid4().hex
+        name = f"{getattr(manager, '_replica_id', None) or ''}:{uuid.uuid4().hex}"
+        self._manager, self._name = manager, name.encode()[-NAME_BYTES:].rjust(NAME_BYTES)
         self._membership = Membership(0, (0,), -1)
 
     def ask(self) -> Membership:
@@ -103,10 +109,11 @@ class ManagerMembers:
         if number != self._membership.number:
             comm, nodes = ManagedComm(manager._pg, Ledger(), manager._timeout), tuple(range(size))
             comm.take(Membership(rank, nodes, number))
-            name = torch.frombuffer(bytearray(self._name.encode()), dtype=torch.uint8)
+            name = torch.frombuffer(bytearray(self._name), dtype=torch.uint8)
             names = torch.zeros(size, len(name), dtype=torch.uint8)
             comm.all_gather(names, name)
-            self._membership = Membership(rank, nodes, number, tuple(bytes(row.tolist()).decode() for row in names))
+            spelt = (bytes(row.tolist()).decode(errors="replace").strip() for row in names)
+            self._membership = Membership(rank, nodes, number, tuple(spelt))
         return self._membership
 
     def vote(self, counts: bool) -> bool:

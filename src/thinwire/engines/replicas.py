@@ -33,6 +33,7 @@ class Replicas(Engine):
     Attributes:
         members: who takes part (``adapters.torchft.ManagerMembers``). attempts: the ``Turnover``, which the wire sets.
         failed: the error of the attempt under way, if it has failed. unsent: that of what was sent after the last vote.
+        uncounted: did the last step, if it was skipped, fail on the network (so that its batch is to be taken again)?
     """
 
     kind, rank = "ddp", 0
@@ -44,6 +45,7 @@ class Replicas(Engine):
         self.failed: FailedExchange | None = None
         self.unsent: FailedExchange | None = None
         self._weights = [weight for weight in model.parameters() if id(weight) in self.parameters]
+        self.uncounted = False
         self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
@@ -67,7 +69,21 @@ class Replicas(Engine):
         return self._exchanged != [id(weight.grad) for weight in self._weights]
 
     def end_step(self) -> None:
+        self.uncounted = self.void
         self._exchanged, self.failed, self.void, self._joins_round = [], None, False, False
+
+    def ask(self) -> bool:
+        """Ask who takes part in the next step, before its gradients are computed: for a loop that deals out its data by
+        them. Return whether the step can be taken; if not, ask again."""
+        with self._attempt():
+            if not self._alone or not self.attempts.met:
+                self._meet()
+        if self.failed is None:
+            return True
+        self.members.vote(False)
+        self.attempts.agreed(False, ())
+        self.end_step()
+        return False
 
     @torch.no_grad()
     def exchange(self) -> None:

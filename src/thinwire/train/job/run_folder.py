@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -18,19 +19,24 @@ from pathlib import Path
 from typing import IO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.base.files import remove
+from thinwire.base.files import remove, write
 from thinwire.train.job.collective import Collective
 
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
+REPLICAS = "replicas"
+"""The folder of the logs of replicas that come and go."""
+ELASTIC = "elastic.json"
+"""The file with the facts that all replicas of a run share: its lighthouse, how many there are."""
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
-              "valid_losses.csv")  # fmt: skip
+              "valid_losses.csv", ELASTIC)  # fmt: skip
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
 _REMOVED = r"\.[0-9a-f]{8}\.old"
 _UNFINISHED = {
-    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.checkpoints{_REMOVED}|\.rank-[0-9a-f]{{32}}-\d+",
+    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}){_REMOVED}|"
+          r"\.rank-[0-9a-f]{32}-\d+",
     "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
     "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
-}
+}  # fmt: skip
 """Hidden names that a run makes, {glob: regular expression}. Others in --out are not ours to remove."""
 
 
@@ -57,23 +63,70 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Raise ThinwireError if the folder holds metrics or checkpoints of a run. Collective."""
-        in_use = (self.path / "metrics.jsonl").exists() or any((self.path / "checkpoints").glob("step-*"))
-        if any(self.collective.share(in_use)):
-            raise ThinwireError(
-                f"--out {self.path} holds a run already: --resume auto goes on with it, --overwrite removes it; "
-                "or choose another --out"
-            )
+        if any(self.collective.share(_holds_run(self.path))):
+            raise ThinwireError(_HOLDS_RUN.format(path=self.path))
 
     def clear(self) -> None:
         """Remove an earlier run's files, checkpoints last: visible checkpoints are always whole. Collective."""
+        self.do_once(lambda: _clear(self.path))
 
-        def work() -> None:
-            for name in _RUN_FILES:
-                (self.path / name).unlink(missing_ok=True)
-            if (self.path / "checkpoints").exists():
-                remove(self.path / "checkpoints")
 
-        self.do_once(work)
+_HOLDS_RUN = (
+    "--out {path} holds a run already: --resume auto goes on with it, --overwrite removes it; or choose another --out"
+)
+
+
+def _holds_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").exists() or any((path / "checkpoints").glob("step-*"))
+
+
+def _clear(path: Path) -> None:
+    for name in _RUN_FILES:
+        (path / name).unlink(missing_ok=True)
+    for name in (REPLICAS, "checkpoints"):
+        if (path / name).exists():
+            remove(path / name)
+
+
+@contextlib.contextmanager
+def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: bool) -> Iterator[None]:
+    """Lock ``path`` for the replicas of this machine until the end of the block, and remove what is not theirs.
+
+    ``lighthouse``: that of a run of several machines, which share the folder; None: the run is this machine's alone.
+    ``anew``: --overwrite. ``goes_on``: --resume.
+
+    Raises:
+        ThinwireError: it cannot be written to, another run is using it, or it holds one.
+    """
+    if path.exists() and not path.is_dir():
+        raise ThinwireError(f"--out {path} is a file: name a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if lighthouse is None or not _is_shared(path, lighthouse):
+            lock = stack.enter_context(_lock(path))
+            _sweep(path)
+            if not anew and not goes_on and _holds_run(path):
+                raise ThinwireError(_HOLDS_RUN.format(path=path))
+            if not goes_on:
+                _clear(path)
+            (path / REPLICAS).mkdir(exist_ok=True)
+            if lighthouse is not None:
+                write(path / ELASTIC, json.dumps({"lighthouse": lighthouse}) + "\n")
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        else:
+            fcntl.flock(stack.enter_context((path / ".lock").open("a+")), fcntl.LOCK_SH)
+        yield
+
+
+def _is_shared(path: Path, lighthouse: str) -> bool:
+    """Is another machine's part of the run of this ``lighthouse`` using the folder?"""
+    with (path / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return json.loads((path / ELASTIC).read_text())["lighthouse"] == lighthouse
+    return False
 
 
 @contextlib.contextmanager
