@@ -59,14 +59,14 @@ class _Folder(RunFolder):
 def train_replica(config: Config, name: str) -> int:
     """Train as the replica ``name``. Return the exit status."""
     logging.getLogger("torchft").setLevel(logging.CRITICAL)  # each lost replica is several traces there
-    again = os.environ[STARTS] != "0"
-    changed = {"resume": "auto"} if again and config.checkpoints else {}
-    config = dataclasses.replace(config, device="cpu", overwrite=False, **changed)
+    restarted = os.environ[STARTS] != "0"
+    resume = "auto" if restarted and config.checkpoints else config.resume
+    config = dataclasses.replace(config, device="cpu", overwrite=False, resume=resume)
     log = ReplicaLog(config.out / REPLICAS / f"{name}.jsonl")
     log.write("started", pid=os.getpid(), host=socket.gethostname())
     with join_ranks(config) as ranks:
         # Replicas that start together wait for each other. One that is started again must not let the others wait.
-        manager = None if again else open_manager(config, name)
+        manager = None if restarted else open_manager(config, name)
         folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
         with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
             inputs = read_inputs(config, folder)
@@ -75,7 +75,7 @@ def train_replica(config: Config, name: str) -> int:
         if start.ended:
             say(f"thinwire: {start.ended}")
             return 0
-        trainer = ReplicaTrainer(start, ranks, manager or open_manager(config, name), log, again)
+        trainer = ReplicaTrainer(start, ranks, manager or open_manager(config, name), log, restarted)
         try:
             return trainer.train()
         finally:
@@ -90,7 +90,13 @@ def open_manager(config: Config, name: str) -> Any:
     Raises:
         ThinwireError: the lighthouse does not answer.
     """
-    torchft = load("torchft")
+    torchft, address = load("torchft"), os.environ["MASTER_ADDR"]
+    transports: Any = load("torchft.checkpointing")
+
+    class Transport(transports.HTTPTransport):
+        def address(self) -> str:  # torchft's has the host's name, which others may not be able to resolve
+            host = f"[{address}]" if ":" in address else address
+            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
     class Manager(torchft.Manager):  # type: ignore[name-defined, misc]
         asking = False
@@ -107,7 +113,8 @@ def open_manager(config: Config, name: str) -> Any:
         return Manager(
             pg=torchft.ProcessGroupGloo(timeout=patience), load_state_dict=None, state_dict=None,
             min_replica_size=config.min_replicas, use_async_quorum=False, timeout=patience, quorum_timeout=longest,
-            connect_timeout=patience, rank=0, world_size=1, replica_id=name, hostname=os.environ["MASTER_ADDR"],
+            connect_timeout=patience, rank=0, world_size=1, replica_id=name, hostname=address,
+            checkpoint_transport=Transport(timeout=patience, num_chunks=0),
         )  # fmt: skip
     except (RuntimeError, TimeoutError) as error:
         raise _lighthouse_is_silent(error) from None
@@ -128,8 +135,8 @@ class ReplicaTrainer(Trainer):
         first_loss: of the evaluation before the run's first step.
     """
 
-    def __init__(self, start: Start, ranks: Any, manager: Any, log: ReplicaLog, again: bool) -> None:
-        self.manager, self.log, self._again = manager, log, again
+    def __init__(self, start: Start, ranks: Any, manager: Any, log: ReplicaLog, restarted: bool) -> None:
+        self.manager, self.log, self._restarted = manager, log, restarted
         self.dropped, self.first_loss = 0, math.nan
         self._keeps = self._reopen = False  # the run's files
         self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
@@ -169,7 +176,7 @@ class ReplicaTrainer(Trainer):
             signals = stack.enter_context(note_signals(lambda: self.manager.asking))
             self._files = stack.enter_context(contextlib.ExitStack())
             self.display = self._files.enter_context(Display(config, 1, self.step))
-            if not self._again:
+            if not self._restarted:
                 self.first_loss, self._evaluated = self.evaluate(), self.step
             self.wire.reset_stats()
             counted = True

@@ -30,6 +30,8 @@ lost. RUN is the folder of --out.
   $ thinwire status runs/train"""
 ANSWER_S = 1.0
 """Seconds to wait for the lighthouse."""
+SEEN_S = 1.0
+"""Seconds within which all replicas see that an attempt at a step has failed."""
 USUAL = 3.0
 """A gap between two steps that is longer than so many usual ones has gone to something else than training."""
 WIDTH = 80
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class Run:
-    """What a run's files say.
+    """The facts in a run's files.
 
     Attributes:
         rows: of metrics.jsonl, those of steps. logs: what each replica has written down, by its name.
@@ -71,11 +73,10 @@ class Run:
     @property
     def dropped(self) -> int:
         """The attempts that did not count, each counted once although several replicas have seen it."""
-        times = sorted(
-            (event["step"], event["time"]) for log in self.logs.values() for event in log if event["event"] == "dropped"
-        )
-        return sum(1 for (step, when), (before, earlier) in zip(times, [(-1, 0.0), *times], strict=False)
-                   if step != before or when - earlier > 1)  # fmt: skip
+        events = [event for log in self.logs.values() for event in log if event["event"] == "dropped"]
+        attempts = sorted((event["step"], event["time"]) for event in events)
+        pairs = zip([(-1, 0.0), *attempts], attempts, strict=False)
+        return sum(step != earlier_step or time - earlier > SEEN_S for (earlier_step, earlier), (step, time) in pairs)
 
 
 def read_run(path: Path) -> Run:
@@ -103,7 +104,8 @@ def read_run(path: Path) -> Run:
         log.stem: [event for event in read_log(log) if "event" in event and "time" in event]
         for log in sorted((path / REPLICAS).glob("*.jsonl"))
     }
-    ended = (path / "summary.json").exists()
+    summary = path / "summary.json"
+    ended = summary.exists() and (not rows or summary.stat().st_mtime >= rows[-1]["time"] - SEEN_S)
     return Run(path, lighthouse, settings if isinstance(settings, dict) else {}, rows, logs, ended)
 
 
@@ -138,17 +140,17 @@ def alive_on(page: str) -> list[str]:
     return sorted(name for age, name in beats if age != "old")
 
 
-def shown(run: Run, now: float, alive: Sequence[str] | None) -> str:
+def shown(run: Run, clock: float, alive: Sequence[str] | None) -> str:
     """Write the status, at most ``WIDTH`` columns wide where names are short."""
     settings, last = run.settings, run.rows[-1] if run.rows else None
-    of = f" of {settings['steps']}" if "steps" in settings else ""
+    total = f" of {settings['steps']}" if "steps" in settings else ""
     head = f"{run.path}: {settings.get('method', '?')} on {settings.get('preset', '?')}"
     if last is None:
         lines = [f"{head}, before its first step"]
     else:
-        when = "ended" if run.ended else f"{since(now - last['time'])} ago"
+        age = "ended" if run.ended else f"{since(clock - last['time'])} ago"
         tokens = f"{last['tokens']:,} tokens"
-        lines = [f"{head}", f"last step     {last['step']}{of}, {when}; loss {last['loss']:.4f}, {tokens}"]
+        lines = [f"{head}", f"last step     {last['step']}{total}, {age}; loss {last['loss']:.4f}, {tokens}"]
     if (share := goodput(run.rows)) is not None:
         lines.append(f"goodput       {share[0]:.1%} of {since(run.rows[-1]['wall_s'])}; longest gap {share[1]:.2f} s")
     lines.append(f"dropped       {run.dropped} attempts at a step, whose batches were taken again")
@@ -158,12 +160,12 @@ def shown(run: Run, now: float, alive: Sequence[str] | None) -> str:
     lines += [] if losses else ["lost          nothing that waited"]
     beats = "does not answer" if alive is None else f"hears of {', '.join(alive) or 'nobody'}"
     lines += [f"lighthouse    {run.lighthouse} {beats}", "", "replica       state           starts  host, process"]
-    return "\n".join([*lines, *(_replica(name, log, run, now, alive) for name, log in run.logs.items())])
+    return "\n".join([*lines, *(_replica(name, log, run, clock, alive) for name, log in run.logs.items())])
 
 
-def _replica(name: str, log: Sequence[Mapping[str, Any]], run: Run, now: float, alive: Sequence[str] | None) -> str:
+def _replica(name: str, log: Sequence[Mapping[str, Any]], run: Run, clock: float, alive: Sequence[str] | None) -> str:
     starts = [event for event in log if event["event"] == "started"]
-    last, at = log[-1] if log else {}, starts[-1] if starts else {}
+    last, start = log[-1] if log else {}, starts[-1] if starts else {}
     if last.get("event") == "ended":
         state = str(last.get("why", "ended"))
     elif alive is not None and name not in alive:
@@ -171,10 +173,10 @@ def _replica(name: str, log: Sequence[Mapping[str, Any]], run: Run, now: float, 
     elif name in run.members.get("names", []) and alive is not None:
         state = "there"
     elif alive is not None:
-        state = f"joins, {since(now - last['time'])}" if last else "joins"
+        state = f"joins, {since(clock - last['time'])}" if last else "joins"
     else:
         state = "unknown"
-    return f"{name:<13} {state:<15} {len(starts):>6}  {at.get('host', '?')}, {at.get('pid', '?')}"
+    return f"{name:<13} {state:<15} {len(starts):>6}  {start.get('host', '?')}, {start.get('pid', '?')}"
 
 
 def since(seconds: float) -> str:

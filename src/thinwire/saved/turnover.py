@@ -143,7 +143,7 @@ class Turnover:
         }  # fmt: skip
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from ``saved()``, with the weights and moments that are here, unless others are found that are ahead."""
+        """Go on from ``saved()``, with the weights and moments that are here, unless others turn out to be ahead."""
         values = dict(saved)
         step, skipped, flush = (int(values.pop(key)) for key in ("step", "skipped", "flush"))
         about = values.pop("about")

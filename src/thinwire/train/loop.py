@@ -96,7 +96,7 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
 
 
 class Start(NamedTuple):
-    """What a trainer begins with. bf16: the dtype of the computation. ended: why nothing is left to do, or ""."""
+    """The beginning of a trainer. bf16: the dtype of the computation. ended: why nothing is left to do, or ""."""
 
     config: Config
     inputs: Inputs
@@ -433,12 +433,12 @@ class Trainer:
         write(config.out / "plan.txt", f"{self.wire.plan.text()}\noptimizer: {optimizer}\n{self.patience}\n")
 
     def _headline(self) -> str:
-        config, ranks, family = self.config, self.ranks, self.checkpoints.description["family"]
+        config, family = self.config, self.checkpoints.description["family"]
         some = f"{self.trained_parameters:,} of them trained, " if self.trained_parameters < self.parameters else ""
         return (
             f"{family} {config.init or config.preset}: {self.parameters:,} parameters, {some}{config.method} on "
-            f"{config.engine}, {config.optimizer_name}, {self._ranks_in_words()}, {ranks.device.type}, {self.tokens_per_step:,} tokens per step, "
-            f"steps {self.step + 1} to {config.steps}"
+            f"{config.engine}, {config.optimizer_name}, {self._ranks_in_words()}, {self.ranks.device.type}, "
+            f"{self.tokens_per_step:,} tokens per step, steps {self.step + 1} to {config.steps}"
         )
 
     def _ranks_in_words(self) -> str:

@@ -1,8 +1,8 @@
 """The processes of an elastic run on this machine: torchft's lighthouse, and replicas that are started again.
 
 A replica that ends before its run does is started again after a second, and let in. It stays away if it ended because
-its input cannot be used (status 2), if it was told to end (SIGTERM, Ctrl-C), or if it has ended ``TRIES`` times in a row
-before it took part in a step.
+its input cannot be used (status 2), if it was told to end (SIGTERM, Ctrl-C), or if it has ended ``TRIES`` times in a
+row before it took part in a step.
 """
 
 from __future__ import annotations
@@ -83,21 +83,21 @@ def supervise(words: list[str], config: Config) -> int:
     Return the exit status: 0 if the run came to its end, 128 + signal if one ended it, else that of the replica that
     was the last to fail. When this process ends in any way, its replicas and its lighthouse are ended.
     """
-    given = os.environ.get(LIGHTHOUSE)
-    names, address = replica_names(config.local_replicas, os.environ, shared=given is not None), _own_address(given)
+    shared = os.environ.get(LIGHTHOUSE)  # with other machines
+    names, address = replica_names(config.local_replicas, os.environ, shared=bool(shared)), _own_address(shared)
     with ExitStack() as stack:
         stack.enter_context(hold_run_folder(
-            config.out, given, anew=config.overwrite, goes_on=config.resume is not None,
+            config.out, shared, anew=config.overwrite, goes_on=config.resume is not None,
         ))  # fmt: skip
-        lighthouse = None if given else stack.enter_context(_serve_lighthouse(config))
-        where = given or f"http://127.0.0.1:{_read_port(lighthouse)}"
-        facts = {"lighthouse": where, "min_replicas": config.min_replicas, "host": socket.gethostname()}
+        lighthouse = None if shared else stack.enter_context(_serve_lighthouse(config))
+        url = shared or f"http://127.0.0.1:{_read_port(lighthouse)}"
+        facts = {"lighthouse": url, "min_replicas": config.min_replicas, "host": socket.gethostname()}
         write(config.out / ELASTIC, json.dumps(facts) + "\n")
-        note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {where}")
+        note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {url}")
+        interface = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(address) else {}
         environment = {
-            "OMP_NUM_THREADS": "1", "RUST_LOG": "off", **({"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(address) else {}),
-            **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": address, LIGHTHOUSE: where,
+            "OMP_NUM_THREADS": "1", "RUST_LOG": "off", **interface, **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": address, LIGHTHOUSE: url,
         }  # fmt: skip
         return Supervisor(words, config, [Replica(name) for name in names], environment, lighthouse).run()
 
@@ -115,11 +115,11 @@ def _own_address(lighthouse: str | None) -> str:
     """Return this machine's address on the interface by which it reaches the lighthouse."""
     if lighthouse is None:
         return "127.0.0.1"
-    where = urlsplit(lighthouse)
+    url = urlsplit(lighthouse)
     try:
-        if where.scheme not in ("http", "https") or not where.hostname or not where.port:
+        if url.scheme not in ("http", "https") or not url.hostname or not url.port:
             raise ThinwireError(f"{LIGHTHOUSE} is '{lighthouse}': write http://HOST:PORT")
-        family, _, _, _, address = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
             probe.connect(address)
             return probe.getsockname()[0]
@@ -217,11 +217,12 @@ class Supervisor:
             return
         replica.tries = 0 if _took_part(self._config, replica.name, process.pid) else replica.tries + 1
         begin_line(sys.stderr)
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if replica.tries == TRIES:
-            say(f"thinwire: replica {replica.name} {how}, {TRIES} times before its first step: it stays away", sys.stderr)
+            line = f"replica {replica.name} {ending}, {TRIES} times before its first step: it stays away"
+            say(f"thinwire: {line}", sys.stderr)
             return
-        say(f"thinwire: replica {replica.name} {how}; it is started again", sys.stderr)
+        say(f"thinwire: replica {replica.name} {ending}; it is started again", sys.stderr)
         replica.due = time.monotonic() + AGAIN_S
 
     def _start(self, replica: Replica) -> None:
@@ -240,10 +241,10 @@ class Supervisor:
 
     def _end_late_ones(self) -> None:
         """End who still waits for others when the run's last files are written, or when too few are left to go on."""
-        left = sum(not replica.away for replica in self.replicas)
-        too_few = self._lighthouse is not None and left < self._config.min_replicas and not self.completed
+        present = sum(not replica.away for replica in self.replicas)
+        too_few = self._lighthouse is not None and present < self._config.min_replicas and not self.completed
         if too_few and not self._stop.number:
-            say(f"thinwire: {left} replicas are left, fewer than --min-replicas: the run ends", sys.stderr)
+            say(f"thinwire: {present} replicas are left, fewer than --min-replicas: the run ends", sys.stderr)
             self._stop.pass_on(signal.SIGTERM, None)
         if self.completed and self._deadline == inf and self._summary_s() > self._began:
             self._deadline = time.monotonic() + PATIENCE_S
@@ -262,6 +263,9 @@ class Supervisor:
                 raise ThinwireError("the replica that wrote the run's files was lost as the run ended: no summary.json")
             return 0
         failed = [replica.status for replica in self.replicas if replica.status not in LEFT]
+        if self._stop.number and -self._stop.number in failed:  # before the run began to note signals
+            begin_line(sys.stderr)
+            say("thinwire: interrupted", sys.stderr)
         if self._stop.number and not failed:
             return 128 + self._stop.number
         code = next((status for status in failed if status > 0), failed[0] if failed else self.replicas[0].status)

@@ -1,9 +1,9 @@
-"""What each replica of an elastic run writes down beside the metrics: replicas/NAME.jsonl in the run's folder.
+"""The log of each replica of an elastic run, beside the metrics: replicas/NAME.jsonl in the run's folder.
 
-    started   pid, host
-    members   step, names, losses ([name, step, norm] of what waited on who left): who takes part from this step on
-    dropped   step: an attempt at it did not count, and its batch is taken again
-    ended     step, why: "done", or a signal
+started   pid, host
+members   step, names, losses ([name, step, norm] of what waited on who left): who takes part from this step on
+dropped   step: an attempt at it did not count, and its batch is taken again
+ended     step, why: "done", or a signal
 """
 
 from __future__ import annotations
