@@ -1,4 +1,4 @@
-"""``thinwire train --elastic`` and ``thinwire status``: what is refused, who is started again, and, with torchft, runs."""
+"""``thinwire train --elastic`` and ``thinwire status``: refusals, who is started again; with torchft, whole runs."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ def supervised(tmp_path: Path, programs: dict[str, str], **settings: Any) -> Sup
 def test_a_replica_that_dies_is_started_again_and_the_run_ends_with_the_others(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(supervisor, "AGAIN_S", 0.1)
     log = f"{tmp_path}/{REPLICAS}/1.jsonl"
-    part = (
-        f'echo "{{\\"event\\": \\"started\\", \\"pid\\": $$}}" >> {log}; echo "{{\\"event\\": \\"members\\"}}" >> {log}'
-    )
-    run = supervised(tmp_path, {"0": "sleep 1", "1": f"[ $THINWIRE_STARTS -gt 4 ] || {{ {part}; kill -9 $$; }}"})
+    members = f"""echo '{{"event": "members"}}' >> {log}"""
+    part = f'echo "{{\\"event\\": \\"started\\", \\"pid\\": $$}}" >> {log}; {members}'
+    dies = f"[ $THINWIRE_STARTS -gt 4 ] || {{ {part}; kill -9 $$; }}; touch {tmp_path}/done"
+    run = supervised(tmp_path, {"0": f"until [ -e {tmp_path}/done ]; do sleep 0.05; done", "1": dies})
     assert run.run() == 0
     assert [replica.starts for replica in run.replicas] == [1, 6]
     assert capfd.readouterr().err.count("replica 1 was ended by SIGKILL; it is started again") == 5
@@ -138,7 +138,8 @@ def test_a_replica_that_dies_is_started_again_and_the_run_ends_with_the_others(t
 
 def test_a_replica_that_never_takes_part_stays_away_after_three_times(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(supervisor, "AGAIN_S", 0.05)
-    run = supervised(tmp_path, {"0": "sleep 1", "1": "exit 7"})
+    waits = f"until [ -e {tmp_path}/3 ]; do sleep 0.05; done; sleep 1"
+    run = supervised(tmp_path, {"0": waits, "1": f"touch {tmp_path}/$((THINWIRE_STARTS + 1)); exit 7"})
     assert run.run() == 0 and run.replicas[1].starts == 3
     assert "replica 1 ended with status 7, 3 times before its first step: it stays away" in capfd.readouterr().err
     run = supervised(tmp_path, {"0": "exit 7", "1": "exit 7"})

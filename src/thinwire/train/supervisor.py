@@ -96,8 +96,9 @@ def supervise(words: list[str], config: Config) -> int:
         note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {url}")
         interface = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(address) else {}
         environment = {
-            "OMP_NUM_THREADS": "1", "RUST_LOG": "off", **interface, **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": address, LIGHTHOUSE: url,
+            "OMP_NUM_THREADS": "1", "RUST_LOG": "off", **interface, **os.environ,
+            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address,
+            LIGHTHOUSE: url,
         }  # fmt: skip
         return Supervisor(words, config, [Replica(name) for name in names], environment, lighthouse).run()
 
