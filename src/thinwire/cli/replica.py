@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -73,7 +74,7 @@ def train_replica(config: Config, name: str) -> int:
         with turn(config.out):
             start = prepare(config, ranks, folder, inputs)
         if start.ended:
-            say(f"thinwire: {start.ended}")
+            say(f"thinwire: {start.ended}", sys.stderr)
             return 0
         trainer = ReplicaTrainer(start, ranks, manager or open_manager(config, name), log, restarted)
         try:
@@ -142,6 +143,7 @@ class ReplicaTrainer(Trainer):
         self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
         self._evaluated = -1
         self._number = -1  # of the membership
+        self._since = time.time()
         super().__init__(start.config, ranks, start.inputs, start.checkpoints, start.bf16)
         if start.resumed is not None:
             self.restore(start.resumed)
@@ -188,6 +190,9 @@ class ReplicaTrainer(Trainer):
                         self._conclude_step(outcome, signals)
             except Interrupted:
                 counted = False
+            except _Over:
+                self.log.write("ended", step=self.step, why="done")
+                return 0
             if self.step < config.steps:
                 return self._leave(signals[0], counted)
             if self._keeps:
@@ -225,6 +230,8 @@ class ReplicaTrainer(Trainer):
         membership = self.wire.engine.across.membership
         changed = membership.number != self._number
         if changed:
+            if self._summary_s() > self._since:
+                raise _Over
             self._number = membership.number
             self._beside = ManagedComm(self.manager._pg, Ledger(), self.manager._timeout)  # its bytes are nobody's
             self._beside.take(membership)
@@ -235,6 +242,11 @@ class ReplicaTrainer(Trainer):
         if changed:
             self.display.say(f"step {self.step + 1:>6}  replicas: {', '.join(names)}")
         return True
+
+    def _summary_s(self) -> float:
+        """Return when summary.json was written, in seconds since 1970; 0: it is not there."""
+        path = self.config.out / "summary.json"
+        return path.stat().st_mtime if path.exists() else 0.0
 
     def _keep_files(self) -> None:
         """Begin to keep the run's files if this replica is the first of those that take part, or leave them alone."""
@@ -326,6 +338,10 @@ class ReplicaTrainer(Trainer):
 
 class _Leaves(Exception):
     """This replica was told to end."""
+
+
+class _Over(Exception):
+    """The others have come to the end of the run, and this replica has missed their last step."""
 
 
 class SavedReplica:

@@ -44,7 +44,7 @@ PATIENCE_S = 10.0
 HEARTBEAT_S = 2.0
 """Seconds without a sign of life after which the lighthouse takes a replica for dead."""
 UNUSABLE = 2  # ThinwireError.status
-LEFT = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT))
+LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
 _SERVE = """
 import sys, time
 from torchft.coordination import LighthouseServer
@@ -244,7 +244,7 @@ class Supervisor:
         """End who still waits for others when the run's last files are written, or when too few are left to go on."""
         present = sum(not replica.away for replica in self.replicas)
         too_few = self._lighthouse is not None and present < self._config.min_replicas and not self.completed
-        if too_few and not self._stop.number:
+        if too_few and present and not self._stop.number:
             say(f"thinwire: {present} replicas are left, fewer than --min-replicas: the run ends", sys.stderr)
             self._stop.pass_on(signal.SIGTERM, None)
         if self.completed and self._deadline == inf and self._summary_s() > self._began:
@@ -263,13 +263,14 @@ class Supervisor:
             if self._lighthouse is not None and not self._summary_s():
                 raise ThinwireError("the replica that wrote the run's files was lost as the run ended: no summary.json")
             return 0
-        failed = [replica.status for replica in self.replicas if replica.status not in LEFT]
-        if self._stop.number and -self._stop.number in failed:  # before the run began to note signals
-            begin_line(sys.stderr)
-            say("thinwire: interrupted", sys.stderr)
+        statuses = [replica.status for replica in self.replicas]
+        failed = [status for status in statuses if status not in LEFT]
         if self._stop.number and not failed:
+            if -self._stop.number in statuses:  # it came before the run began to note signals
+                begin_line(sys.stderr)
+                say("thinwire: interrupted", sys.stderr)
             return 128 + self._stop.number
-        code = next((status for status in failed if status > 0), failed[0] if failed else self.replicas[0].status)
+        code = next((status for status in failed if status > 0), (failed or statuses)[0])
         return code if code >= 0 else 128 - code
 
 

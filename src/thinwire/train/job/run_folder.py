@@ -102,8 +102,9 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
         raise ThinwireError(f"--out {path} is a file: name a folder")
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        if lighthouse is None or not _is_shared(path, lighthouse):
-            lock = stack.enter_context(_lock(path))
+        lock, first = _lock_together(path, lighthouse) if lighthouse else (_lock(path), True)
+        stack.enter_context(lock)
+        if first:
             _sweep(path)
             if not anew and not goes_on and _holds_run(path):
                 raise ThinwireError(_HOLDS_RUN.format(path=path))
@@ -113,20 +114,30 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
             if lighthouse is not None:
                 write(path / ELASTIC, json.dumps({"lighthouse": lighthouse}) + "\n")
                 fcntl.flock(lock, fcntl.LOCK_SH)
-        else:
-            fcntl.flock(stack.enter_context((path / ".lock").open("a+")), fcntl.LOCK_SH)
         yield
 
 
-def _is_shared(path: Path, lighthouse: str) -> bool:
-    """Is another machine's part of the run of this ``lighthouse`` using the folder?"""
-    with (path / ".lock").open("a+") as lock:
-        try:
+def _lock_together(path: Path, lighthouse: str) -> tuple[IO[str], bool]:
+    """Take the folder's lock with the other machines of this ``lighthouse``'s run; return it, and whether this machine
+    is the first of them, which has it alone, and prepares the folder."""
+    lock, deadline = (path / ".lock").open("a+"), time.monotonic() + LOCK_WAIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                return json.loads((path / ELASTIC).read_text())["lighthouse"] == lighthouse
-    return False
+            return lock, True
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((path / ELASTIC).read_text())["lighthouse"] == lighthouse:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return lock, False
+        time.sleep(0.1)
+    raise _in_use(path, lock)
+
+
+def _in_use(path: Path, lock: IO[str]) -> ThinwireError:
+    lock.seek(0)
+    holder = " ".join(lock.read(300).split()) or "another run"
+    lock.close()
+    return ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end")
 
 
 @contextlib.contextmanager
@@ -176,10 +187,7 @@ def _lock(path: Path) -> IO[str]:
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
-            lock.seek(0)
-            holder = " ".join(lock.read(300).split()) or "another run"
-            lock.close()
-            raise ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end") from None
+            raise _in_use(path, lock) from None
         except OSError as error:
             line = f"--out {path} cannot be locked ({error.strerror}): start no second run in it"
             warnings.warn(line, ThinwireWarning, stacklevel=2)
