@@ -353,7 +353,8 @@ def quality_cell(method: str, where: Regime) -> str:
 
 
 OPENED = frozenset(
-    "baselines checkpoint codecs core engines lab network ours papers parts plan predict proof saved".split()  # noqa: SIM905
+    "adapters base baselines checkpoint cli codecs core data engines job lab model network optim ours papers".split()  # noqa: SIM905
+    + "parts plan predict proof saved train".split()  # noqa: SIM905
 )
 """Packages of which the tree in CONTRIBUTING shows each file."""
 
