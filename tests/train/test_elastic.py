@@ -20,11 +20,11 @@ import pytest
 from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program as cli
-from thinwire.cli.status import alive_on, goodput, read_run, shown
 from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job.run_folder import REPLICAS, hold_run_folder
+from thinwire.train.job.status import alive_on, goodput, read_run, shown
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
@@ -238,7 +238,8 @@ real = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installed")
 
 WATCHED = """
 import json, os, signal, sys, time
-from thinwire.cli import program, replica
+from thinwire.cli import program
+from thinwire.train import replica
 
 out, victim, at, pause = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 name, first = os.environ.get("THINWIRE_REPLICA"), os.environ.get("THINWIRE_STARTS") == "0"

@@ -9,7 +9,8 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import ends_at_once, note
 from thinwire.train.cli import begin_rank, run_ranks, train_on_ranks, under_torchrun
-from thinwire.train.supervisor import REPLICA, supervise
+from thinwire.train.job.replica_log import REPLICA
+from thinwire.train.supervisor import supervise
 
 
 def main(argv: list[str]) -> int:
@@ -32,8 +33,10 @@ def main(argv: list[str]) -> int:
         return supervise(["train", *argv], config)
 
     def work() -> int:
-        from thinwire.cli.replica import train_replica
+        from thinwire.adapters.manager import open_manager
+        from thinwire.adapters.torchft import compress
+        from thinwire.train.replica import train_replica
 
-        return train_replica(config, os.environ[REPLICA])
+        return train_replica(config, os.environ[REPLICA], open_manager, compress)
 
     return run_ranks([], config, work)

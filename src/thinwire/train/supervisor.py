@@ -28,14 +28,12 @@ from thinwire.base.processes import POLL_S, free_port
 from thinwire.base.terminal import begin_line, note, say
 from thinwire.train.cli import Stop, prepare_child, relay, show_cursor
 from thinwire.train.config import LIGHTHOUSE
-from thinwire.train.job.replica_log import read_log
+from thinwire.train.job.replica_log import REPLICA, STARTS, read_log
 from thinwire.train.job.run_folder import ELASTIC, REPLICAS, hold_run_folder
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config
 
-REPLICA, STARTS = "THINWIRE_REPLICA", "THINWIRE_STARTS"
-"""Variables of a replica's process: its name, and how many times it was started before."""
 TRIES = 3
 AGAIN_S = 1.0
 """Seconds until a replica that has ended is started again."""

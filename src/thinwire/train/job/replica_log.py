@@ -19,6 +19,9 @@ from typing import Any
 
 from thinwire.base.files import naming
 
+REPLICA, STARTS = "THINWIRE_REPLICA", "THINWIRE_STARTS"
+"""Variables of a replica's process: its name, and how many times it was started before."""
+
 
 class ReplicaLog:
     """A file to which one replica adds lines, each with its time in seconds since 1970."""

@@ -20,16 +20,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from thinwire.adapters.torchft import compress
 from thinwire.base.errors import FailedExchange, ThinwireError
-from thinwire.base.extras import load
 from thinwire.base.terminal import say
 from thinwire.core.safety import Safety
 from thinwire.network.comm import ManagedComm
@@ -38,14 +35,14 @@ from thinwire.train.checkpoint import format
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
-from thinwire.train.job.replica_log import ReplicaLog, turn
+from thinwire.train.job.replica_log import STARTS, ReplicaLog, turn
 from thinwire.train.job.run_folder import REPLICAS, RunFolder
-from thinwire.train.job.setup import join_ranks, read_inputs
+from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
 from thinwire.train.job.signals import Interrupted, note_signals
 from thinwire.train.loop import Start, StepOutcome, Trainer, prepare
-from thinwire.train.supervisor import STARTS
 from thinwire.wire import Wire
 
+Connect = Callable[..., Any]
 COMMON = ("step", "sequences", "streak", "wall_s", "first_loss")
 """The attributes of a trainer that a replica that joins takes over."""
 
@@ -57,8 +54,15 @@ class _Folder(RunFolder):
         """Do nothing: another replica may have begun the run."""
 
 
-def train_replica(config: Config, name: str) -> int:
-    """Train as the replica ``name``. Return the exit status."""
+def train_replica(config: Config, name: str, connect: Connect, compress: Callable[..., Wire]) -> int:
+    """Train as the replica ``name``. Return the exit status.
+
+    Args:
+        connect: opens the manager (``adapters.manager.open_manager``). compress: ``adapters.torchft.compress``.
+
+    Raises:
+        ThinwireError: input cannot be used, the run diverges, or the lighthouse does not answer.
+    """
     logging.getLogger("torchft").setLevel(logging.CRITICAL)  # each lost replica is several traces there
     restarted = os.environ[STARTS] != "0"
     resume = "auto" if restarted and config.checkpoints else config.resume
@@ -67,7 +71,7 @@ def train_replica(config: Config, name: str) -> int:
     log.write("started", pid=os.getpid(), host=socket.gethostname())
     with join_ranks(config) as ranks:
         # Replicas that start together wait for each other. One that is started again must not let the others wait.
-        manager = None if restarted else open_manager(config, name)
+        manager = None if restarted else _open_manager(connect, config, name)
         folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
         with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
             inputs = read_inputs(config, folder)
@@ -76,46 +80,20 @@ def train_replica(config: Config, name: str) -> int:
         if start.ended:
             say(f"thinwire: {start.ended}", sys.stderr)
             return 0
-        trainer = ReplicaTrainer(start, ranks, manager or open_manager(config, name), log, restarted)
+        manager = manager or _open_manager(connect, config, name)
+        trainer = ReplicaTrainer(start, ranks, manager, compress, log, restarted)
         try:
             return trainer.train()
         finally:
             trainer.manager.shutdown(wait=False)
 
 
-def open_manager(config: Config, name: str) -> Any:
-    """Open torchft's manager, which tells the lighthouse from now on that this replica lives.
-
-    Its ``asking`` says whether it waits for the lighthouse's answer.
-
-    Raises:
-        ThinwireError: the lighthouse does not answer.
-    """
-    torchft, address = load("torchft"), os.environ["MASTER_ADDR"]
-    transports: Any = load("torchft.checkpointing")
-
-    class Transport(transports.HTTPTransport):
-        def address(self) -> str:  # torchft's has the host's name, which others may not be able to resolve
-            host = f"[{address}]" if ":" in address else address
-            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
-
-    class Manager(torchft.Manager):  # type: ignore[name-defined, misc]
-        asking = False
-
-        def wait_quorum(self) -> None:
-            self.asking = True
-            try:
-                super().wait_quorum()
-            finally:
-                self.asking = False
-
-    patience, longest = timedelta(seconds=config.timeout), timedelta(seconds=max(config.timeout, config.file_timeout))
+def _open_manager(connect: Connect, config: Config, name: str) -> Any:
+    longest = max(config.timeout, config.file_timeout)
     try:
-        return Manager(
-            pg=torchft.ProcessGroupGloo(timeout=patience), load_state_dict=None, state_dict=None,
-            min_replica_size=config.min_replicas, use_async_quorum=False, timeout=patience, quorum_timeout=longest,
-            connect_timeout=patience, rank=0, world_size=1, replica_id=name, hostname=address,
-            checkpoint_transport=Transport(timeout=patience, num_chunks=0),
+        return connect(
+            name, os.environ["MASTER_ADDR"], min_replicas=config.min_replicas, timeout_s=config.timeout,
+            longest_s=longest,
         )  # fmt: skip
     except (RuntimeError, TimeoutError) as error:
         raise _lighthouse_is_silent(error) from None
@@ -136,8 +114,10 @@ class ReplicaTrainer(Trainer):
         first_loss: of the evaluation before the run's first step.
     """
 
-    def __init__(self, start: Start, ranks: Any, manager: Any, log: ReplicaLog, restarted: bool) -> None:
-        self.manager, self.log, self._restarted = manager, log, restarted
+    def __init__(
+        self, start: Start, ranks: Ranks, manager: Any, compress: Callable[..., Wire], log: ReplicaLog, restarted: bool
+    ) -> None:  # fmt: skip
+        self.manager, self.log, self._compress, self._restarted = manager, log, compress, restarted
         self.dropped, self.first_loss = 0, math.nan
         self._keeps = self._reopen = False  # the run's files
         self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
@@ -156,7 +136,7 @@ class ReplicaTrainer(Trainer):
     def start(self, method: str) -> Wire:
         config = self.config
         self.model = self.runner = self.net
-        self.wire = compress(
+        self.wire = self._compress(
             self.net, self.optimizers, method, manager=self.manager, steps=config.steps, seed=config.seed,
             # The trainer counts skipped steps itself, together with losses that are not finite.
             safety=Safety(guard=config.guard, max_skipped=None),
