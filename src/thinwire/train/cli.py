@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -202,16 +203,21 @@ def show_cursor() -> None:
         sys.stdout.flush()
 
 
-def relay(process: subprocess.Popen[str], shown: set[str], lock: threading.Lock) -> threading.Thread:
+def relay(
+    process: subprocess.Popen[str], shown: set[str], lock: threading.Lock, noise: re.Pattern[str] = re.compile(r"(?!)")
+) -> threading.Thread:  # fmt: skip
     """Begin to relay a rank's standard error, which is a pipe, through ``_relay``."""
-    thread = threading.Thread(target=_relay, args=(process.stderr, shown, lock), daemon=True)
+    thread = threading.Thread(target=_relay, args=(process.stderr, shown, lock, noise), daemon=True)
     thread.start()
     return thread
 
 
-def _relay(stream: TextIO, shown: set[str], lock: threading.Lock) -> None:
-    """Relay lines to standard error; show each of our own messages once, although several ranks print it."""
+def _relay(stream: TextIO, shown: set[str], lock: threading.Lock, noise: re.Pattern[str]) -> None:
+    """Relay lines to standard error, without ``noise``; show each of our own messages once, although several ranks
+    print it."""
     for line in stream:
+        if noise.match(line):
+            continue
         with lock:
             if not line.startswith("thinwire:") or line not in shown:
                 shown.add(line)

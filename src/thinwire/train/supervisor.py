@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,8 @@ PATIENCE_S = 10.0
 """Seconds that a replica has to end once the run's last files are written."""
 HEARTBEAT_S = 2.0
 """Seconds without a sign of life after which the lighthouse takes a replica for dead."""
+_NOISE = re.compile(r"\S+ \[(INFO|WARN|ERROR)\] \[torchft")
+"""A line of torchft's own, of which each step has several."""
 UNUSABLE = 2  # ThinwireError.status
 LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
 _SERVE = """
@@ -94,7 +97,7 @@ def supervise(words: list[str], config: Config) -> int:
         note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {url}")
         interface = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(address) else {}
         environment = {
-            "OMP_NUM_THREADS": "1", "RUST_LOG": "off", **interface, **os.environ,
+            "OMP_NUM_THREADS": "1", **interface, **os.environ,
             "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address,
             LIGHTHOUSE: url,
         }  # fmt: skip
@@ -136,7 +139,7 @@ def _serve_lighthouse(config: Config) -> Iterator[subprocess.Popen[str]]:
     limits = [config.min_replicas, round(1e3 * config.timeout), round(1e3 * HEARTBEAT_S)]
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVE, *map(str, limits)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, env={**os.environ, "RUST_LOG": "off"}, preexec_fn=prepare_child,
+        stderr=subprocess.DEVNULL, text=True, preexec_fn=prepare_child,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -234,7 +237,7 @@ class Supervisor:
         )  # fmt: skip
         replica.starts, replica.due = replica.starts + 1, None
         self._running.append(replica.process)
-        self._relays.append(relay(replica.process, self._shown, self._lock))
+        self._relays.append(relay(replica.process, self._shown, self._lock, _NOISE))
         if self._stop.number:  # it came before this replica was there
             replica.process.send_signal(self._stop.number)
 
