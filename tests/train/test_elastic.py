@@ -23,7 +23,8 @@ from thinwire.cli import program as cli
 from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
-from thinwire.train.job.run_folder import REPLICAS, hold_run_folder
+from thinwire.train.job.replica_log import REPLICAS
+from thinwire.train.job.run_folder import hold_run_folder
 from thinwire.train.job.status import alive_on, goodput, read_run, shown
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
@@ -202,7 +203,7 @@ def test_status_says_who_is_there_and_what_was_lost(tmp_path):
     text = shown(run, 103.0, ["0", "2"])
     assert "last step     10 of 20, 1 s ago; loss 4.0000, 10,000 tokens" in text
     assert "goodput       47.4% of 2 s; longest gap 1.10 s" in text
-    assert "dropped       1 attempts" in text
+    assert "dropped       1 attempt at a step, to be taken again" in text
     assert "what waited on replica 1 after step 3, of norm 0.25" in text
     assert "hears of 0, 2" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[-3:]}

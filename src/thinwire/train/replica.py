@@ -35,8 +35,8 @@ from thinwire.train.checkpoint import format
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
-from thinwire.train.job.replica_log import STARTS, ReplicaLog, turn
-from thinwire.train.job.run_folder import REPLICAS, RunFolder
+from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, turn
+from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
 from thinwire.train.job.signals import Interrupted, note_signals
 from thinwire.train.loop import Start, StepOutcome, Trainer, prepare

@@ -29,8 +29,8 @@ from thinwire.base.processes import POLL_S, free_port
 from thinwire.base.terminal import begin_line, note, say
 from thinwire.train.cli import Stop, prepare_child, relay, show_cursor
 from thinwire.train.config import LIGHTHOUSE
-from thinwire.train.job.replica_log import REPLICA, STARTS, read_log
-from thinwire.train.job.run_folder import ELASTIC, REPLICAS, hold_run_folder
+from thinwire.train.job.replica_log import ELASTIC, REPLICA, REPLICAS, STARTS, read_log
+from thinwire.train.job.run_folder import hold_run_folder
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config

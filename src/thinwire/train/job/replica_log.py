@@ -19,6 +19,10 @@ from typing import Any
 
 from thinwire.base.files import naming
 
+REPLICAS = "replicas"
+"""The folder of these logs."""
+ELASTIC = "elastic.json"
+"""The file with the facts that all replicas of a run share: its lighthouse, the fewest that take a step."""
 REPLICA, STARTS = "THINWIRE_REPLICA", "THINWIRE_STARTS"
 """Variables of a replica's process: its name, and how many times it was started before."""
 

@@ -21,12 +21,9 @@ from typing import IO
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import remove, write
 from thinwire.train.job.collective import Collective
+from thinwire.train.job.replica_log import ELASTIC, REPLICAS
 
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
-REPLICAS = "replicas"
-"""The folder of the logs of replicas that come and go."""
-ELASTIC = "elastic.json"
-"""The file with the facts that all replicas of a run share: its lighthouse, how many there are."""
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
               "valid_losses.csv", ELASTIC)  # fmt: skip
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))

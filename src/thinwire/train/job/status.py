@@ -18,8 +18,7 @@ import yaml
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import columns, fold
-from thinwire.train.job.replica_log import read_log
-from thinwire.train.job.run_folder import ELASTIC, REPLICAS
+from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log
 
 HELP = """usage: thinwire status RUN
 
@@ -67,8 +66,18 @@ class Run:
 
     def __post_init__(self) -> None:
         """``members``: the last event that says who takes part; {} before the first."""
-        events = [event for log in self.logs.values() for event in log if event["event"] == "members"]
+        events = [event for name in self.logs for event in self._members_of(name)]
         self.members = max(events, key=lambda event: event["time"], default={})
+
+    @property
+    def losses(self) -> list[tuple[str, int, float]]:
+        """(name, step, norm) of what waited on each replica that left, as those who take part know it: one that has
+        come since does not know of those before."""
+        events = [event for name in self.members.get("names", []) for event in self._members_of(name)[-1:]]
+        return sorted({tuple(loss) for event in events for loss in event["losses"]}, key=lambda loss: loss[1])
+
+    def _members_of(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.logs.get(name, []) if event["event"] == "members"]
 
     @property
     def dropped(self) -> int:
@@ -153,8 +162,8 @@ def shown(run: Run, clock: float, alive: Sequence[str] | None) -> str:
         lines = [f"{head}", f"last step     {last['step']}{total}, {age}; loss {last['loss']:.4f}, {tokens}"]
     if (share := goodput(run.rows)) is not None:
         lines.append(f"goodput       {share[0]:.1%} of {since(run.rows[-1]['wall_s'])}; longest gap {share[1]:.2f} s")
-    lines.append(f"dropped       {run.dropped} attempts at a step, whose batches were taken again")
-    losses = run.members.get("losses", [])
+    lines.append(f"dropped       {run.dropped} attempt{'s' * (run.dropped != 1)} at a step, to be taken again")
+    losses = run.losses
     lines += [f"lost          what waited on replica {name} after step {step}, of norm {norm:.3g}"
               for name, step, norm in losses]  # fmt: skip
     lines += [] if losses else ["lost          nothing that waited"]
