@@ -70,7 +70,9 @@ def test_declares_what_the_network_carries(codec: Codec) -> None:
     assert codec.linear == isinstance(codec, (Fp32, Bf16))
     for groups in (1, 2, 37):
         n = groups * codec.group
-        expected = {"Fp32": 4 * n, "Bf16": 2 * n, "Sign": n // 8 + 4 * groups}.get(type(codec).__name__, n + 4 * groups)
+        expected = {"Fp32": 4 * n, "Bf16": 2 * n, "Sign": n // 8 + 4 * groups}.get(
+            type(codec).__name__, n + 4 * groups
+        )
         assert codec.wire_bytes(n) == expected == codec.wire_numel(n) * codec.wire_dtype.itemsize
 
 

@@ -72,7 +72,9 @@ def _compress(sharded: bool, group: dist.ProcessGroup | None = None, **settings)
             fully_shard(block, mesh=mesh)
         model = fully_shard(model, mesh=mesh)
     else:
-        model = DistributedDataParallel(model, process_group=group, bucket_cap_mb=settings.pop("bucket_cap_mb", None))
+        model = DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=settings.pop("bucket_cap_mb", None)
+        )
     if frozen:  # behind DDP's back, which would see it
         model.module.get_parameter(frozen).requires_grad_(False)
     if hooked:

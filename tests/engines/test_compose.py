@@ -153,11 +153,8 @@ def _beside(rank, world, style, vocabulary, methods):
 
 @pytest.mark.parametrize(
     ("style", "vocabulary", "methods"),
-    [
-        ("linears", 51, spread(2, [METHODS[2], METHODS[0], "sdp4bit(smallest=100)", METHODS[1]])),
-        ("whole", 53, dealt(METHODS, 1, range(2))),
-        ("hsdp", 51, METHODS[:1]),
-    ],
+    [("linears", 51, spread(2, [METHODS[2], METHODS[0], "sdp4bit(smallest=100)", METHODS[1]])),
+     ("whole", 53, dealt(METHODS, 1, range(2))), ("hsdp", 51, METHODS[:1])],
 )
 def test_fsdp2_beside_tensor_parallelism(style, vocabulary, methods):
     for rank, found in enumerate(ranks.run(_beside, 4, style, vocabulary, methods)):

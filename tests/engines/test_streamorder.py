@@ -139,12 +139,8 @@ CASES = [
     (kind, cls, {}) for kind in ("ddp", "fsdp2", "hsdp") for number, cls in enumerate(methods.TABLE)
     if kind in small(cls).engines and (kind != "hsdp" or falls_on(number, 0, range(3)))
 ]  # fmt: skip
-CASES += [
-    (kind, cls, {})
-    for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard")
-    for cls in WHOLE
-    if small(cls).card.adds_up or kind != "fsdp2-shared"
-]
+CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
+           if small(cls).card.adds_up or kind != "fsdp2-shared"]
 CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]

@@ -1,4 +1,5 @@
-"""What a gather of sharded weights sends: nothing, the weights, or the method's message, and when; on ranks as threads."""
+"""What a gather of sharded weights sends: nothing, the weights, or the method's message, and when; on ranks as threads.
+"""
 
 from __future__ import annotations
 

@@ -135,9 +135,7 @@ def test_a_stream_gets_the_link_and_no_more(rate: str, payload: int) -> None:
 def test_the_receiving_side_is_limited_too() -> None:
     """Two senders share the one link of the node they send to."""
     with Cluster(3, 1, "100mbit") as cluster:
-        server = SERVER.replace(
-            'peer, _ = server.accept()\nwhile peer.recv(1 << 20):\n    pass\npeer.send(b"x")',
-            """
+        server = SERVER.replace("peer, _ = server.accept()\nwhile peer.recv(1 << 20):\n    pass\npeer.send(b\"x\")", """
 import threading
 def take(peer):
     while peer.recv(1 << 20):
@@ -146,8 +144,7 @@ def take(peer):
 takers = [threading.Thread(target=take, args=(server.accept()[0],)) for _ in range(2)]
 [taker.start() for taker in takers]
 [taker.join() for taker in takers]
-""",
-        )
+""")
         server_process = cluster.popen(0, [sys.executable, "-c", server], stdout=subprocess.PIPE)
         with server_process.stdout:
             server_process.stdout.readline()

@@ -96,11 +96,8 @@ def test_limits_are_dense_bit_for_bit(method, topology):
 
 @pytest.mark.parametrize(
     "method",
-    [
-        "separate(ratio=1, block=16, smallest=0, beta=None)",
-        "topk(density=1, smallest=0, feedback='gradient')",
-        "powersgd(rank=13, smallest=0, feedback='gradient')",
-    ],
+    ["separate(ratio=1, block=16, smallest=0, beta=None)", "topk(density=1, smallest=0, feedback='gradient')",
+     "powersgd(rank=13, smallest=0, feedback='gradient')"],
 )
 def test_limits_are_dense_to_rounding(method):
     shapes = {"b.weight": (13, 20)}

@@ -91,7 +91,9 @@ def drawn_of(parts: list[tuple[int, int, int]]) -> Seeds:
     return drawn
 
 
-def requantized(module: ModuleType, kind: ops.Format, codes: Tensor, scales: Tensor, draws: bool) -> tuple[Tensor, ...]:
+def requantized(
+    module: ModuleType, kind: ops.Format, codes: Tensor, scales: Tensor, draws: bool
+) -> tuple[Tensor, ...]:
     """Codes and scales of a third of the sum of all rows; drawn in two parts."""
     n, group = scales.shape[1] * kind.group, kind.group
     half = n // group // 2 * group

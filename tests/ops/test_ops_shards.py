@@ -45,7 +45,8 @@ CASES = (
 
 
 class Shard:
-    """Weights, what others hold of them, and where all that lies in a shard and in a message, between what is not ours."""
+    """Weights, what others hold of them, and where all that lies in a shard and in a message, between what is not ours.
+    """
 
     def __init__(self, case: Case, device: torch.device = CPU) -> None:
         gap = 16 if case.sizes == EVEN else 3

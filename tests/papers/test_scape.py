@@ -52,7 +52,9 @@ def run(topology, size, steps=STEPS, optimizer=None, shapes=SHAPES, **knobs):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("knobs", "topology", "size"), spread(3, [(0.3, 10), (0.02, 4)], TOPOLOGIES, [2, 3, 4]))
+@pytest.mark.parametrize(
+    ("knobs", "topology", "size"), spread(3, [(0.3, 10), (0.02, 4)], TOPOLOGIES, [2, 3, 4])
+)
 def test_against_the_pseudo_code(knobs, topology, size):
     """50 steps, density warm-up and clipping included; by bits and, at the low density, by positions.
 

@@ -149,7 +149,6 @@ def test_two_levels_give_the_mean_too(method, topology, size, per_node):
 
 def test_groups_never_straddle_parameters():
     """A parameter's huge values do not touch its neighbour's precision."""
-
     def spiky(rank, step, numel):
         flat = torch.full((numel,), 0.01)
         flat[:300] = 1e6

@@ -185,14 +185,16 @@ class ReplicaTrainer(Trainer):
         """Attempt one optimizer step; count it and log it, or return None if it does not count."""
         began = time.perf_counter()
         if not self._ask():
-            return self._drop(began)
+            self._drop(began)
+            return None
         first, skipped_before = self.sequences, self.wire.skipped
         self._alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
         loss, norm = self._take_step()
         skipped = self.wire.skipped > skipped_before
         if skipped and self.wire.engine.uncounted:
             self.sequences = first
-            return self._drop(began)
+            self._drop(began)
+            return None
         # A replica that is told to end leaves alone.
         return self._count_step(began, loss, norm, skipped, signals)._replace(stopped=bool(signals))
 
