@@ -1,4 +1,4 @@
-"""One replica of ``thinwire train --elastic``: a run of one rank, whose gradients travel between replicas.
+"""A replica of ``thinwire train --elastic``: a run of one rank, whose gradients travel between replicas.
 
     ask who takes part -> this replica's share of the step's text -> exchange, vote -> count it, or take its text again
 

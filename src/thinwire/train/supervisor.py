@@ -61,7 +61,7 @@ while True:
 
 @dataclass
 class Replica:
-    """One replica of this machine. ``due``: when it is to be started, by the monotonic clock; None: it runs or is away.
+    """A replica of this machine. ``due``: when it is to be started, by the monotonic clock; None: it runs or is away.
 
     ``tries``: starts in a row that did not lead to a step. ``status``: of its last end.
     """
