@@ -26,6 +26,10 @@ def open_manager(name: str, address: str, *, min_replicas: int, timeout_s: float
     transports: Any = load("torchft.checkpointing")
 
     class Transport(transports.HTTPTransport):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self._server.RequestHandlerClass.log_message = lambda *_: None  # else a line for each replica that joins
+
         def address(self) -> str:  # torchft's has the host's name, which others may not be able to resolve
             host = f"[{address}]" if ":" in address else address
             return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"

@@ -109,8 +109,9 @@ class Replicas(Engine):
             for weight, piece in zip(weights, pieces, strict=True):
                 if weight.grad is not None and not stale:
                     flat[piece.columns].copy_(weight.grad.reshape(-1))
-            with self._step_loop.exchanging("gradients", (piece.name for piece in pieces)):
-                self._road.reduce(flat, pieces)
+            names = (piece.name for piece in pieces)
+            with self._step_loop.exchanging("gradients", names), self.across.ledger.span("exposed"):
+                self._road.reduce(flat, pieces)  # the backward pass is over: nothing is computed beside
             for weight, piece in zip(weights, pieces, strict=True):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)

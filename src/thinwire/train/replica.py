@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -64,6 +65,7 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
         ThinwireError: input cannot be used, the run diverges, or the lighthouse does not answer.
     """
     logging.getLogger("torchft").setLevel(logging.CRITICAL)  # each lost replica is several traces there
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's reader of what torchft sends
     restarted = os.environ[STARTS] != "0"
     resume = "auto" if restarted and config.checkpoints else config.resume
     config = dataclasses.replace(config, device="cpu", overwrite=False, resume=resume)
