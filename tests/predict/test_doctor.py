@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from patience import PATIENCE
+from thinwire.base.errors import ThinwireError
 from thinwire.cli import program
+from thinwire.methods import TABLE
 from thinwire.predict import doctor
 from thinwire.predict.cluster import Constant, Kernel, read_cluster
 from thinwire.predict.doctor import Steps, calibrated, parts_of, verdict
@@ -27,6 +29,7 @@ from thinwire.predict.timeline import Group, Message
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 
+CPU = torch.device("cpu")
 LATENCY, RATE = 3e-4, 5e7
 
 
@@ -163,13 +166,24 @@ def test_parts_of_a_step(none: Steps, on_gpu: bool, first: str) -> None:
 def test_every_kernel_of_a_recording_is_timed_under_its_name(method: str) -> None:
     with torch.device("meta"):
         model = Decoder(PRESETS["tiny"].check())
-    kernels = kernels_of([time_kernels(model, method, "ddp", torch.device("cpu"))], 1e9)
+    kernels = kernels_of([time_kernels(model, method, "ddp", CPU)], 1e9)
     timeline = timeline_of(model, method, engine="ddp", nodes=2, per_node=1, gloo=True)
     nbytes: dict[str, float] = {}
     for event in (event for step in timeline.steps for stretch in step.stretches for event in stretch.passes):
         nbytes[event.kernel] = nbytes.get(event.kernel, 0.0) + event.nbytes
     unmeasured = sum(size for name, size in nbytes.items() if name not in kernels)
     assert unmeasured < 0.05 * sum(nbytes.values()), [name for name in nbytes if name not in kernels]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("method", [method.name for method in TABLE])
+def test_the_kernels_of_every_method_are_timed_but_of_those_that_refuse_the_engine(method: str, engine: str) -> None:
+    model = Decoder(replace(PRESETS["tiny"], layers=1).check())
+    if engine == "fsdp2" and method in ("local-steps", "none"):
+        with pytest.raises(ThinwireError, match=r"FSDP2|fsdp2|DDP"):
+            time_kernels(model, method, engine, CPU)
+    else:
+        assert time_kernels(model, method, engine, CPU)
 
 
 def test_a_kernel_of_two_sizes_has_seconds_and_a_rate() -> None:

@@ -1,4 +1,4 @@
-"""Replicas that come and go, on torchft: ``compress(model, optimizer, method, manager=manager)``.
+"""Replicas that come and go, on torchft: gradients are exchanged between those that its manager says are there.
 
 Weights, moments and the method's state reach a replica that joins through the manager, without a state dict of yours.
 """

@@ -203,8 +203,11 @@ class CountingComm(Comm):
 
     @staticmethod
     def _echo(out: Tensor, row: Tensor) -> None:
-        if not out.is_meta:
-            out.view(-1, row.numel()).copy_(row.view(1, -1))
+        if out.is_meta:
+            return
+        for received in out.view(-1, row.numel()):
+            if received.data_ptr() != row.data_ptr():  # this rank's own row may be a part of ``out``
+                received.copy_(row.view(-1))
 
 
 class GroupComm(Comm):
