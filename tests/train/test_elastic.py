@@ -47,7 +47,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 )
 def test_what_does_not_go_with_elastic_is_refused_in_one_line(words, line, monkeypatch, capsys, tmp_path):
     monkeypatch.delenv(LIGHTHOUSE, raising=False)
-    monkeypatch.setattr("thinwire.cli.train.supervise", None)
+    monkeypatch.setattr("thinwire.train.supervisor.supervise", None)
     assert cli.main(["train", "--preset", "tiny", "--out", f"{tmp_path}/run", *words]) == 2
     printed = capsys.readouterr().err
     assert line in printed and len(printed.splitlines()) == 1

@@ -10,7 +10,6 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import ends_at_once, note
 from thinwire.train.cli import begin_rank, run_ranks, train_on_ranks, under_torchrun
 from thinwire.train.job.replica_log import REPLICA
-from thinwire.train.supervisor import supervise
 
 
 def main(argv: list[str]) -> int:
@@ -30,6 +29,8 @@ def main(argv: list[str]) -> int:
         if importlib.util.find_spec("torchft") is None:
             raise extras.missing(ModuleNotFoundError(name="torchft"))
     if REPLICA not in os.environ:
+        from thinwire.train.supervisor import supervise
+
         return supervise(["train", *argv], config)
 
     def work() -> int:
