@@ -1,12 +1,18 @@
-"""Replicas under fire: SIGKILL at random, back after a while; what is left of the time, and are all weights equal?
+"""Replicas under fire: killed, stopped, slowed down or cut off at random; what is left of the time, and are all equal?
 
     python benchmarks/elastic/kills.py --method trickle --replicas 4 --seconds 60 --every 15 --seed 1
+    python benchmarks/elastic/kills.py --method sdp4bit --replicas 2 --shards 2      # HSDP 2 x 2: any rank is killed
+    python benchmarks/elastic/kills.py --method trickle --stop 30 --every 45         # SIGSTOP for 30 s, then SIGCONT
+    python benchmarks/elastic/kills.py --method trickle --slow 10 --every 1000       # r0 computes ten times as long
+    python benchmarks/elastic/kills.py --method trickle --cut 20 --every 40 --link 50mbit    # the network in two halves
 
-Starts torchft's lighthouse and the replicas of ``replica.py`` on this machine's loopback. Every ``--every`` seconds one
-is killed, and started again after 5 to 20 seconds. At the end it prints the goodput (the share of the wall clock in
-which steps counted: 1 minus the gaps between two steps that counted beyond the usual time of a step), the steps, the
-longest gap, and whether all replicas had one hash of the weights at every step that both counted. Several methods:
-give ``--method`` several times; ``torchft`` is torchft's own dense all-reduce.
+Starts torchft's lighthouse and the replicas of ``replica.py``, on this machine's loopback or on an emulated network
+(``--link``; the lighthouse is a node of its own, on the side of the first replicas). Every ``--every`` seconds one
+replica is killed, and started again after 5 to 20 seconds. At the end it prints the goodput (the share of the wall
+clock in which steps counted: 1 minus the gaps between two steps that counted beyond the usual time of a step), the
+steps, the longest gap, and whether all replicas had one hash of the weights at every step that both counted; with
+``--events``, after each event, who waited how long. Several methods: give ``--method`` several times; ``torchft`` is
+torchft's own dense all-reduce.
 """
 
 from __future__ import annotations
@@ -24,21 +30,36 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from thinwire.lab.cluster import Cluster
 
 REPLICA = Path(__file__).with_name("replica.py")
 LIGHTHOUSE = """
 import sys, time
 from torchft.coordination import LighthouseServer
 server = LighthouseServer(
-    bind="127.0.0.1:0", min_replicas=int(sys.argv[1]), join_timeout_ms=1000, quorum_tick_ms=50,
+    bind=sys.argv[2] + ":0", min_replicas=int(sys.argv[1]), join_timeout_ms=1000, quorum_tick_ms=50,
     heartbeat_timeout_ms=1000,
 )
 print(server.address().rsplit(":", 1)[1], flush=True)
 time.sleep(1e6)
 """
+NOWHERE = "02:00:0a:00:00:fe"
+"""A card that no node of the emulated network has."""
+
+
+@dataclass
+class Event:
+    """One thing that happened: ``kind`` to ``names`` at ``time``, over at ``end`` (None: not yet)."""
+
+    kind: str
+    names: list[str]
+    time: float
+    end: float | None = None
 
 
 @dataclass
@@ -47,7 +68,7 @@ class Outcome:
 
     lines: list[dict[str, Any]]
     seconds: float
-    kills: int
+    events: list[Event]
     failed: list[str] = field(default_factory=list)
 
     @property
@@ -61,7 +82,10 @@ class Outcome:
     @property
     def unequal(self) -> list[int]:
         """The steps at which two replicas had different weights."""
-        return [step for step, lines in self.counted.items() if len({line["hash"] for line in lines}) > 1]
+        return [
+            step for step, lines in self.counted.items()
+            if len({(line["shard"], line["hash"]) for line in lines}) > len({line["shard"] for line in lines})
+        ]  # fmt: skip
 
     @property
     def gaps(self) -> list[float]:
@@ -80,26 +104,80 @@ class Outcome:
         steps = sorted(self.counted)[-20:]
         return statistics.fmean(line["loss"] for step in steps for line in self.counted[step])
 
+    def told(self, event: Event) -> str:
+        """Say when the others, and those that the event fell on, took their next step."""
+        times = [
+            (line["time"] - event.time, line["replica"] in event.names) for line in self.lines if line.get("counted")
+        ]
+        end = f" for {event.end - event.time:.1f} s" if event.end is not None else ""
+        text = f"{event.kind} {' '.join(event.names)}{end}"
+        for who, theirs in (("the others'", False), ("its", True)):
+            own = sorted(after for after, fell in times if fell is theirs)
+            after = [moment for moment in own if moment > 0]
+            if not after:
+                text += f"; {who} next step never came"
+                continue
+            waits = [later - earlier for earlier, later in itertools.pairwise([max(own[0], 0.0), *after])]
+            until = (event.end or event.time) - event.time + 30
+            longest = max((wait for wait, moment in zip(waits, after, strict=True) if moment - wait < until), default=0)
+            text += f"; {who} next step after {after[0]:.2f} s, longest wait {longest:.2f} s"
+        return text
+
 
 class Replicas:
-    """Processes of ``replica.py``, each with a file of what it printed. They end with this object's ``close``."""
+    """Processes of ``replica.py``, each with a file of what it printed. They end with the cluster."""
 
-    def __init__(self, folder: Path, lighthouse: str, arguments: Sequence[str]) -> None:
-        self._folder, self._lighthouse, self._arguments = folder, lighthouse, arguments
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._starts = 0
+    def __init__(
+        self, cluster: Cluster, folder: Path, lighthouse: str, options: argparse.Namespace, method: str
+    ) -> None:
+        self._cluster, self._folder, self._lighthouse, self._options = cluster, folder, lighthouse, options
+        self._arguments = ["--until", "1000000", "--hidden", str(options.hidden), "--timeout", str(options.timeout)]
+        self._arguments += ["--min-replicas", str(options.min_replicas), "--shards", str(options.shards)]
+        self._arguments += ["--spares"] if options.spares else []
+        self._arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
+        self.names = [f"r{number}" for number in range(options.replicas)]
+        self.processes: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self._starts, self._paths, self._joined = 0, dict[str, Path](), set[str]()
 
     def start(self, name: str) -> None:
         self._starts += 1
-        path = self._folder / f"{name}-{self._starts}"
-        with path.with_suffix(".jsonl").open("wb") as out, path.with_suffix(".err").open("wb") as err:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, str(REPLICA), name, *self._arguments], stdout=out, stderr=err,
-                env={**_environment(), "TORCHFT_LIGHTHOUSE": self._lighthouse},
-            )  # fmt: skip
+        node = self.names.index(name)
+        pause = self._options.pause * (self._options.slow if node == 0 else 1)
+        self.processes[name] = []
+        self._joined.discard(name)
+        for shard in range(self._options.shards):
+            path = self._folder / f"{name}-{self._starts}-{shard}"
+            own = ["--address", self._cluster.address(node), "--pause", str(pause), "--shard", str(shard)]
+            own += ["--meet", str(self._folder / f"{name}-{self._starts}.port")] if self._options.shards > 1 else []
+            self._paths[name] = path.with_suffix(".jsonl")
+            environment = {**_environment(self._cluster, node), "TORCHFT_LIGHTHOUSE": self._lighthouse}
+            with path.with_suffix(".jsonl").open("wb") as out, path.with_suffix(".err").open("wb") as err:
+                command = [sys.executable, str(REPLICA), name, *self._arguments, *own]
+                process = self._cluster.popen(node, command, stdout=out, stderr=err, env=environment)
+            self.processes[name].append(process)
 
-    def kill(self, name: str) -> None:
-        self.processes.pop(name).kill()
+    def signal(self, name: str, number: int) -> None:
+        for process in self.processes[name]:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def kill(self, name: str, draw: random.Random) -> None:
+        """Kill one rank of ``name``; and the others of it once they could have noticed, as torchrun does."""
+        victim = draw.choice(self.processes[name])
+        os.killpg(victim.pid, signal.SIGKILL)
+        victim.wait()
+        if len(self.processes[name]) > 1:
+            time.sleep(0.2)
+            self.signal(name, signal.SIGKILL)
+        for process in self.processes.pop(name):
+            process.wait()
+
+    def have_joined(self, names: Sequence[str]) -> int:
+        """Count those of ``names`` that have counted a step since they were started."""
+        for name in set(names) - self._joined:
+            if '"counted": true' in self._paths[name].read_text():
+                self._joined.add(name)
+        return len(self._joined & set(names))
 
     def lines(self) -> list[dict[str, Any]]:
         found = []
@@ -112,90 +190,137 @@ class Replicas:
         return found
 
     def errors(self) -> list[str]:
-        """Name each process that ended by itself, with its exit status."""
-        ended = {name: process.poll() for name, process in self.processes.items()}
-        return [f"{name} ended with {status}" for name, status in ended.items() if status is not None]
+        """Name each process that ended by itself, with its exit status and its last word."""
+        ended = []
+        for name, ranks in self.processes.items():
+            for shard, process in enumerate(ranks):
+                if (status := process.poll()) is not None:
+                    words = max(self._folder.glob(f"{name}-*-{shard}.err"), key=lambda path: path.stat().st_mtime)
+                    last = (words.read_text().strip().splitlines() or [""])[-1]
+                    ended.append(f"{name} ended with {status}: {last[:300]}")
+        return ended
 
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+    def cut(self, whole: bool) -> list[str]:
+        """Cut the network in two, the lighthouse with the first half, or make it ``whole``; name the second half."""
+        nodes, half = self._cluster.nodes, len(self.names) // 2
+        for node, far in itertools.product(range(nodes), range(nodes)):
+            second = [place in range(half, len(self.names)) for place in (node, far)]
+            if second[0] != second[1]:
+                change = "del" if whole else f"replace lladdr {NOWHERE} nud permanent"
+                verb, *rest = change.split()
+                line = ["ip", "neigh", verb, self._cluster.address(far), *rest, "dev", "eth0"]
+                self._cluster.popen(node, line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait()
+        return self.names[half:]
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+def _environment(cluster: Cluster, node: int) -> dict[str, str]:
+    interface = {"GLOO_SOCKET_IFNAME": "eth0"} if cluster.emulated else {}
+    return {**os.environ, **interface, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
 
 
-def start_lighthouse(min_replicas: int) -> subprocess.Popen[bytes]:
-    """Start a lighthouse, which prints its port; in a process of its own, since it writes down all that it does."""
-    command = [sys.executable, "-c", LIGHTHOUSE, str(min_replicas)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment())
+def start_lighthouse(cluster: Cluster, node: int, min_replicas: int) -> str:
+    """Start a lighthouse; return its address. It is a process of its own, since it writes down all that it does."""
+    command = [sys.executable, "-c", LIGHTHOUSE, str(min_replicas), cluster.address(node)]
+    environment = _environment(cluster, node)
+    process = cluster.popen(node, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    assert process.stdout is not None
+    return f"http://{cluster.address(node)}:{process.stdout.readline().decode().strip()}"
 
 
 def run(method: str, options: argparse.Namespace) -> Outcome:
-    draw = random.Random(options.seed)
-    lighthouse = start_lighthouse(options.min_replicas)
-    arguments = ["--until", "1000000", "--pause", str(options.pause), "--hidden", str(options.hidden)]
-    arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
-    names, back, kills = [f"r{number}" for number in range(options.replicas)], dict[str, float](), 0
-    with tempfile.TemporaryDirectory() as folder:
-        assert lighthouse.stdout is not None
-        port = lighthouse.stdout.readline().decode().strip()
-        replicas = Replicas(Path(folder), f"http://127.0.0.1:{port}", arguments)
-        try:
-            for name in names:
-                replicas.start(name)
-            while not any(line.get("counted") for line in replicas.lines()):
-                if replicas.errors():
-                    raise SystemExit(f"{method}: {replicas.errors()}")
-                time.sleep(0.2)
-            began = time.time()
-            next_kill = began + options.every
-            while (now := time.time()) < began + options.seconds:
-                for name in [name for name, due in back.items() if due <= now]:
-                    del back[name]
-                    replicas.start(name)
-                alive = sorted(replicas.processes)
-                if now >= next_kill and len(alive) > max(1, options.min_replicas):
-                    victim = draw.choice(alive)
-                    replicas.kill(victim)
-                    kills += 1
-                    back[victim] = now + draw.uniform(options.least, options.most)
-                    next_kill += options.every
-                time.sleep(0.05)
-            failed = replicas.errors()
-            for process in replicas.processes.values():
-                process.send_signal(signal.SIGKILL)
-            lines = [line for line in replicas.lines() if line.get("time", 0) >= began]
-            return Outcome(lines, time.time() - began, kills, failed)
-        finally:
-            replicas.close()
-            lighthouse.kill()
-            lighthouse.wait()
+    link = options.link or "loopback"
+    with tempfile.TemporaryDirectory() as folder, Cluster(options.replicas + 1, link=link) as cluster:
+        lighthouse = start_lighthouse(cluster, options.replicas, options.min_replicas)
+        replicas = Replicas(cluster, Path(folder), lighthouse, options, method)
+        for name in replicas.names:
+            replicas.start(name)
+        while len({line["replica"] for line in replicas.lines() if line.get("counted")}) < options.replicas:
+            if replicas.errors():
+                raise SystemExit(f"{method}: {replicas.errors()}")
+            time.sleep(0.2)
+        began = time.time()
+        events = play(replicas, options, began)
+        failed = replicas.errors()
+        for name in list(replicas.processes):
+            replicas.signal(name, signal.SIGKILL)
+        lines = [line for line in replicas.lines() if line.get("time", 0) >= began]
+        return Outcome(lines, time.time() - began, events, failed)
 
 
-def main() -> None:
+def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[Event]:
+    """Let things happen to ``replicas`` until the time is over; return them."""
+    draw, events = random.Random(options.seed), list[Event]()
+    back: list[tuple[float, Event]] = []
+    next_event = began + options.every
+    while (now := time.time()) < began + options.seconds:
+        for due, event in [(due, event) for due, event in back if due <= now]:
+            back.remove((due, event))
+            event.end = now
+            if event.kind == "killed":
+                replicas.start(event.names[0])
+            elif event.kind == "stopped":
+                replicas.signal(event.names[0], signal.SIGCONT)
+            else:
+                replicas.cut(whole=True)
+        away = {name for _, event in back for name in event.names}
+        present = sorted(set(replicas.names) - away)
+        if now >= next_event and replicas.have_joined(present) > max(1, options.min_replicas):
+            next_event += options.every
+            if options.cut and not back:
+                events.append(Event("cut off", replicas.cut(whole=False), now))
+                back.append((now + options.cut, events[-1]))
+            elif options.stop:
+                events.append(Event("stopped", [draw.choice(present)], now))
+                replicas.signal(events[-1].names[0], signal.SIGSTOP)
+                back.append((now + options.stop, events[-1]))
+            elif not options.cut:
+                events.append(Event("killed", [draw.choice(present)], now))
+                replicas.kill(events[-1].names[0], draw)
+                back.append((now + draw.uniform(options.least, options.most), events[-1]))
+        time.sleep(0.05)
+    return events
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--method", action="append", help="a method, or torchft; may be given several times")
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=1, help="ranks of a replica, which shard the model (HSDP)")
     parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--spares", action="store_true", help="FIXED_WITH_SPARES: more than --min-replicas are spares")
     parser.add_argument("--seconds", type=float, default=60, help="of each method")
-    parser.add_argument("--every", type=float, default=15, help="seconds between two kills")
+    parser.add_argument("--every", type=float, default=15, help="seconds between two events")
     parser.add_argument("--least", type=float, default=5, help="seconds until a killed replica is back, at least")
     parser.add_argument("--most", type=float, default=20, help="and at most")
+    parser.add_argument("--stop", type=float, default=0, help="stop a replica for so many seconds, do not kill it")
+    parser.add_argument("--slow", type=float, default=1, help="how many times as long r0 computes")
+    parser.add_argument("--cut", type=float, default=0, help="cut the network in two for so many seconds; needs --link")
+    parser.add_argument("--link", help="of an emulated network, such as 50mbit; default: loopback")
+    parser.add_argument("--timeout", type=float, default=10, help="seconds that a replica waits for another")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of computing in a step")
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=1, help="who is killed, and when who is back")
-    options = parser.parse_args()
-    print(f"{options.replicas} replicas, one killed every {options.every:g} s, seed {options.seed}")
-    print(f"{'method':36} {'kills':>5} {'steps':>6} {'goodput':>8} {'longest gap':>11} {'loss':>8}  weights")
+    parser.add_argument("--events", action="store_true", help="print a line for each event")
+    parser.add_argument("--seed", type=int, default=1, help="whom it falls on, and when who is back")
+    options = parser.parse_args(arguments)
+    if options.cut and not options.link:
+        parser.error("--cut needs --link: loopback cannot be cut")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    kind = "cut in two" if options.cut else "one stopped" if options.stop else "one killed"
+    print(f"{options.replicas} replicas of {options.shards}, {kind} every {options.every:g} s, seed {options.seed}")
+    print(f"{'method':36} {'events':>6} {'steps':>6} {'goodput':>8} {'longest gap':>11} {'loss':>8}  weights")
     wrong = False
     for method in options.method or ["torchft", "dense", "int8(smallest=0)", "trickle(density=0.05, smallest=0)"]:
         outcome = run(method, options)
         equal = "equal at every step" if not outcome.unequal else f"unequal at step {outcome.unequal[0]}"
         wrong |= bool(outcome.unequal or outcome.failed)
-        figures = f"{outcome.kills:5} {len(outcome.counted):6} {outcome.goodput:8.1%} {max(outcome.gaps):9.2f} s"
+        figures = f"{len(outcome.events):6} {len(outcome.counted):6} {outcome.goodput:8.1%} {max(outcome.gaps):9.2f} s"
         print(f"{method:36} {figures} {outcome.loss:8.4f}  {equal} {' '.join(outcome.failed)}", flush=True)
+        for event in outcome.events if options.events else ():
+            print(f"    {outcome.told(event)}", flush=True)
     raise SystemExit(wrong)
 
 

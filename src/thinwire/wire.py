@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import warnings
 import weakref
@@ -352,7 +353,8 @@ class Wire:
         self._run = run
         self._hooks: list[RemovableHandle] = []
         self._state = method.state = State(method.card.offloaded_kinds)
-        place = (0, 1) if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
+        replicas = engine.rank, math.prod(hop.ranks for hop in engine.hops)
+        place = replicas if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
         self._about = Header.of_run(*place, engine, run, method, inner, safety.outlier_clip)
         self._stages = None if options.stages is None else GroupComm(options.stages, ledger, device=self._device)
         self._guard = Guard([*engine.comms, *([] if self._stages is None else [self._stages])], safety.guard)
@@ -374,7 +376,7 @@ class Wire:
         self.turnover: Turnover | None = None
         if isinstance(engine, Replicas):
             self.turnover = engine.attempts = Turnover(
-                engine.members, engine.across, self._step_loop, self._stage, run, self._about, self._renew
+                engine.members, engine.across, self._step_loop, run, self._about, self._renew
             )
 
     @functools.cached_property

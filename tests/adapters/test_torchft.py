@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from datetime import timedelta
@@ -29,6 +28,16 @@ class WorldSizeMode(Enum):
 class ProcessGroupGloo:
     """What torchft calls its group; nobody else is in it here."""
 
+    def size(self) -> int:
+        return 1
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """What DistributedDataParallel makes of a module, without processes."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
 
 class Manager:
     """The parts of ``torchft.Manager`` that are read, and a run of one replica."""
@@ -36,7 +45,8 @@ class Manager:
     def __init__(self) -> None:
         self._pg: Any = ProcessGroupGloo()
         self._quorum_id, self._timeout, self._use_async_quorum = 1, timedelta(seconds=5), False
-        self._replica_world_size_mode = WorldSizeMode.DYNAMIC
+        self._replica_world_size_mode, self._min_replica_size = WorldSizeMode.DYNAMIC, 1
+        self._group_rank, self._group_world_size = 0, 1
         self.functions: dict[str, Any] = {}
         self.step, self.error = 0, None
 
@@ -55,7 +65,10 @@ class Manager:
     def num_participants(self) -> int:
         return 1
 
-    def should_commit(self) -> bool:
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "batches_committed": self.step}
+
+    def should_commit(self, timeout: timedelta) -> bool:
         self.step += self.error is None
         return self.error is None
 
@@ -81,6 +94,7 @@ def compress(manager: Any, model: nn.Module | None = None, **options: Any) -> th
 REFUSED = {
     "use_async_quorum": lambda manager: setattr(manager, "_use_async_quorum", True),
     "FIXED_WITH_SPARES": lambda manager: setattr(manager, "_replica_world_size_mode", WorldSizeMode.FIXED_WITH_SPARES),
+    "has 2 ranks": lambda manager: setattr(manager, "_group_world_size", 2),
     "ProcessGroupGloo": lambda manager: setattr(manager, "_pg", object()),
     "torchft 0.2": lambda manager: delattr(manager, "_quorum_id"),
 }
@@ -95,6 +109,8 @@ def test_a_manager_that_is_not_carried_is_refused_in_one_line(word, manager):
 
 
 def test_what_else_is_refused(manager):
+    with pytest.raises(thinwire.ThinwireError, match="not DistributedDataParallel"):
+        compress(manager, nn.Sequential(nn.Linear(8, 8), Wrapped()))
     with pytest.raises(thinwire.ThinwireError, match=r"must be a torchft\.Manager"):
         compress(object())
     with pytest.raises(thinwire.ThinwireError, match="check_every"):
@@ -113,7 +129,7 @@ def test_a_run_of_one_replica(manager):
         optimizer.zero_grad()
         model(torch.ones(2, 8)).square().sum().backward()
         if not counts:
-            manager.should_commit = lambda: False
+            manager.should_commit = lambda timeout: False
             manager._pg.abort = lambda: None
         optimizer.step()
         vars(manager).pop("should_commit", None)
@@ -131,14 +147,29 @@ def test_the_command_that_installs_torchft_is_named():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
-@pytest.mark.parametrize("method", ["trickle(density=0.05, smallest=0)", "local-steps(every=4)"])
-def test_a_replica_that_is_killed_and_comes_back(method, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("trickle(density=0.05, smallest=0)", ""),
+        ("local-steps(every=4)", ""),
+        ("sdp4bit(smallest=0)", "--replicas 2 --shards 2"),
+        ("int8(smallest=0)", "--replicas 2 --shards 2"),
+        ("trickle(density=0.05, smallest=0)", "--replicas 2 --shards 2"),
+        ("trickle(density=0.05, smallest=0)", "--replicas 4 --min-replicas 2 --spares"),
+    ],
+)
+def test_replicas_that_are_killed_and_come_back(method, given, monkeypatch):
+    """Replicas of one rank, of two (any of which is killed), and with spares."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import kills
 
-    options = argparse.Namespace(
-        seed=1, replicas=3, min_replicas=1, seconds=14, every=4, least=1, most=3, pause=0.02, hidden=32
-    )
+    common = "--replicas 3 --seconds 20 --every 4 --least 1 --most 3 --hidden 32"
+    options = kills.parse([*common.split(), *given.split()])
     outcome = kills.run(method, options)
-    assert outcome.kills >= 2 and not outcome.failed
+    assert outcome.events and not outcome.failed
+    first, later = outcome.events[0], [line for line in outcome.lines if line.get("counted")]
+    assert any(line["replica"] in first.names and line["time"] > first.end for line in later)
     assert not outcome.unequal and len(outcome.counted) > 20
+    if options.spares:
+        assert {line["replicas"] for line in outcome.lines if line.get("counted")} == {2}
+        assert any(line.get("spare") for line in outcome.lines)

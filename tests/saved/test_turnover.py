@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import thinwire.wire
+from breadth import ALL, dealt
+from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method
-from thinwire.methods import resolve
+from thinwire.methods import TABLE, resolve
 from thinwire.saved import turnover
+from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from turnover import Run
 
@@ -25,9 +28,16 @@ CONSERVING = (
 )  # fmt: skip
 STEPPING = (
     "trickle(density=0.2, smallest=0)", "trickle:merged(smallest=0)", "powersgd(rank=1, smallest=0)", "dense",
-    "local-steps(every=2)",
+    "local-steps(every=2)", "local-steps(every=2, start=3)",
 )  # fmt: skip
 SEEDS = 200
+FORMS = [
+    text + ("(smallest=0)" if any(knob.name == "smallest" for knob in knobs_of(resolve(text))) else "")
+    for cls in TABLE
+    for text in (cls.name, *(f"{cls.name}:{preset}" for preset in cls.PRESETS))
+    if "ddp" in cls.engines and resolve(text).rank_equal
+]
+"""All methods that give all ranks the same weights, and all of their presets."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +65,49 @@ def test_two_hundred_schedules() -> None:
     seen = sum((play(seed) for seed in range(SEEDS)), Counter())
     for what in ("died", "joined", "behind", "counted", "failed", "counted by some alone"):
         assert seen[what] > 20, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
+
+
+def test_spares() -> None:
+    """Spares hear what one that takes part hears: they hold the same weights, and can take its place at once."""
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS // 4):
+        conserves = seed % 3 < 2
+        texts = CONSERVING if conserves else STEPPING
+        text = texts[seed // 3 % len(texts)]
+        run = Run(maker(text), seed, SGD if conserves else ADAM, conserves=conserves, steps=2, active=2)
+        try:
+            run.play(5)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {text}: {error}") from error
+        seen += run.seen
+    for what in ("died", "joined", "behind", "counted", "failed", "became a spare"):
+        assert seen[what] > 5, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
+
+
+@pytest.mark.parametrize("text", FORMS if ALL else dealt(FORMS, 0, range(4)))
+def test_weights_stay_equal(text: str) -> None:
+    """``THINWIRE_TESTS=all pytest tests/saved/test_turnover.py -k stay_equal``: every method, 200 schedules each."""
+    for seed in range(SEEDS if ALL else 2):
+        optimizer = partial(resolve(text).OPTIMIZER, lr=1e-2)
+        run = Run(maker(text), seed, optimizer, conserves=False, steps=resolve(text).every if "local" in text else 1,
+                  total=20)  # fmt: skip
+        try:
+            run.play(10)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("inside", [0, 1])
+def test_shards_keep_what_waits(inside: int) -> None:
+    """On HSDP a rank has one of two shards: what waits on it stays where it is, for any number of replicas."""
+    def header(ranks: int) -> Header:
+        hops = (inside, 2, True), (0, ranks, False)
+        return Header(inside, 2 * ranks, "hsdp", False, hops, "int8", {}, None, 0, None, {"a": ((6, 4), 12)})
+
+    waiting = torch.arange(12.0).view(2, 6)
+    moved = regroup({"residual/a": waiting}, header(2), header(5), resolve("int8(feedback='gradients')"))
+    assert moved["residual/a"].shape == (5, 3)
+    assert torch.equal(moved["residual/a"].view(-1)[:12], waiting.view(-1))
 
 
 # Faults that are planted: the schedules must find each.

@@ -7,7 +7,9 @@ sent it; or one replica alone may see an error at any message, before or after t
 attempts replicas join, and some are away for a while, as if they were stopped. After each attempt the laws are checked:
 
 * all replicas that counted the last step hold the same weights, bit for bit;
-* taken = delivered + waiting + lost, where a replica that died has lost what waited on it, no more.
+* taken = delivered + waiting + lost, where a replica that died, or became a spare, has lost what waited on it.
+
+With ``active``, so many replicas take part; the others are spares. Who is one is drawn anew for each attempt.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class FaultyComm(ThreadComm):
         self.fault: Fault | None = None
         self.verbs = 0
 
-    def enter(self, world: Threads, rank: int, fault: Fault | None) -> None:
-        self._world, self._world_rank, self._members = world, rank, list(range(world.size))
+    def enter(self, world: Threads, rank: int, fault: Fault | None, active: int) -> None:
+        self._world, self._world_rank, self._members = world, rank, list(range(active))
         self.fault, self.verbs = fault, 0
 
     def _swap(self, tensor: Tensor) -> list[Tensor]:
@@ -85,14 +87,14 @@ class ScriptedMembers:
         step: steps that were voted for, as managers count.
     """
 
-    membership: Membership
+    membership = Membership(0, (0,))
     world: Threads
     source: int | None = None
     gives = counted = False
-    step = 0
+    place = step = 0
 
     def ask(self) -> Membership:
-        given = self.world.swap(self.membership.rank, self.give() if self.gives else None)
+        given = self.world.swap(self.place, self.give() if self.gives else None)
         if self.source is not None:
             self.take(copy.deepcopy(given[self.source]))  # as if it had come from another process
         self.source, self.gives = None, False
@@ -120,21 +122,24 @@ class Model(nn.Module):
 class Replica:
     """A process of the run, with a wire of its own."""
 
-    def __init__(self, name: str, make: Callable[[], Method], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Method], optimizer: Callable[..., torch.optim.Optimizer], total: int
+    ) -> None:
         self.name, self.members, self.comm = name, ScriptedMembers(), FaultyComm()
         self.model = Model()
         self.optimizer = optimizer(self.model.parameters())
         options = Options(
-            make(), (self.optimizer,), None, None, 1000, 0, None, None, Safety(outlier_clip=None, max_skipped=None)
+            make(), (self.optimizer,), None, None, total, 0, None, None, Safety(outlier_clip=None, max_skipped=None)
         )
         self.wire: Wire = join(Replicas(self.model, self.members, self.comm), options, self.comm.ledger)
         self.wire.attach()
         self.alive, self.joins = True, False
 
     def attempt(self, gradient: Tensor, steps: int) -> None:
-        """Take ``steps`` optimizer steps, of which the last one is exchanged; a replica that joins takes that one."""
+        """Take one optimizer step; or ``steps`` of a round, whose end is exchanged: a replica that joins takes that."""
         self.members.counted = False
-        for _ in range(1 if self.joins else steps):
+        alone = self.wire.method.card.alone(self.wire._road.step)
+        for _ in range(steps if alone and not self.joins else 1):
             sizes = [weight.numel() for weight in self.model.parameters()]
             for weight, values in zip(self.model.parameters(), gradient.split(sizes), strict=True):
                 weight.grad = values.view(weight.shape).clone()
@@ -148,6 +153,8 @@ class Replica:
     def waiting(self, *, as_sent: bool = False) -> Tensor:
         """Return what waits here in the sum over the ranks, (P,) float64; ``as_sent``: if the attempt counts."""
         method, total = self.wire.method, []
+        if any(membership.spare is not None for membership in (self.comm.membership, self.members.membership)):
+            return torch.zeros(len(self.weights), dtype=torch.float64)
         rows = written_rows(method.state) if as_sent else dump_state(method.state)
         for name, weight in self.model.named_parameters():
             whole = torch.zeros(2 * weight.numel() + 8192, dtype=torch.float64)
@@ -171,11 +178,12 @@ class Run:
 
     def __init__(
         self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], *,
-        conserves: bool, steps: int = 1,
+        conserves: bool, steps: int = 1, active: int | None = None, total: int = 1000,
     ) -> None:  # fmt: skip
         """``conserves``: check that nothing is lost but what is counted as lost. The optimizer must then be SGD with an
-        lr of 1, and the method must send gradients. ``steps``: optimizer steps of an attempt, for local steps."""
-        self._steps = steps
+        lr of 1, and the method must send gradients. ``steps``: optimizer steps of a round, for local steps.
+        ``active``: replicas that take part, at most; others are spares. ``total``: optimizer steps of the whole run."""
+        self._steps, self._active, self._total = steps, active, total
         self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
         self._draw, self._born = random.Random(seed), list[Replica]()
         self.replicas = [self._new() for _ in range(self._draw.randint(2, 4))]
@@ -183,11 +191,12 @@ class Run:
         self._size = sum(weight.numel() for weight in self.replicas[0].model.parameters())
         self.taken, self.delivered, self.lost = (torch.zeros(self._size, dtype=torch.float64) for _ in range(3))
         self._number, self._names, self._failed, self._verbs = 0, list[str](), False, 3
+        self._present = list[str]()  # spares included
         self._away: dict[int, list[Replica]] = {}  # by the attempt in which they are back
         self._calm = 0  # attempts without a fault that are to come
 
     def _new(self) -> Replica:
-        self._born.append(Replica(f"replica {len(self._born) + 1}", self._make, self._optimizer))
+        self._born.append(Replica(f"replica {len(self._born) + 1}", self._make, self._optimizer, self._total))
         return self._born[-1]
 
     def play(self, attempts: int) -> None:
@@ -208,12 +217,13 @@ class Run:
         faults = {} if last else self._draw_fault()
         before = self.taken.clone(), self.delivered.clone(), {id(r): r.waiting() for r in self.replicas if faults}
         world = Threads(len(self.replicas))
-        for replica in self.replicas:
-            replica.members.world = world
+        size = len(self._names)
+        for place, replica in enumerate(self.replicas):
+            replica.members.world, replica.members.place = world, place
 
         def body(rank: int) -> None:
             replica = self.replicas[rank]
-            replica.comm.enter(world, rank, faults.get(rank))
+            replica.comm.enter(world, rank, faults.get(rank), size)
             try:
                 replica.attempt(gradients[rank], self._steps)
             except Killed:
@@ -225,10 +235,11 @@ class Run:
         self._failed = len(counted) < len(self.replicas)
         if counted:
             self.seen["counted by some alone" if self._failed else "counted"] += 1
-            self.taken += sum(values.double() for values, gone in zip(gradients, stale, strict=True) if not gone)
+            pairs = list(zip(gradients, stale, strict=True))[:size]
+            self.taken += sum(values.double() for values, gone in pairs if not gone)
             if self._conserves:
                 means = [weight.grad for weight in counted[0].model.parameters()]
-                self.delivered += len(self.replicas) * torch.cat([mean.reshape(-1).double() for mean in means])
+                self.delivered += size * torch.cat([mean.reshape(-1).double() for mean in means])
         else:
             self.seen["failed"] += 1
         for replica in self.replicas:
@@ -239,7 +250,7 @@ class Run:
         for replica in counted:
             assert torch.equal(replica.weights, counted[0].weights), f"attempt {attempt}: the weights differ"
         self.replicas = [replica for replica in self.replicas if replica.alive]
-        if not last and attempt > 0 and len(self.replicas) > 1 and self._draw.random() < 0.2:
+        if not last and attempt > 0 and len(self.replicas) > 1 and self._active is None and self._draw.random() < 0.2:
             self._send_away(self._draw.choice(self.replicas), attempt, counted, before)
         if self._conserves and not self._failed and not self._away:
             waiting = sum(replica.waiting() for replica in self.replicas)
@@ -261,13 +272,26 @@ class Run:
     def _quorum(self) -> list[bool]:
         """Say who takes part; let those behind catch up. Return whose gradient is taken at weights that are gone."""
         self._draw.shuffle(self.replicas)
-        names = [replica.name for replica in self.replicas]
-        if self._failed or names != self._names:
-            self._number, self._names = self._number + 1, names
+        ahead = max(replica.members.step for replica in self.replicas)
+        if self._active is not None:  # who is behind takes part, as nobody knows yet what waits on it
+            self.replicas.sort(key=lambda replica: replica.members.step == ahead)
+        size = len(self.replicas) if self._active is None else min(self._active, len(self.replicas))
+        present = [replica.name for replica in self.replicas]
+        names = present[:size]
+        if self._failed or present != self._present:
+            self._number, self._names, self._present = self._number + 1, names, present
         source = max(self.replicas, key=lambda replica: replica.members.step)
         stale = []
         for rank, replica in enumerate(self.replicas):
-            replica.members.membership = Membership(rank, tuple(range(len(names))), self._number, tuple(names))
+            spare = None if rank < size else rank - size
+            if spare is not None and replica.members.membership.spare is None and replica.members.membership.names:
+                self.lost += replica.waiting()
+                self.seen["became a spare"] += 1
+            heard = rank if spare is None else spare % size
+            spares = len(self.replicas) - size
+            replica.members.membership = Membership(
+                heard, tuple(range(size)), self._number, tuple(names), spares, spare
+            )
             behind = replica.members.step < source.members.step
             stale.append(behind and not torch.equal(replica.weights, source.weights))
             if behind:

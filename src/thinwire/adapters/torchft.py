@@ -5,6 +5,7 @@ Weights, moments and the method's state reach a replica that joins through the m
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,17 +14,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.base.errors import FailedExchange, LostRank, ThinwireError
 from thinwire.base.extras import load
+from thinwire.core.agreement import Agreement
 from thinwire.core.safety import Safety
 from thinwire.core.step import unwrapped
-from thinwire.engines.replicas import Replicas
+from thinwire.engines.fsdp2 import FSDP2
+from thinwire.engines.replicas import Replicas, any_of
+from thinwire.engines.sharded_replicas import ShardedReplicas
 from thinwire.methods import Method, resolve
-from thinwire.network.comm import ManagedComm, Membership
+from thinwire.network.comm import Comm, GroupComm, ManagedComm, Membership
 from thinwire.network.ledger import Ledger
 from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
-NAME_BYTES = 64
+NAME = 64
+"""Bytes of a replica's name."""
 
 
 def compress(
@@ -38,43 +43,70 @@ def compress(
 ) -> Wire:
     """Exchange ``model``'s gradients with ``method`` between the replicas of ``manager``, which may come and go.
 
-    A replica is one rank with the whole model. Each calls this when it starts, with the same arguments; it is not
-    collective. A step that does not count, as a replica was lost in it, leaves weights, optimizer and method as they
-    were: ``wire.skipped`` counts it, and ``manager.current_step()`` does not.
+    A replica is one rank with the whole model, or several ranks that ``fully_shard`` it (HSDP), which live and die
+    together: one manager for each rank, with its ``rank`` and ``world_size`` in the replica. Each replica calls this
+    when it starts, with the same arguments; it is collective inside the replica alone. A step that does not count, as a
+    replica was lost in it, leaves weights, optimizer and method as they were: ``wire.skipped`` counts it, and
+    ``manager.current_step()`` does not.
 
     Args:
-        model: the bare module, on a CPU. optimizer, method, steps, seed, safety: as for :func:`thinwire.compress`.
-        manager: a ``torchft.Manager`` with ``use_async_quorum=False``, a ``ProcessGroupGloo``, and world size mode
-            ``DYNAMIC``. Its timeout is how long a replica waits for the others in an exchange.
+        model: on a CPU: the bare module, or one after ``fully_shard`` on a 1-D mesh of all ranks of the replica.
+            optimizer, method, steps, seed, safety: as for :func:`thinwire.compress`.
+        manager: a ``torchft.Manager`` with ``use_async_quorum=False`` and a ``ProcessGroupGloo``. Its timeout is how
+            long a replica waits for the others in an exchange. With world size mode ``FIXED_WITH_SPARES`` the first
+            ``min_replica_size`` replicas train; further ones keep up with them and contribute nothing.
     """
     _check(load("torchft"), manager, model, safety)
     ledger, optimizers = Ledger(), tuple(unwrapped(optimizer))
-    engine = Replicas(model, ManagerMembers(manager), ManagedComm(manager._pg, ledger, manager._timeout))
+    across = ManagedComm(manager._pg, ledger, manager._timeout)
     options = Options(resolve(method), optimizers, False, None, steps, seed, None, None, safety)
-    check_parameters(model, options.method)
-    wire = join(engine, options, ledger)
+    if not isinstance(model, FSDPModule):
+        check_parameters(model, options.method)
+        wire = join(Replicas(model, ManagerMembers(manager), across), options, ledger)
+    else:
+        wire = _join_sharded(model, manager, across, options, ledger)
     wire.attach()
     return wire
+
+
+def _join_sharded(model: Any, manager: Any, across: ManagedComm, options: Options, ledger: Ledger) -> Wire:
+    """Make the wire of a replica that is sharded over several ranks, which compare their settings. Collective."""
+    FSDP2.renew(model)
+    inside = [GroupComm.aside(group, torch.device("cpu")) for group in FSDP2.process_groups(model)]
+    with Agreement(inside) as agreement:
+        meet = functools.partial(agreement.compare, *options.facts(FSDP2, model))
+        check_parameters(model, options.method)
+        members = ManagerMembers(manager, inside)
+        engine = ShardedReplicas(model, options.method, members, across, ledger, meet)
+        agreement.undo = engine.close
+        return join(engine, options, ledger)
 
 
 def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None:
     """Refuse what cannot be carried."""
     if not isinstance(manager, torchft.Manager):
         raise ThinwireError(f"manager must be a torchft.Manager, got {type(manager).__name__}")
-    for name in ("_pg", "_quorum_id", "_timeout", "_use_async_quorum", "_replica_world_size_mode"):
+    private = ("_pg", "_quorum_id", "_timeout", "_use_async_quorum", "_replica_world_size_mode", "_min_replica_size",
+               "_group_rank", "_group_world_size")  # fmt: skip
+    for name in private:
         if not hasattr(manager, name):
             raise ThinwireError(f"torchft.Manager has no {name} in this version: thinwire is made for torchft 0.2")
-    wrapped = any(isinstance(m, nn.parallel.DistributedDataParallel | FSDPModule) for m in model.modules())
+    fixed = manager._replica_world_size_mode != torchft.manager.WorldSizeMode.DYNAMIC
+    modules = list(model.modules())
     refused = {
         "the manager asks its quorum beside the forward pass, and who joins would step with weights that it does not "
         "have yet: pass use_async_quorum=False": manager._use_async_quorum,
-        "FIXED_WITH_SPARES is not carried, as methods average over all replicas, spares included: pass "
-        "world_size_mode=WorldSizeMode.DYNAMIC":
-            manager._replica_world_size_mode != torchft.manager.WorldSizeMode.DYNAMIC,
+        "FIXED_WITH_SPARES with min_replica_size=1 leaves one replica that exchanges nothing: take 2 or more, or "
+        "WorldSizeMode.DYNAMIC": fixed and manager._min_replica_size < 2,
         f"{type(manager._pg).__name__} is not carried: pass Manager(pg=torchft.ProcessGroupGloo(...))":
             not isinstance(manager._pg, torchft.ProcessGroupGloo),
-        "a replica is one rank with the whole model, and the manager's group the only one: pass the bare module, not "
-        "DistributedDataParallel or fully_shard's": wrapped,
+        "the manager's group is the only one between replicas: pass the bare module, not DistributedDataParallel":
+            any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules),
+        "parts of the model are sharded and the root is not: call fully_shard(model) after its parts":
+            any(isinstance(module, FSDPModule) for module in modules[1:]) and not isinstance(model, FSDPModule),
+        f"the manager says that a replica has {manager._group_world_size} ranks, and the model is whole on this one: "
+        "call fully_shard(model) on a mesh of them, or pass world_size=1":
+            manager._group_world_size > 1 and not isinstance(model, FSDPModule),
         "check_every is not carried under a manager, whose replicas may be lost in a comparison":
             safety.check_every is not None,
         "under a manager the weights must be on a CPU: gloo sends no device memory from rank to rank":
@@ -83,44 +115,89 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
     for reason, applies in refused.items():
         if applies:
             raise ThinwireError(reason)
+    if isinstance(model, FSDPModule):
+        _check_mesh(manager, FSDP2.process_groups(model))
+
+
+def _check_mesh(manager: Any, groups: Sequence[Any]) -> None:
+    """Refuse a mesh that is not one dimension of the ranks that the manager counts as this replica's."""
+    if len(groups) > 1:
+        raise ThinwireError(
+            "under a manager shard on a 1-D mesh of the replica's ranks: the manager replicates, in the place of a "
+            "second dimension, and tensor parallelism inside a replica is not carried"
+        )
+    placed, counted = (groups[0].rank(), groups[0].size()), (manager._group_rank, manager._group_world_size)
+    if placed != counted:
+        raise ThinwireError(
+            f"this is rank {placed[0]} of {placed[1]} that the model is sharded over, and the manager counts it as "
+            f"rank {counted[0]} of {counted[1]} in its replica: pass Manager(rank=..., world_size=...) as in the mesh"
+        )
 
 
 class ManagerMembers:
     """The replicas of a torchft manager. A step is *attempted*, and counts or leaves no trace.
 
+    The ranks of a replica (``inside``: their groups) decide alike. Each exchanges with the same rank of the others.
     A replica is named by its manager's ``replica_id``, if it has one, and by its process: "west-0:3fa9...".
     """
 
-    def __init__(self, manager: Any) -> None:
-        name = f"{getattr(manager, '_replica_id', None) or ''}:{uuid.uuid4().hex}"
-        self._manager, self._name = manager, name.encode()[-NAME_BYTES:].rjust(NAME_BYTES)
+    def __init__(self, manager: Any, inside: Sequence[Comm] = ()) -> None:
+        self._manager, self._inside = manager, inside
+        self._place = f"{manager._group_rank} of {manager._group_world_size}"
+        name = f"{getattr(manager, '_replica_id', None) or ''}:{uuid.uuid4().hex}".replace(" ", "_")
+        self._name = f"{name[-NAME:]:>{NAME}} {self._place:24}"  # as long on all
         self._membership = Membership(0, (0,), -1)
+        self._take: Callable[[Any], None]
+        self._received: Any = None  # of a peer, not taken yet
 
     def ask(self) -> Membership:
         """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.
 
         After an attempt that failed on any replica ``number`` is another one. Raises LostRank. Collective.
         """
-        manager = self._manager
+        manager, membership, error = self._manager, self._membership, None
+        counts = manager.state_dict()
         manager.start_quorum()
-        if (error := manager.errored()) is not None:
-            raise LostRank(self._membership.rank, [], "quorum", 0.0, str(error).splitlines()[0])
-        rank, size, number = manager.participating_rank(), manager.num_participants(), manager._quorum_id
-        if number != self._membership.number:
-            comm, nodes = ManagedComm(manager._pg, Ledger(), manager._timeout), tuple(range(size))
-            comm.take(Membership(rank, nodes, number))
-            name = torch.frombuffer(bytearray(self._name), dtype=torch.uint8)
-            names = torch.zeros(size, len(name), dtype=torch.uint8)
-            comm.all_gather(names, name)
-            spelt = (bytes(row.tolist()).decode(errors="replace").strip() for row in names)
-            self._membership = Membership(rank, nodes, number, tuple(spelt))
-        return self._membership
+        try:
+            if (failure := manager.errored()) is not None:
+                raise LostRank(membership.rank, [], "quorum", 0.0, str(failure).splitlines()[0])
+            if manager._quorum_id != membership.number:
+                membership = self._meet(manager)
+        except FailedExchange as failure:
+            error = failure
+        received, self._received = self._received, None
+        if any_of(self._inside, error is not None):
+            manager.load_state_dict(counts)  # as far behind as before, on all ranks of the replica
+            raise error or LostRank(membership.rank, [], "quorum", 0.0, "another rank of this replica could not join")
+        self._membership = membership
+        if received is not None:
+            self._take(received)
+        return membership
+
+    def _meet(self, manager: Any) -> Membership:
+        """Learn the names of all who take part."""
+        rank, size, present = manager.participating_rank(), manager.num_participants(), manager._pg.size()
+        spare = None if rank is not None else manager._pg.parent.rank() - size
+        heard = rank if spare is None else spare % size
+        membership = Membership(heard, tuple(range(size)), manager._quorum_id, (), present - size, spare)
+        comm = ManagedComm(manager._pg, Ledger(), manager._timeout)
+        comm.take(membership)
+        name = torch.frombuffer(bytearray(self._name.encode("ascii", "replace")), dtype=torch.uint8)
+        rows = torch.zeros(size, len(name), dtype=torch.uint8)
+        comm.all_gather(rows, name)
+        pairs = [bytes(row.tolist()).decode().strip().split(" ", 1) for row in rows]
+        if unlike := sorted({place for _, place in pairs} - {self._place}):
+            raise ThinwireError(
+                f"replicas must have as many ranks: this is rank {self._place}, and another replica's is {unlike[0]}"
+            )
+        return membership._replace(names=tuple(name for name, _ in pairs))
 
     def vote(self, counts: bool) -> bool:
         """Return whether the step counts for this replica; another may vote otherwise, and one is then behind."""
         if not counts and self._manager.errored() is None:
             self._manager.report_error(RuntimeError("thinwire: the exchange failed"))
-        counted = self._manager.should_commit()
+        patience = 2 * self._manager._timeout  # for this replica's other ranks, which may still wait for a peer
+        counted = self._manager.should_commit(timeout=patience)
         if not counted:
             self._manager._pg.abort()  # so that who still waits for this replica's messages is told at once
         return counted
@@ -131,4 +208,5 @@ class ManagerMembers:
 
     def offer(self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None]) -> None:
         """Let a replica that is behind get ``give()`` of one that is not, through its own ``take``."""
-        self._manager.register_state_dict_fn("thinwire", take, give)
+        self._take = take
+        self._manager.register_state_dict_fn("thinwire", functools.partial(setattr, self, "_received"), give)

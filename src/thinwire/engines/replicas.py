@@ -23,8 +23,16 @@ from thinwire.core.exchange import AllReduce
 from thinwire.core.names import describe
 from thinwire.core.road import Road
 from thinwire.core.step import StepLoop
-from thinwire.network.comm import Comm
+from thinwire.network.comm import Comm, local
 from thinwire.network.guard import Guard
+
+
+def any_of(inside: Sequence[Comm], flag: bool) -> bool:
+    """Return whether ``flag`` is set on any rank of a replica (no groups: on this one). Collective over ``inside``."""
+    flags = torch.full((1,), float(flag))
+    for comm in inside:
+        comm.all_reduce(flags, "max")
+    return bool(flags)
 
 
 class Replicas(Engine):
@@ -32,28 +40,34 @@ class Replicas(Engine):
 
     Attributes:
         members: who takes part (``adapters.torchft.ManagerMembers``). attempts: the ``Turnover``, which the wire sets.
+        inside: the groups of the ranks of this replica, which decide alike; none: it is one rank.
         failed: the error of the attempt under way, if it has failed. unsent: that of what was sent after the last vote.
         uncounted: did the last step, if it was skipped, fail on the network (so that its batch is to be taken again)?
     """
 
     kind, rank = "ddp", 0
     attempts: Any
+    inside: Sequence[Comm] = ()
 
     def __init__(self, model: Any, members: Any, across: Comm) -> None:
         self.model, self.members, self.across = model, members, across
         self.parameters, self.hops, self.comms = describe(model), (AllReduce(across),), [across]
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Lay out the buffers of ``parameters``."""
         self.failed: FailedExchange | None = None
         self.unsent: FailedExchange | None = None
-        self._weights = [weight for weight in model.parameters() if id(weight) in self.parameters]
+        self._weights = [weight for weight in self.model.parameters() if id(weight) in self.parameters]
         self.uncounted = False
         self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
-        for dtype in dict.fromkeys(weight.dtype for weight in self._weights):
-            weights = [weight for weight in self._weights if weight.dtype == dtype]
-            *offsets, _ = itertools.accumulate((weight.numel() for weight in weights), initial=0)
-            names = [self.parameters[id(weight)].name for weight in weights]
-            pieces = [Piece(name, start, w.numel()) for name, start, w in zip(names, offsets, weights, strict=True)]
+        for dtype in dict.fromkeys(self.wire_dtype or weight.dtype for weight in self._weights):
+            weights = [weight for weight in self._weights if (self.wire_dtype or weight.dtype) == dtype]
+            described = [self.parameters[id(weight)] for weight in weights]
+            *offsets, _ = itertools.accumulate((parameter.local for parameter in described), initial=0)
+            pieces = [Piece(of.name, start, of.local) for of, start in zip(described, offsets, strict=True)]
             self._buffers.append((dtype, weights, tuple(pieces)))
 
     def layout(self) -> Layout:
@@ -78,7 +92,7 @@ class Replicas(Engine):
         with self._attempt():
             if not self._alone or not self.attempts.met:
                 self._meet()
-        if self.failed is None:
+        if not any_of(self.inside, self.failed is not None):
             return True
         self.members.vote(False)
         self.attempts.agreed(False, ())
@@ -87,7 +101,7 @@ class Replicas(Engine):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        done = self._exchanged and not self.dropped((), look=True)
+        done = self._exchanged and self._exchanged == [id(weight.grad) for weight in self._weights]
         if done or self.failed is not None or all(weight.grad is None for weight in self._weights):
             return
         with self._attempt():
@@ -103,19 +117,22 @@ class Replicas(Engine):
 
     def _average(self, stale: bool) -> None:
         """Average the gradients over the replicas. ``stale``: this one's are of weights that are gone, and not sent."""
-        self._step_loop.enter([self.parameters[id(weight)].name for weight in self._weights])
+        names = [self.parameters[id(weight)].name for weight in self._weights]
+        if unseen := [name for name in names if not self._step_loop.seen(name)]:
+            self._step_loop.enter(unseen)
         for dtype, weights, pieces in self._buffers:
             flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=weights[0].device)
-            for weight, piece in zip(weights, pieces, strict=True):
+            places = [flat[of.offset :][: local(w).numel()] for w, of in zip(weights, pieces, strict=True)]
+            for weight, place in zip(weights, places, strict=True):
                 if weight.grad is not None and not stale:
-                    flat[piece.columns].copy_(weight.grad.reshape(-1))
-            names = (piece.name for piece in pieces)
-            with self._step_loop.exchanging("gradients", names), self.across.ledger.span("exposed"):
-                self._road.reduce(flat, pieces)  # the backward pass is over: nothing is computed beside
-            for weight, piece in zip(weights, pieces, strict=True):
+                    place.copy_(local(weight.grad).reshape(-1))
+            names_of = (piece.name for piece in pieces)
+            with self._step_loop.exchanging("gradients", names_of), self.across.ledger.span("exposed"):
+                self._road.last.reduce(flat, pieces, flat)  # the backward pass is over: nothing is computed beside
+            for weight, place in zip(weights, places, strict=True):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
-                weight.grad.copy_(flat[piece.columns].view(weight.shape))
+                local(weight.grad).copy_(place.view(local(weight.grad).shape))
         self._exchanged = [id(weight.grad) for weight in self._weights]
 
     def agree(
@@ -124,22 +141,24 @@ class Replicas(Engine):
         if self._joins_round:  # the end of the round will agree
             self._joins_round = False
             return False, False
-        finite, stuck = guard.agree(device, trouble, [])
-        if self.failed is None and comms is not None:  # a step alone
+        finite, stuck = guard.agree(device, trouble, self.inside)
+        lost = any_of(self.inside, self.failed is not None)
+        if not lost and comms is not None:  # a step alone
             return finite, stuck
-        verdict = 2.0 if stuck else float(not finite)
+        verdict, behind = 2.0 if stuck else float(not finite), False
         waiting, agreed = list[float](), False
-        if self.failed is None:
+        if not lost:
             with self._attempt(self.attempts.doubt):
                 row = torch.tensor([verdict, self.attempts.waiting(), *self.attempts.branch], dtype=torch.float64)
                 rows = row.new_zeros(self.across.size, len(row))
                 self.across.all_gather(rows, row)
-                verdict, waiting = float(rows[:, 0].max()), rows[:, 1].tolist()
-                branches = [tuple(branch) for branch in rows[:, 2:].tolist()]
-                agreed = len(set(branches)) == 1
+                verdict, waiting = max(verdict, float(rows[:, 0].max())), rows[:, 1].tolist()
+                branches = {*map(tuple, rows[:, 2:].tolist()), self.attempts.branch}
+                agreed = len(branches) == 1
                 # Else some went on while others, who count as many steps, took them again.
-                if self.attempts.branch != max(branches, key=lambda branch: branch[::-1]):
-                    self.members.fall_behind()
+                behind = self.attempts.branch != max(branches, key=lambda branch: branch[::-1])
+        if any_of(self.inside, behind):
+            self.members.fall_behind()
         counted = self.members.vote(agreed)
         if agreed and not counted:
             self.attempts.doubt()

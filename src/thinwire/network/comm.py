@@ -41,12 +41,18 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceO
 
 class Membership(NamedTuple):
     """The ranks that take part: this is ``rank``; rank r is on node ``nodes[r]``, in the replica ``names[r]``. A later
-    membership has a larger ``number``, the same on all ranks; a process that starts again has another name."""
+    membership has a larger ``number``, the same on all ranks; a process that starts again has another name.
+
+    ``spares`` further ranks contribute nothing, and hear what one of those that take part receives (spare j: rank
+    j % N), so that they hold what all hold alike. spare: this rank's number among them, and ``rank`` is whom it hears.
+    """
 
     rank: int
     nodes: tuple[int, ...]
     number: int = 0
     names: tuple[str, ...] = ()
+    spares: int = 0
+    spare: int | None = None
 
 
 class Comm(ABC):
@@ -347,7 +353,7 @@ class GroupComm(Comm):
             return
         self._to_and_from_peers("all-to-all", rows, out, tag=2).wait()
 
-    def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> _PeerMessages:
+    def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> Work:
         """Send ``rows[peer]`` to, and receive ``out[peer]`` from, every peer; each rank starts with its next neighbour.
 
         Messages of one tag between two ranks arrive in the order in which both post them.
@@ -371,10 +377,15 @@ class GroupComm(Comm):
         return dist.irecv(out, self.ranks[peer], group=self.group, tag=tag)
 
 
+_HEARD = 3
+"""The tag of what a rank has received, and repeats to spares."""
+
+
 class ManagedComm(GroupComm):
     """The verbs on torchft's gloo group, which is made anew when ranks come or go: ``take`` then says who takes part.
 
-    Any error of the group is a lost rank. ``timeout``: how long a rank waits for the others.
+    Any error of the group is a lost rank. ``timeout``: how long a rank waits for the others. Spares have the last ranks
+    of the group: each hears what a rank that takes part receives, and adds nothing to a sum.
     """
 
     def __init__(self, group: Any, ledger: Ledger, timeout: timedelta) -> None:
@@ -386,6 +397,8 @@ class ManagedComm(GroupComm):
     def take(self, membership: Membership) -> None:
         super().take(membership)
         _DROPPED.pop(self.group, None)  # of a group that is gone
+        if membership.spare is not None:
+            self._peers.clear()  # it sends nothing
 
     @contextmanager
     def waiting(self, verb: str, peer: int | None = None) -> Iterator[None]:
@@ -402,7 +415,26 @@ class ManagedComm(GroupComm):
     def _receive(self, out: Tensor, peer: int, tag: int) -> Work | None:
         return self.group.recv([out], peer, tag)
 
+    def _to_and_from_peers(self, verb: str, rows: Sequence[Tensor] | Tensor, out: Tensor, tag: int) -> Work:
+        if self.membership.spare is not None:
+            with self.waiting(verb, self.rank):
+                return _PeerMessages(self, verb, [(self.rank, self._receive(out, self.rank, _HEARD))])
+        works = super()._to_and_from_peers(verb, rows, out, tag)
+        listeners = range(self.size + self.rank, self.size + self.membership.spares, self.size)
+        return ChainedWork(works, lambda: self._repeat(verb, out, listeners)) if listeners else works
+
+    def _repeat(self, verb: str, received: Tensor, listeners: Sequence[int]) -> None:
+        """Send what this rank has ``received`` to the spares that hear it."""
+        self.ledger.count("inter", len(listeners) * received.nbytes)
+        works: list[tuple[int, Work | None]] = []
+        for listener in listeners:
+            with self.waiting(verb, listener):
+                works.append((listener, self._send(received, listener, _HEARD)))
+        _PeerMessages(self, verb, works).wait()
+
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        if self.membership.spare is not None:
+            tensor.fill_(0 if op == "sum" else -torch.inf)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[op])
         with self.waiting("all-reduce"):

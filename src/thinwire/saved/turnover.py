@@ -19,13 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from thinwire.base.errors import FailedExchange, ThinwireError
+from thinwire.core.card import StateKind
 from thinwire.core.road import Stage
 from thinwire.core.run import Run
 from thinwire.core.state import dump_state, load_state, written_rows
 from thinwire.core.step import StepLoop
-from thinwire.network.comm import Comm, Membership
+from thinwire.network.comm import Comm, Membership, local
 from thinwire.saved.format import Header
 from thinwire.saved.resize import has_rows, kind_of, regroup
 
@@ -49,12 +52,13 @@ class Turnover:
     """
 
     def __init__(
-        self, members: Any, comm: Comm, step_loop: StepLoop, stage: Stage, run: Run, header: Header,
+        self, members: Any, comm: Comm, step_loop: StepLoop, run: Run, header: Header,
         renew: Callable[[Header, Run], None],
     ) -> None:  # fmt: skip
         """``renew`` is called with the new header and run when the membership has changed."""
-        self._members, self._comm, self._loop, self._stage, self._run = members, comm, step_loop, stage, run
-        self._header, self._renew, self._method, self._model = header, renew, stage.method, step_loop.engine.model
+        self._members, self._comm, self._loop, self._run = members, comm, step_loop, run
+        self._stage: Stage = step_loop.road.last
+        self._header, self._renew, self._method, self._model = header, renew, self._stage.method, step_loop.engine.model
         self._history: list[tuple[int, int]] = []
         self._doubt: tuple[int, int, Mapping[str, Tensor]] | None = None  # step, number, and our rows if others counted
         self._received: Mapping[str, Any] | None = None
@@ -127,7 +131,7 @@ class Turnover:
             "values": {k: value for k, value in dump_state(self._method.state).items() if not self._is_own(k)},
             "skipped": self._loop.skipped, "flush": self._stage.flush_at,
             "bound": {} if bound is None else bound.state_dict(),
-            "weights": {name: value.clone() for name, value in self._model.state_dict().items()},
+            "weights": {name: local(value).clone() for name, value in self._model.state_dict().items()},
             "optimizers": [_state_of(optimizer) for optimizer in self._run.optimizers],
         }  # fmt: skip
 
@@ -155,9 +159,15 @@ class Turnover:
 
     def _is_own(self, key: str) -> bool:
         """Does a replica that joins begin without what is at ``key``: what waits, and what is one rank's alone?"""
-        kind = key.removeprefix("=").partition("/")[0]
-        entry = kind_of(self._method.card.state_kinds, kind)
-        return (has_rows(key) and (kind in self._method.card.promise.waits or entry.served)) or bool(entry.own)
+        return self._waits(key) or bool(self._entry(key).own)
+
+    def _waits(self, key: str) -> bool:
+        """Is what is at ``key`` still to be delivered?"""
+        kind = key.partition("/")[0]
+        return has_rows(key) and (kind in self._method.card.promise.waits or self._entry(key).served)
+
+    def _entry(self, key: str) -> StateKind:
+        return kind_of(self._method.card.state_kinds, key.removeprefix("=").partition("/")[0])
 
     def _first_own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy, from the ``values`` of a peer, those with which what is this rank's alone begins."""
@@ -169,9 +179,14 @@ class Turnover:
         }
 
     def _change(self, membership: Membership, received: Mapping[str, Any] | None) -> bool:
-        rank, ranks, stale, stage = membership.rank, len(membership.nodes), False, self._stage
-        new = replace(self._header, rank=rank, ranks=ranks, hops=((rank, ranks, False),))
+        ranks, stale, stage, (inside, shards) = len(membership.nodes), False, self._stage, self._header.shard
+        rank = membership.rank * shards + inside
+        hops = (*self._header.hops[:-1], (membership.rank, ranks, False))
+        new = replace(self._header, rank=rank, ranks=ranks * shards, hops=hops)
         values = dump_state(self._method.state)
+        if not (self._comm.membership.spare is None is membership.spare):  # what a spare did not send does not wait
+            values = {key: value for key, value in values.items() if not self._waits(key)}
+            self._doubt = None
         bound = None if stage.bound is None else stage.bound.state_dict()
         step, skipped, flush = stage.step, self._loop.skipped, stage.flush_at
         if received is None:
@@ -189,10 +204,12 @@ class Turnover:
         self._doubt, self._header = None, new
         self._comm.take(membership)
         self._loop.reset()
-        stage.step, self._loop.skipped, stage.flush_at = step, skipped, flush
+        self._loop.road.step, self._loop.skipped, stage.flush_at = step, skipped, flush
         if stage.bound is not None and bound is not None:
             stage.bound.load_state_dict(dict(bound))
         self._run, self._loop.engine.rank = replace(self._run, rank=rank), rank
+        for hop, inner in enumerate(self._loop.road.stages[:-1], 1):
+            inner.method.begin(replace(self._run, exchange=inner.exchange, hop=hop, inside=None))
         stage.renew()
         self._method.begin(self._run)
         load_state(self._method.state, values)
@@ -212,20 +229,23 @@ class Turnover:
             return {}
         elif number_at(history, step - 1) != self._history[-1][1]:
             former = self._comm.membership
-            name = f"{former.names[former.rank]}, whose steps were taken again"
-            self.losses[name] = Loss(name, step, self._norms.get(former.names[former.rank], 0.0))
+            if former.spare is None:
+                name = f"{former.names[former.rank]}, whose steps were taken again"
+                self.losses[name] = Loss(name, step, self._norms.get(former.names[former.rank], 0.0))
             return {}
         return {key: value for key, value in values.items() if has_rows(key)}
 
     @torch.no_grad()
     def _load(self, received: Mapping[str, Any]) -> bool:
         """Load weights and moments; return whether the weights are others than before."""
-        pairs = [(weight, received["weights"][name]) for name, weight in self._model.state_dict().items()]
+        pairs = [(local(weight), received["weights"][name]) for name, weight in self._model.state_dict().items()]
         changed = not all(torch.equal(weight, peer_weight) for weight, peer_weight in pairs)
         for weight, peer_weight in pairs:
             weight.copy_(peer_weight)
         for optimizer, state in zip(self._run.optimizers, received["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+            for weight, entry in optimizer.state.items():
+                entry.update({kind: _sharded_like(weight, value) for kind, value in entry.items()})
         return changed
 
 
@@ -239,4 +259,13 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     moments = {number: entry for number, entry in state["state"].items() if weights[number] in optimizer.state}
-    return copy.deepcopy({**state, "state": moments})
+    return copy.deepcopy({**state, "state": tree_map_only(Tensor, local, moments)})
+
+
+def _sharded_like(weight: Tensor, value: Any) -> Any:
+    """Make this rank's part of a moment, ``value``, a moment of a sharded ``weight``."""
+    if not isinstance(weight, DTensor) or not isinstance(value, Tensor) or value.shape != local(weight).shape:
+        return value
+    return DTensor.from_local(
+        value, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
+    )

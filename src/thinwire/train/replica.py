@@ -204,6 +204,7 @@ class ReplicaTrainer(Trainer):
         """Ask who takes part in the next step, and take over what they have; return whether it can be taken."""
         try:
             if not self.wire.engine.ask():
+                self._news = None  # as the wire has not taken it over either
                 return False
         except (RuntimeError, TimeoutError) as error:
             raise _lighthouse_is_silent(error) from None
