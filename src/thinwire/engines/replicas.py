@@ -122,17 +122,17 @@ class Replicas(Engine):
             self._step_loop.enter(unseen)
         for dtype, weights, pieces in self._buffers:
             flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=weights[0].device)
-            places = [flat[of.offset :][: local(w).numel()] for w, of in zip(weights, pieces, strict=True)]
-            for weight, place in zip(weights, places, strict=True):
+            columns = [flat[piece.offset :][: local(w).numel()] for w, piece in zip(weights, pieces, strict=True)]
+            for weight, values in zip(weights, columns, strict=True):
                 if weight.grad is not None and not stale:
-                    place.copy_(local(weight.grad).reshape(-1))
+                    values.copy_(local(weight.grad).reshape(-1))
             names_of = (piece.name for piece in pieces)
             with self._step_loop.exchanging("gradients", names_of), self.across.ledger.span("exposed"):
                 self._road.last.reduce(flat, pieces, flat)  # the backward pass is over: nothing is computed beside
-            for weight, place in zip(weights, places, strict=True):
+            for weight, values in zip(weights, columns, strict=True):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
-                local(weight.grad).copy_(place.view(local(weight.grad).shape))
+                local(weight.grad).copy_(values.view(local(weight.grad).shape))
         self._exchanged = [id(weight.grad) for weight in self._weights]
 
     def agree(

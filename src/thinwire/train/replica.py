@@ -260,11 +260,11 @@ class ReplicaTrainer(Trainer):
     def _mean(self, row: Tensor) -> Tensor:
         if self._alone:
             return row
-        own = row.clone()
+        unshared = row.clone()
         try:
             self._beside.all_reduce(row, "mean")
         except FailedExchange:  # which the next attempt will find, too
-            return own
+            return unshared
         return row
 
     def _save(self, good: bool) -> None:

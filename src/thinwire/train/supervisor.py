@@ -61,13 +61,13 @@ while True:
 
 @dataclass
 class Replica:
-    """A replica of this machine. ``due``: when it is to be started, by the monotonic clock; None: it runs or is away.
+    """A replica of this machine. ``start_at``: when it is to be started, by the monotonic clock; None: it runs or is away.
 
     ``tries``: starts in a row that did not lead to a step. ``status``: of its last end.
     """
 
     name: str
-    due: float | None = 0.0
+    start_at: float | None = 0.0
     process: subprocess.Popen[str] | None = None
     starts: int = 0
     tries: int = 0
@@ -75,7 +75,7 @@ class Replica:
 
     @property
     def away(self) -> bool:
-        return self.process is None and self.due is None
+        return self.process is None and self.start_at is None
 
 
 def supervise(words: list[str], config: Config) -> int:
@@ -200,11 +200,11 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _look_at(self, replica: Replica) -> None:
-        """Start a replica that is due, and note the end of one that has ended."""
+        """Start a replica that is start_at, and note the end of one that has ended."""
         if replica.process is None:
-            if replica.due is not None and (self._stop.number or self.completed):
-                replica.due = None
-            elif replica.due is not None and time.monotonic() >= replica.due:
+            if replica.start_at is not None and (self._stop.number or self.completed):
+                replica.start_at = None
+            elif replica.start_at is not None and time.monotonic() >= replica.start_at:
                 self._start(replica)
             return
         status = replica.process.poll()
@@ -225,7 +225,7 @@ class Supervisor:
             say(f"thinwire: {line}", sys.stderr)
             return
         say(f"thinwire: replica {replica.name} {ending}; it is started again", sys.stderr)
-        replica.due = time.monotonic() + AGAIN_S
+        replica.start_at = time.monotonic() + AGAIN_S
 
     def _start(self, replica: Replica) -> None:
         environment = self._environment | {
@@ -235,7 +235,7 @@ class Supervisor:
             self._command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             preexec_fn=prepare_child, start_new_session=True,
         )  # fmt: skip
-        replica.starts, replica.due = replica.starts + 1, None
+        replica.starts, replica.start_at = replica.starts + 1, None
         self._running.append(replica.process)
         self._relays.append(relay(replica.process, self._shown, self._lock, _NOISE))
         if self._stop.number:  # it came before this replica was there

@@ -100,9 +100,9 @@ def read_run(path: Path) -> Run:
         facts = json.loads((path / ELASTIC).read_text())
         lighthouse = str(facts["lighthouse"])
     except FileNotFoundError:
-        known = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
-        what = "its ranks are fixed: it was not started with --elastic" if known else "it holds no run"
-        raise ThinwireError(f"{path}: {what}") from None
+        is_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+        reason = "its ranks are fixed: it was not started with --elastic" if is_run else "it holds no run"
+        raise ThinwireError(f"{path}: {reason}") from None
     except (OSError, ValueError, KeyError, TypeError):
         raise ThinwireError(f"cannot read {path / ELASTIC}") from None
     settings: Any = {}
