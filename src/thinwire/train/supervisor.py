@@ -61,7 +61,7 @@ while True:
 
 @dataclass
 class Replica:
-    """A replica of this machine. ``start_at``: when it is to be started, by the monotonic clock; None: it runs or is away.
+    """A replica of this machine. ``start_at``: by the monotonic clock; None: it runs or is away.
 
     ``tries``: starts in a row that did not lead to a step. ``status``: of its last end.
     """
@@ -200,7 +200,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _look_at(self, replica: Replica) -> None:
-        """Start a replica that is start_at, and note the end of one that has ended."""
+        """Start a replica that is due, and note the end of one that has ended."""
         if replica.process is None:
             if replica.start_at is not None and (self._stop.number or self.completed):
                 replica.start_at = None
