@@ -422,7 +422,8 @@ def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Ten
     """Make ``words`` masks of the positions; return how many lie before each ``BLOCK`` columns, in their segment."""
     bits, table = viewable(wire).view(torch.int64), of.wire_table(segments, wire.device).view(-1)
     programs = programs_on(wire.device, (8 * segment.high_bytes for segment in segments), BLOCK)
-    grid, constants = (len(programs) // 2, len(wire)), {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
+    constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
+    grid = len(programs) // 2, len(wire)
     tallies = torch.empty((len(wire), 1 + grid[0]), dtype=torch.int32, device=wire.device)
     done = counters(wire.device, len(wire))
     launch(_ones, grid, programs, table, bits, tallies, done, words, words.shape[1], **constants)
