@@ -38,7 +38,7 @@ class Statistics(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What cuts the outliers among T parameters: (T,) float32 each.
+    """Cuts of the outliers among T parameters: (T,) float32 each.
 
     Attributes:
         factors: 1 where nothing is cut, or the norm is not finite.
@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
 
 
 def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> Bounds:
-    """Return what cuts the outliers in ``flat`` (1-D). ``statistics.updated`` is updated in ``columns``.
+    """Return the cuts of the outliers in ``flat`` (1-D). ``statistics.updated`` is updated in ``columns``.
 
     Args:
         table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in
