@@ -74,7 +74,7 @@ class Averaged(NamedTuple):
 class Journey(NamedTuple):
     """The round ``number`` of a ``fragment``, under way on another thread over the group ``twin``.
 
-    ``norm``: of what this rank sends. ``mean``: a future. ``agree``: of the step that sent it (see ``Step``).
+    ``norm``: of what this rank sends. ``mean``: a future. ``agree``: ``agree_inside`` of the step that sent it.
     """
 
     fragment: Fragment
@@ -428,14 +428,14 @@ class LocalSteps(Method):
         twin = exchange.comm.twin() if exchange.ranks > 1 else exchange.comm
         if twin is exchange.comm:
             with twin.beside():
-                mean = fragment.average(moved, rounds, exchange)
-            if not self._conclude(fragment, Averaged(rounds, norm, mean), step.agree):
+                mean = fragment.average_and_agree(moved, norm, rounds, exchange)
+            if not self._conclude(fragment, Averaged(rounds, norm, mean), step.agree_inside):
                 self._merge_at = -self._merge_at
             return
         fragment.state.leave(OWN_KINDS, self._outer.card.offloaded_kinds)
-        average = partial(fragment.average, moved, rounds, on_comm(exchange, twin))
+        average = partial(fragment.average_and_agree, moved, norm, rounds, on_comm(exchange, twin))
         future = self._worker.submit(average, moved.device, last=False)
-        self._journey = Journey(fragment, rounds, twin, norm, future, step.agree)
+        self._journey = Journey(fragment, rounds, twin, norm, future, step.agree_inside)
 
     def _land(self) -> None:
         """Wait for the round under way, if any, and take its outer step. Collective."""
