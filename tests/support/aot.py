@@ -52,9 +52,9 @@ i64    seed
 fp32   times leaves decay gain beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
 *fp32  rows total old payload new out signs scales shares gradient residual moment values mean
 *fp32  common common_out given weight
-*fp32  g v m_out own held message left sent rest whole quantum wire remainder
+*fp32  g v m_out own held message left bounded sent rest whole quantum wire remainder
 *i64   words index marks
-*i32   before base counts done places positions programs parts keys found state tallies elements
+*i32   offsets base counts ends places before positions programs parts keys found state tallies elements
 *i64   table
 *u8    flags bits codes octets
 """

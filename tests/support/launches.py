@@ -232,7 +232,7 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
 
 def kernel_bytes(name: str, arguments: Named) -> float:
     """Count the bytes that one launch of our kernel ``name`` moves, whatever its caches save."""
-    moved: dict[str, float] = {name: nbytes_of(value) for name, value in arguments.items() if name != "done"}
+    moved: dict[str, float] = {name: nbytes_of(value) for name, value in arguments.items() if name != "ends"}
     for touched in TOUCHED.get(name.removeprefix("thinwire.ops."), ()):
         moved.update(touched(arguments))
     return sum(moved.values())

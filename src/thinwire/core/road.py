@@ -128,8 +128,8 @@ class Stage:
         for packed, buckets in self._packed(flat, pieces):
             packed.load(flat, out, None if bounds is None else bounds.factors)
             if bounds is not None:
-                parts = bounds.norms.split([len(bucket.segments) for _, bucket in buckets])
-                for (_, bucket), norms in zip(buckets, parts, strict=True):
+                norms_by_bucket = bounds.norms.split([len(bucket.segments) for _, bucket in buckets])
+                for (_, bucket), norms in zip(buckets, norms_by_bucket, strict=True):
                     bucket.norms = norms
             for method, bucket in buckets:
                 bucket.step = self.step

@@ -63,26 +63,26 @@ def segment_of(programs, table, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def is_last(done, programs):
-    """Is this the last of ``programs`` programs that share the counter ``done``, and that come here once each?
+def is_last(ends, programs):
+    """Is this the last of ``programs`` programs that count themselves in ``ends``, each once?
 
-    The last one finds what the others wrote before they came, if it loads with ".cg", and leaves ``done`` at zero.
+    The last one finds what the others wrote before they came, if it loads with ".cg", and leaves ``ends`` at zero.
     """
     tl.debug_barrier()  # the release below covers what all threads of this program wrote
-    last = tl.atomic_add(done, 1, sem="acq_rel") == programs - 1
-    tl.store(done, 0, mask=last)
+    last = tl.atomic_add(ends, 1, sem="acq_rel") == programs - 1
+    tl.store(ends, 0, mask=last)
     return last
 
 
 @triton.jit
 def add_up(counts, size, BLOCK: tl.constexpr):
     """Replace ``size`` int32, which other programs have written, by their running sums."""
-    lane, before = tl.arange(0, BLOCK), tl.full((), 0, tl.int32)
+    lane, total = tl.arange(0, BLOCK), tl.full((), 0, tl.int32)
     for first in range(0, size, BLOCK):
         inside = first + lane < size
         values = tl.load(counts + first + lane, mask=inside, other=0, cache_modifier=".cg")
-        tl.store(counts + first + lane, before + tl.cumsum(values, 0), mask=inside)
-        before += tl.sum(values, 0)
+        tl.store(counts + first + lane, total + tl.cumsum(values, 0), mask=inside)
+        total += tl.sum(values, 0)
 
 
 @triton.jit

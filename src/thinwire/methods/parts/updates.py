@@ -322,16 +322,17 @@ class UpdateSpace:
         factors = self._factors(names, counts)
         streams = devices.streams(bucket.device)
         stream = None if streams is None else streams.current_stream(bucket.device)
-        known = None if streams is None else self._uploaded
-        if known is None or known.stream != stream or not factors.items() <= known.factors.items():
+        uploaded = None if streams is None else self._uploaded
+        if uploaded is None or uploaded.stream != stream or not factors.items() <= uploaded.factors.items():
             if streams is not None:
                 holders = self._run.holders
-                rest = [name for name in self._sent if name in holders and name not in factors]
-                factors |= self._factors(rest, self._count_gradients(rest)) if rest else {}
+                others = [name for name in self._sent if name in holders and name not in factors]
+                factors |= self._factors(others, self._count_gradients(others)) if others else {}
             numbers = [number for numbers in zip(*factors.values(), strict=True) for number in numbers]
             on_device = upload(numbers, bucket.device, torch.float32).view(2, -1)
-            known = self._uploaded = _Uploaded(stream, factors, {name: i for i, name in enumerate(factors)}, on_device)
-        return (*known.on_device, known.indices)
+            indices = {name: i for i, name in enumerate(factors)}
+            uploaded = self._uploaded = _Uploaded(stream, factors, indices, on_device)
+        return (*uploaded.on_device, uploaded.indices)
 
     def _factors(self, names: Sequence[str], counts: Tensor) -> dict[str, tuple[float, float]]:
         """Return lr, with a momentum's bias correction, and that of v, by name, for ``counts`` gradients of each."""

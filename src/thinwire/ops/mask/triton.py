@@ -52,12 +52,12 @@ def _slots(words, bit_offsets, element, inside, k):
 
 @triton.jit
 def tally(
-    programs, table, words, words_stride, tallies, tallies_stride, done, START: tl.constexpr, COUNT: tl.constexpr,
+    programs, table, words, words_stride, tallies, tallies_stride, ends, START: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Write a zero, then the set bits up to the end of each program's elements, to ``tallies`` (R, 1 + programs).
 
-    Fields ``START`` and ``COUNT`` of a segment are its first bit and its number of bits. ``done``: a zero per row.
+    Fields ``START`` and ``COUNT`` of a segment are its first bit and its number of bits. ``ends``: a zero per row.
     """
     row, _, segment, element = segment_of(programs, table, BLOCK, FIELDS)
     words += row * words_stride + tl.load(segment + START) // 64
@@ -65,16 +65,16 @@ def tally(
     tallies += row * tallies_stride
     tl.store(tallies, 0, mask=tl.program_id(0) == 0)
     tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
-    if is_last(done + row, tl.num_programs(0)):
+    if is_last(ends + row, tl.num_programs(0)):
         add_up(tallies + 1, tl.num_programs(0), SUMS)
 
 
 @kernel
 def _tally(
-    programs, table, words, words_stride, tallies, tallies_stride, done, START: tl.constexpr, COUNT: tl.constexpr,
+    programs, table, words, words_stride, tallies, tallies_stride, ends, START: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    tally(programs, table, words, words_stride, tallies, tallies_stride, done, START, COUNT, BLOCK, FIELDS)
+    tally(programs, table, words, words_stride, tallies, tallies_stride, ends, START, COUNT, BLOCK, FIELDS)
 
 
 @triton.jit
@@ -89,14 +89,14 @@ def count_before(tallies, element, bits):
 
 
 @kernel
-def _count(words, words_stride, counts, counts_stride, done, n, BLOCK: tl.constexpr):
+def _count(words, words_stride, counts, counts_stride, ends, n, BLOCK: tl.constexpr):
     """Write a zero, then the set bits up to the end of each program's elements, to ``counts`` (R, 1 + programs)."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     element = block * BLOCK + tl.arange(0, BLOCK)
     counts += row * counts_stride
     tl.store(counts, 0, mask=block == 0)
     tl.store(counts + block + 1, tl.sum(_bits(words + row * words_stride, element, element < n)))
-    if is_last(done + row, tl.num_programs(0)):
+    if is_last(ends + row, tl.num_programs(0)):
         add_up(counts + 1, tl.num_programs(0), SUMS)
 
 
@@ -268,8 +268,8 @@ def directory(words: Tensor) -> Tensor:
     """Count the set bits of each row before every 512 elements, and in total: (R, 1 + blocks) int32."""
     blocks, count = _grid(words)
     counts = torch.empty((count, 1 + blocks), dtype=torch.int32, device=words.device)
-    done = counters(words.device, count)
-    launch(_count, (blocks, count), words, counts, done, words.shape[1] * reference.WORD, BLOCK=BLOCK)
+    ends = counters(words.device, count)
+    launch(_count, (blocks, count), words, counts, ends, words.shape[1] * reference.WORD, BLOCK=BLOCK)
     return counts
 
 

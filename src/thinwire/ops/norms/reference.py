@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def factors_of(
     flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor,
-    left: Tensor,
+    bounded: Tensor,
 ) -> None:  # fmt: skip
     current, updated, shares, times, leaves, decay = statistics
     norms = _norms(flat, table)
@@ -34,7 +34,7 @@ def factors_of(
     updated[:, columns] = torch.cat([usual_after.unsqueeze(0), old[1:] + counts])
     factors.copy_(torch.where(exceeds, cut_to / norms, 1.0))
     torch.sub(norms, norms, out=residues)
-    left.copy_(torch.where(exceeds, cut_to, norms))
+    bounded.copy_(torch.where(exceeds, cut_to, norms))
 
 
 def sample(

@@ -22,8 +22,8 @@ BLOCK = 1024
 
 @kernel
 def _bound(
-    flat, programs, table, sums, done, starts, columns, current, updated, shares, factors, residues, left, parameters,
-    times, leaves, decay, gain, WIDEN: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    flat, programs, table, sums, ends, starts, columns, current, updated, shares, factors, residues, bounded,
+    parameters, times, leaves, decay, gain, WIDEN: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Write each program's sum of squares to ``sums``; a segment's last program bounds it."""
     source, _, _, has_value = _copy_offsets(tl.program_id(0), programs, table, COPIED, FIELDS)
@@ -31,17 +31,17 @@ def _bound(
     values = values.to(tl.float32)
     tl.store(sums + tl.program_id(0), tl.sum(values * values, 0))
     segment = tl.load(programs + 2 * tl.program_id(0))
-    if is_last(done + segment, tl.load(starts + segment + 1) - tl.load(starts + segment)):
+    if is_last(ends + segment, tl.load(starts + segment + 1) - tl.load(starts + segment)):
         _bound_segment(
-            segment, sums, starts, columns, current, updated, shares, factors, residues, left, parameters, times,
+            segment, sums, starts, columns, current, updated, shares, factors, residues, bounded, parameters, times,
             leaves, decay, gain, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _bound_segment(
-    segment, sums, starts, columns, current, updated, shares, factors, residues, left, parameters, times, leaves, decay,
-    gain, BLOCK: tl.constexpr,
+    segment, sums, starts, columns, current, updated, shares, factors, residues, bounded, parameters, times, leaves,
+    decay, gain, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Make a segment's factor, residue and statistics: see ``reference``."""
     lane = tl.arange(0, BLOCK)
@@ -61,7 +61,7 @@ def _bound_segment(
     cut_to = leaves * largest
     tl.store(factors + segment, tl.where(exceeds, tl.div_rn(cut_to, tl.where(exceeds, norm, 1.0)), 1.0))
     tl.store(residues + segment, norm - norm)
-    tl.store(left + segment, tl.where(exceeds, cut_to, norm))
+    tl.store(bounded + segment, tl.where(exceeds, cut_to, norm))
     norm_now = tl.where(exceeds, largest, tl.where(counted, norm, usual))
     tl.store(updated + column, tl.where(usual > 0, decay * usual + gain * norm_now, norm_now))
     line = column + parameters
@@ -73,13 +73,13 @@ def _bound_segment(
 
 
 @kernel
-def _sample(rows, stride, n, positions, norms, known, sums, sums_stride, count, size, share, BLOCK: tl.constexpr):
-    """Write ``share`` * (``count`` values, ``known`` norms, zeros) to ``sums`` (2, size), and below it of squares."""
+def _sample(rows, stride, n, positions, norms, norm_count, sums, sums_stride, count, size, share, BLOCK: tl.constexpr):
+    """Write ``share`` * (``count`` values, ``norm_count`` norms, 0) to ``sums`` (2, size), and below it of squares."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + i, mask=i < count, other=0)
     row = position // n
     values = tl.load(rows + row * stride + (position - row * n), mask=i < count, other=0)
-    is_norm = (i >= count) & (i - count < known)
+    is_norm = (i >= count) & (i - count < norm_count)
     values = tl.where(is_norm, tl.load(norms + i - count, mask=is_norm, other=0), values)
     tl.store(sums + i, values * share, mask=i < size)
     tl.store(sums + sums_stride + i, values * values * share, mask=i < size)
@@ -98,7 +98,7 @@ def sample(
 
 def factors_of(
     flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor,
-    left: Tensor,
+    bounded: Tensor,
 ) -> None:  # fmt: skip
     current, updated, shares, times, leaves, decay = statistics
     widen = flat.dtype == torch.bfloat16
@@ -106,6 +106,6 @@ def factors_of(
     launch(
         _bound, (len(sums),), _words(flat) if widen else flat, table.programs, table.table, sums,
         counters(flat.device, len(table.segments)), table.starts, columns, current.view(-1), updated.view(-1), shares,
-        factors, residues, left, current.shape[1], times, leaves, decay, 1 - decay, WIDEN=widen, COPIED=PER_PROGRAM,
+        factors, residues, bounded, current.shape[1], times, leaves, decay, 1 - decay, WIDEN=widen, COPIED=PER_PROGRAM,
         BLOCK=BLOCK, FIELDS=FIELDS,
     )  # fmt: skip

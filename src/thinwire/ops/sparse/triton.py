@@ -54,7 +54,7 @@ def _mark(words, column, flags, width, BLOCK: tl.constexpr):
 
 @kernel
 def _count(
-    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, done, marks,
+    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, ends, marks,
     marks_stride, segment_count, shift, FIRST: tl.constexpr, ALL: tl.constexpr, FEEDBACK: tl.constexpr,
     KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -76,15 +76,15 @@ def _count(
         tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
     size, entry = _size(values), row * segment_count + number
     if not FIRST:
-        prefix, known = (size >> shift) // BINS, (tl.load(state + entry * 2) >> shift) // BINS
+        prefix, wanted = (size >> shift) // BINS, (tl.load(state + entry * 2) >> shift) // BINS
         if ALL:
-            _mark(marks, column, inside & (prefix > known), width, BLOCK)
-            _mark(marks + marks_stride, column, inside & (prefix == known), width, BLOCK)
-        inside = inside & (prefix == known)
+            _mark(marks, column, inside & (prefix > wanted), width, BLOCK)
+            _mark(marks + marks_stride, column, inside & (prefix == wanted), width, BLOCK)
+        inside = inside & (prefix == wanted)
     histogram = tl.histogram((size >> shift) % BINS, BINS, mask=inside)
     target = counts + entry * BINS + tl.arange(0, BINS)
     tl.atomic_add(target, histogram, mask=histogram > 0, sem="relaxed")
-    if is_last(done + entry, tl.cdiv(width, BLOCK)):
+    if is_last(ends + entry, tl.cdiv(width, BLOCK)):
         _digit(segment, state + entry * 2, counts + entry * BINS, shift, FIRST, BINS)
 
 
@@ -126,7 +126,7 @@ def _compared(
 
 @kernel
 def _tally(
-    programs, segments, total, stride, state, marks, marks_stride, tallies, tallies_stride, done, words, words_stride,
+    programs, segments, total, stride, state, marks, marks_stride, tallies, tallies_stride, ends, words, words_stride,
     segment_count, size, PACK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Count the values above and equal to the k-th size up to the end of each program's, and zero the wire's words.
@@ -146,7 +146,7 @@ def _tally(
     counted = tallies + tl.program_id(0) + 1
     tl.store(counted, tl.sum(above.to(tl.int32), 0))
     tl.store(counted + tallies_stride, tl.sum(equal.to(tl.int32), 0))
-    if is_last(done + row, tl.num_programs(0)):
+    if is_last(ends + row, tl.num_programs(0)):
         add_up(tallies + 1, tl.num_programs(0), SUMS)
         add_up(tallies + tallies_stride + 1, tl.num_programs(0), SUMS)
 
@@ -262,23 +262,23 @@ def _send(
 
 @kernel
 def _ones(
-    programs, segments, wire, wire_stride, tallies, tallies_stride, done, words, words_stride, size,
+    programs, segments, wire, wire_stride, tallies, tallies_stride, ends, words, words_stride, size,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Count the ones among the high bits up to the end of each program's, and zero the mask's ``size`` words."""
     zero_words(words + tl.program_id(1).to(tl.int64) * words_stride, size, BLOCK)
-    tally(programs, segments, wire, wire_stride, tallies, tallies_stride, done, 4, 5, BLOCK, FIELDS)
+    tally(programs, segments, wire, wire_stride, tallies, tallies_stride, ends, 4, 5, BLOCK, FIELDS)
 
 
 @kernel
 def _spread(
-    programs, segments, wire, wire_stride, tallies, tallies_stride, words, words_stride, before, before_stride,
+    programs, segments, wire, wire_stride, tallies, tallies_stride, words, words_stride, offsets, offsets_stride,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Set the bits of the positions in zeroed ``words``.
 
     A position is a one among the high bits. The zero that ends its 256 or 16 columns has as many ones before it as
-    there are positions up to there: where ``BLOCK`` columns of the segment end, that is an entry of ``before``.
+    there are positions up to there: where ``BLOCK`` columns of the segment end, that is an entry of ``offsets``.
     """
     row, _, segment, bit = segment_of(programs, segments, BLOCK, FIELDS)
     wire += row * wire_stride + tl.load(segment + 4) // 64
@@ -292,10 +292,10 @@ def _spread(
     inside, column = inside & (column < width), column + tl.load(segment)
     words += row * words_stride
     tl.atomic_or(words + (column >> 6), (column * 0 + 1) << (column & 63), mask=inside, sem="relaxed")
-    before += row * before_stride + tl.load(segment + 8)
+    offsets += row * offsets_stride + tl.load(segment + 8)
     end = (zeros + 1) << low_bits
-    tl.store(before + end // BLOCK, i, mask=exists & (ones == 0) & (end % BLOCK == 0) & (end < width))
-    tl.store(before, 0, mask=tl.min(bit, 0) == 0)
+    tl.store(offsets + end // BLOCK, i, mask=exists & (ones == 0) & (end % BLOCK == 0) & (end < width))
+    tl.store(offsets, 0, mask=tl.min(bit, 0) == 0)
 
 
 @triton.jit
@@ -316,7 +316,7 @@ def _value(codes, scales, entry, inside, BITS: tl.constexpr, GROUP: tl.constexpr
 
 @kernel
 def _decode(
-    programs, segments, words, words_stride, before, before_stride, codes, codes_stride, scales, scales_stride, out,
+    programs, segments, words, words_stride, offsets, offsets_stride, codes, codes_stride, scales, scales_stride, out,
     stride, scale, peers, SUM: tl.constexpr, BITS: tl.constexpr, PER_SCALE: tl.constexpr, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -328,7 +328,7 @@ def _decode(
     for peer in range(peers):
         of = row * peers + peer
         bits = _bits(words + of * words_stride, column, inside)
-        i = tl.load(before + of * before_stride + tl.program_id(0)) + tl.cumsum(bits, 0) - bits
+        i = tl.load(offsets + of * offsets_stride + tl.program_id(0)) + tl.cumsum(bits, 0) - bits
         listed = (bits != 0) & (i >= 0) & (i < k)
         values = _value(codes + of * codes_stride, scales + of * scales_stride, first + i, listed, BITS, PER_SCALE)
         total = total + values if SUM else values
@@ -346,7 +346,7 @@ def largest(
     aligned, entries = alignment(rows, addend, total), count * len(segments)
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
     counts = counters(device, entries * (DIGITS[0][1] + 1))
-    done = counts[entries * DIGITS[0][1] :]
+    ends = counts[entries * DIGITS[0][1] :]
     marks = torch.empty((2 * count, rows.shape[1] // 64), dtype=torch.int64, device=device)
     widths, table = [segment.width for segment in segments], of.wire_table(segments, device)
     programs = programs_on(device, widths, COUNTED)
@@ -354,7 +354,7 @@ def largest(
         first = (shift, bins) == DIGITS[0]
         source = rows if first else total
         launch(
-            _count, (len(programs) // 2, count), programs, table.view(-1), source, addend, total, state, counts, done,
+            _count, (len(programs) // 2, count), programs, table.view(-1), source, addend, total, state, counts, ends,
             marks, len(segments), shift, FIRST=first, ALL=shift > 0, FEEDBACK=first and residual is not None,
             KEEP=first and total_out is not None, BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
             num_warps=WARPS,
@@ -365,7 +365,7 @@ def largest(
     words = table if wire is None else viewable(wire).view(torch.int64)
     constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": BLOCK, "FIELDS": of.FIELDS}
     values = programs, table.view(-1), total, state, marks, tallies
-    launch(_tally, grid, *values, done, words, len(segments), words.shape[1], **constants)
+    launch(_tally, grid, *values, ends, words, len(segments), words.shape[1], **constants)
     launch(_list, grid, *values, positions, payload, words, len(segments), positions.shape[1], **constants)
 
 
@@ -403,11 +403,11 @@ def decode(
     positions: Tensor, decoded: Tensor | None,
 ) -> None:  # fmt: skip
     words = torch.empty((len(wire), out.shape[1] // 64), dtype=torch.int64, device=out.device)
-    before = _read(wire, segments, words)
+    offsets = _read(wire, segments, words)
     bits, group = (32, 1) if values.format is None else (values.format.bits, values.format.group)
     programs = programs_on(out.device, (segment.width for segment in segments), BLOCK)
     launch(
-        _decode, (len(programs) // 2, len(out)), programs, of.wire_table(segments, out.device).view(-1), words, before,
+        _decode, (len(programs) // 2, len(out)), programs, of.wire_table(segments, out.device).view(-1), words, offsets,
         values.codes, values.codes if values.scales is None else values.scales, out, scale or 1.0,
         len(wire) // len(out), SUM=scale is not None, BITS=bits, PER_SCALE=group, BLOCK=BLOCK, FIELDS=of.FIELDS,
         ALIGN=alignment(out),
@@ -425,9 +425,9 @@ def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Ten
     constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
     grid = len(programs) // 2, len(wire)
     tallies = torch.empty((len(wire), 1 + grid[0]), dtype=torch.int32, device=wire.device)
-    done = counters(wire.device, len(wire))
-    launch(_ones, grid, programs, table, bits, tallies, done, words, words.shape[1], **constants)
+    ends = counters(wire.device, len(wire))
+    launch(_ones, grid, programs, table, bits, tallies, ends, words, words.shape[1], **constants)
     blocks = sum(-(-segment.width // BLOCK) for segment in segments)
-    before = torch.empty((len(wire), blocks), dtype=torch.int32, device=wire.device)
-    launch(_spread, grid, programs, table, bits, tallies, words, before, **constants)
-    return before
+    offsets = torch.empty((len(wire), blocks), dtype=torch.int32, device=wire.device)
+    launch(_spread, grid, programs, table, bits, tallies, words, offsets, **constants)
+    return offsets
