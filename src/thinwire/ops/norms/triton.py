@@ -23,7 +23,8 @@ BLOCK = 1024
 @kernel
 def _bound(
     flat, programs, table, sums, ends, starts, columns, current, updated, shares, factors, residues, bounded,
-    parameters, times, leaves, decay, gain, WIDEN: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    parameters, times, leaves, decay, gain, WIDEN: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Write each program's sum of squares to ``sums``; a segment's last program bounds it."""
     source, _, _, has_value = _copy_offsets(tl.program_id(0), programs, table, COPIED, FIELDS)
