@@ -48,6 +48,8 @@ server = LighthouseServer(
 print(server.address().rsplit(":", 1)[1], flush=True)
 time.sleep(1e6)
 """
+RETURN_S = 120.0
+"""How long, at the end, those that were killed last are waited for."""
 NOWHERE = "02:00:0a:00:00:fe"
 """A card that no node of the emulated network has."""
 
@@ -174,10 +176,13 @@ class Replicas:
 
     def have_joined(self, names: Sequence[str]) -> int:
         """Count those of ``names`` that have counted a step since they were started."""
-        for name in set(names) - self._joined:
+        for name in set(names) & set(self.processes) - self._joined:
             if '"counted": true' in self._paths[name].read_text():
                 self._joined.add(name)
         return len(self._joined & set(names))
+
+    def all_joined(self) -> bool:
+        return self.have_joined(self.names) == len(self.names)
 
     def lines(self) -> list[dict[str, Any]]:
         found = []
@@ -248,11 +253,12 @@ def run(method: str, options: argparse.Namespace) -> Outcome:
 
 
 def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[Event]:
-    """Let things happen to ``replicas`` until the time is over; return them."""
+    """Let things happen to ``replicas`` until the time is over and all are back; return them."""
     draw, events = random.Random(options.seed), list[Event]()
     back: list[tuple[float, Event]] = []
     next_event = began + options.every
-    while (now := time.time()) < began + options.seconds:
+    end = began + options.seconds
+    while (now := time.time()) < end or (now < end + RETURN_S and (back or not replicas.all_joined())):
         for due, event in [(due, event) for due, event in back if due <= now]:
             back.remove((due, event))
             event.end = now
@@ -264,8 +270,8 @@ def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[
                 replicas.cut(whole=True)
         away = {name for _, event in back for name in event.names}
         present = sorted(set(replicas.names) - away)
-        if now >= next_event and replicas.have_joined(present) > max(1, options.min_replicas):
-            next_event += options.every
+        if end > now >= next_event and replicas.have_joined(present) > max(1, options.min_replicas):
+            next_event = max(next_event + options.every, now)
             if options.cut and not back:
                 events.append(Event("cut off", replicas.cut(whole=False), now))
                 back.append((now + options.cut, events[-1]))

@@ -162,7 +162,7 @@ def test_replicas_that_are_killed_and_come_back(method, given, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import kills
 
-    common = "--replicas 3 --seconds 20 --every 4 --least 1 --most 3 --hidden 32"
+    common = "--replicas 3 --seconds 8 --every 3 --least 1 --most 2 --hidden 32"
     options = kills.parse([*common.split(), *given.split()])
     outcome = kills.run(method, options)
     assert outcome.events and not outcome.failed
