@@ -139,24 +139,31 @@ class Replicas:
         self._arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
         self.names = [f"r{number}" for number in range(options.replicas)]
         self.processes: dict[str, list[subprocess.Popen[bytes]]] = {}
-        self._starts, self._paths, self._joined = 0, dict[str, Path](), set[str]()
+        self._starts, self._joined = 0, set[str]()
+        self._outputs: dict[str, tuple[Path, int]] = {}  # a file of each, and what to skip of it
 
     def start(self, name: str) -> None:
         self._starts += 1
         node = self.names.index(name)
         pause = self._options.pause * (self._options.slow if node == 0 else 1)
         self.processes[name] = []
-        self._joined.discard(name)
         for shard in range(self._options.shards):
             path = self._folder / f"{name}-{self._starts}-{shard}"
             own = ["--address", self._cluster.address(node), "--pause", str(pause), "--shard", str(shard)]
             own += ["--meet", str(self._folder / f"{name}-{self._starts}.port")] if self._options.shards > 1 else []
-            self._paths[name] = path.with_suffix(".jsonl")
+            self._outputs[name] = path.with_suffix(".jsonl"), 0
             environment = {**_environment(self._cluster, node), "TORCHFT_LIGHTHOUSE": self._lighthouse}
             with path.with_suffix(".jsonl").open("wb") as out, path.with_suffix(".err").open("wb") as err:
                 command = [sys.executable, str(REPLICA), name, *self._arguments, *own]
                 process = self._cluster.popen(node, command, stdout=out, stderr=err, env=environment)
             self.processes[name].append(process)
+        self._joined.discard(name)
+
+    def is_back(self, name: str) -> None:
+        """Note that ``name`` may go on."""
+        path, _ = self._outputs[name]
+        self._outputs[name] = path, path.stat().st_size
+        self._joined.discard(name)
 
     def signal(self, name: str, number: int) -> None:
         for process in self.processes[name]:
@@ -175,9 +182,10 @@ class Replicas:
             process.wait()
 
     def have_joined(self, names: Sequence[str]) -> int:
-        """Count those of ``names`` that have counted a step since they were started."""
+        """Count those of ``names`` that have counted a step since they were started or may go on."""
         for name in set(names) & set(self.processes) - self._joined:
-            if '"counted": true' in self._paths[name].read_text():
+            path, known = self._outputs[name]
+            if b'"counted": true' in path.read_bytes()[known:]:
                 self._joined.add(name)
         return len(self._joined & set(names))
 
@@ -268,6 +276,8 @@ def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[
                 replicas.signal(event.names[0], signal.SIGCONT)
             else:
                 replicas.cut(whole=True)
+            for name in event.names if event.kind != "killed" else ():
+                replicas.is_back(name)
         away = {name for _, event in back for name in event.names}
         present = sorted(set(replicas.names) - away)
         if end > now >= next_event and replicas.have_joined(present) > max(1, options.min_replicas):
