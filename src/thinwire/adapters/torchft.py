@@ -152,7 +152,14 @@ class ManagerMembers:
         """
         manager, membership, error = self._manager, self._membership, None
         counts = manager.state_dict()
-        manager.start_quorum()
+        try:
+            manager.start_quorum()
+        except (TimeoutError, RuntimeError) as failure:
+            words = (str(failure).splitlines() or [type(failure).__name__])[0]
+            raise ThinwireError(
+                f"this replica has no quorum ({words}): is the lighthouse up, can it be reached from here, and are "
+                "there min_replicas?"
+            ) from failure
         try:
             if (failure := manager.errored()) is not None:
                 raise LostRank(membership.rank, [], "quorum", 0.0, str(failure).splitlines()[0])
