@@ -25,7 +25,7 @@ import torch
 import torch.distributed.fsdp
 
 import thinwire.cli.program
-import thinwire.train.cli
+import thinwire.cli.train
 import thinwire.train.loop
 from thinwire.base.processes import die_with_parent, free_port
 from thinwire.lab.cluster import Cluster

@@ -146,6 +146,7 @@ def test_a_run_of_one_replica(manager):
         same = all(map(torch.equal, before, model.parameters()))
         assert same is not counts
     assert (wire.step, wire.skipped, manager.step) == (3, 1, 2)
+    assert wire.stats()["exposed_ms"] > 0  # the exchange begins when the backward pass is over
     assert set(manager.functions) == {"thinwire"}
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from thinwire import methods
 from thinwire.core.bucket import Piece
 from thinwire.core.method import Method
-from thinwire.core.road import Stage, Worker, _Compositions
+from thinwire.core.road import Stage, _Compositions
 from thinwire.core.state import State, dump_state
+from thinwire.core.worker import Worker
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads

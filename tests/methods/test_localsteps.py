@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,13 +20,16 @@ import thinwire
 from breadth import dealt
 from engines import build, same_on_all_ranks, train
 from models import flat
-from papers.local_steps import LS1, AdamW, DiLoCo
+from papers.local_steps import LS1, AdamW, DiLoCo, StreamingDiLoCo
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
-from thinwire.core.method import Step
+from thinwire.core.method import Parameter, Step
 from thinwire.methods import LocalSteps, resolve
+from thinwire.methods.parts.fragments import Timetable, split
 from thinwire.methods.parts.own_adam import MeanMomentView
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank
 from threaded import entries, reduce_on_threads
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
@@ -86,6 +91,48 @@ def test_diloco_against_its_equations(every, lr, mu):
             paper.round()
         for n in range(size):
             assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 2e-6
+
+
+STREAMS = [
+    (1, 4, 2, 0.5, 0.9), (1, 3, 3, 0.5, 0.0), (2, 4, 1, 0.5, 0.9), (2, 4, 2, 0.0, 0.5), (2, 6, 3, 0.25, 0.9),
+    (2, 5, 2, 0.5, 0.9), (2, 2, 1, 0.5, 0.5),
+]  # fmt: skip
+"""Fragments, steps of a round, delay, mix, outer momentum."""
+
+
+def streaming(fragments: int, every: int, delay: int, mix: float, mu: float, size: int, **more: Any) -> StreamingDiLoCo:
+    lists = [[0, 1]] if fragments == 1 else [[0], [1]]
+    offsets = [(number + 1) * every // fragments for number in range(fragments)]
+    return StreamingDiLoCo(zeros64(), size, adamw64, 0.7, mu, lists, offsets, every, delay, mix, **more)
+
+
+@pytest.mark.parametrize(("fragments", "every", "delay", "mix", "mu"), STREAMS)
+def test_streaming_diloco_against_its_equations(fragments, every, delay, mix, mu):
+    """On threads a message arrives at once, and is taken up after the delay all the same."""
+    size, steps = 3, 13
+    make = partial(LocalSteps, every=every, outer_momentum=mu, fragments=fragments, delay=delay, mix=mix)
+    results = play(make, size, steps, optimizer=adamw)
+    paper = streaming(fragments, every, delay, mix, mu, size)
+    for step in range(steps):
+        for n, gradient in enumerate(given_by_tensor(results, step)):
+            paper.inner_step(n, gradient, 1e-2)
+        paper.clock(last=step == steps - 1)
+        for n in range(size):
+            assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 2e-6
+
+
+def test_fragments_without_a_delay_against_their_equations():
+    make = partial(LocalSteps, every=4, fragments=2)
+    results, paper = play(make, 3, 10, optimizer=adamw), streaming(2, 4, 0, 0.0, 0.9, 3)
+    for step in range(10):
+        for n, gradient in enumerate(given_by_tensor(results, step)):
+            paper.inner_step(n, gradient, 1e-2)
+        paper.clock(last=step == 9)
+        for n in range(3):
+            assert np.abs(weights_of(results[n][step]) - np.concatenate(paper.local[n])).max() < 2e-6
+        for name, due in (("a", (step + 1) % 4 == 2), ("b", (step + 1) % 4 == 0)):  # equal as its round ends
+            equal = all(torch.equal(rank[step]["weights"][name], results[0][step]["weights"][name]) for rank in results)
+            assert equal == (due or step == 9)
 
 
 def ls1_agrees(results, size: int, every: int, start: int, steps: int, compress) -> None:
@@ -214,6 +261,16 @@ def test_every_outer_method_runs(outer):
     assert ends[0] @ common < -0.01 * np.linalg.norm(ends[0]) * np.linalg.norm(common)
 
 
+@pytest.mark.parametrize("outer", outers())
+def test_every_outer_method_runs_beside_the_steps(outer):
+    """Each fragment's method is a run of its own: its masks, matrices and counts do not meet the others'."""
+    results = play(lambda: LocalSteps(every=2, outer=outer, fragments=2, delay=1, **PLAIN), 3, 8)
+    ends = [weights_of(rank[7]) for rank in results]
+    assert all(np.array_equal(ends[0], end) for end in ends) and np.isfinite(ends[0]).all()
+    common = torch.randn(len(ends[0]), generator=torch.Generator().manual_seed(8)).double().numpy()
+    assert ends[0] @ common < -0.01 * np.linalg.norm(ends[0]) * np.linalg.norm(common)
+
+
 @pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
 @pytest.mark.parametrize(
     "outer", [TOPK, "int8(smallest=0, feedback='gradients')", "powersgd(feedback='gradient', smallest=0, rank=1)"]
@@ -240,6 +297,65 @@ def test_a_run_whose_length_is_known_ends_with_a_round():
     assert equal == [False, False, True, False, False, True, False, True]
 
 
+@pytest.mark.parametrize("outer", [TOPK, "int8(smallest=0, feedback='gradients')"])
+@pytest.mark.parametrize(("fragments", "delay"), [(2, 0), (2, 2), (1, 4)])
+def test_each_round_of_a_fragment_conserves(outer, fragments, delay):
+    """N times how far W goes + what waits after = how far the ranks are from W + what waited before: each round."""
+    size, steps = 3, 12
+    make = partial(LocalSteps, every=4, outer=outer, fragments=fragments, delay=delay, **PLAIN)
+    results = play(make, size, steps, optimizer=sgd)
+    rounds = 0
+    for name in SHAPES:
+        waits, common, at = f"residual/{name}", f"=anchor/{name}", slice(0, math.prod(SHAPES[name]))
+        for step in range(1, steps - 1):  # the last one ends with a round of all, after what arrives
+            old, new = results[0][step - 1][common], results[0][step][common]
+            if torch.equal(old, new):
+                continue
+            rounds += 1
+            # What arrives in this step has been mixed in before its round leaves.
+            own = [rank[step]["weights"][name] if delay else stepped(rank, step, name) for rank in results]
+            before, after = (
+                sum(rank[number].get(waits, torch.zeros(1, len(old.flatten()))).double().reshape(-1)[at]
+                    for rank in results) for number in (step - 1, step)
+            )  # fmt: skip
+            moved = sum(old.double().flatten() - weight.double() for weight in own)
+            assert (moved + before - after - size * (old - new).double().flatten()).abs().max() < 1e-5
+            assert after.abs().max() > 1e-5
+    assert rounds >= 4
+
+
+def stepped(rank: list[dict[str, Any]], step: int, name: str) -> Tensor:
+    """Its weight after SGD's step, before anything of the others arrived."""
+    begin = 0 if name == "a" else math.prod(SHAPES["a"])
+    gradient = rank[step]["mean"][begin : begin + math.prod(SHAPES[name])]
+    return rank[step - 1]["weights"][name].flatten() - 0.1 * gradient
+
+
+def test_layers_are_dealt_out_in_turn():
+    """By layer, strided where layers are of one size; what lies outside of layers, to the smallest."""
+    names = ["tokens.weight", *(f"layers.{n}.{of}.weight" for n in range(6) for of in ("up", "down")), "head.weight"]
+    parameters = {name: Parameter(name, (8, 8), 64, "matrix", torch.float32, 64) for name in names}
+    tokens, *_ = parts = split(parameters, 3)
+    assert tokens == ["tokens.weight", *names[5:7], *names[11:13]] and sorted(itertools.chain(*parts)) == sorted(names)
+    assert parts[1][:2] == names[1:3] and parts[2][:2] == names[3:5]
+    with pytest.raises(ThinwireError, match="fragments=3 of a model with 2 layers"):
+        play(lambda: LocalSteps(fragments=3), 2)
+
+
+@pytest.mark.parametrize("every", range(1, 8))
+def test_a_timetable_has_one_round_at_a_time(every):
+    for fragments in range(1, every + 1):
+        for delay in range(every // fragments + 1):
+            table = Timetable(every, fragments, delay)
+            due = [table.due(step) for step in range(1, 2 * every + 1)]
+            assert all(len(numbers) < 2 for numbers in due) and sum(map(len, due)) == 2 * fragments
+            sends = [step for step, numbers in enumerate(due, 1) if numbers]
+            assert all(later - earlier >= delay for earlier, later in itertools.pairwise(sends))
+            cycle = table.cycle({0: 0.5, 1: 0.5})
+            assert sum(cycle.values()) == pytest.approx(1)
+            assert all(step >= 0 for step in cycle)
+
+
 # What is refused.
 
 
@@ -249,6 +365,9 @@ def test_a_run_whose_length_is_known_ends_with_a_round():
     ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "Adam's place"), ({"outer": "nothing"}, "there"),
     ({"dense": "*bias"}, "outer method"), ({"start_with": "int8"}, "start=0"),
     ({"start": 2, "start_with": "radius"}, "all alike"),
+    ({"fragments": 0}, "fragments"), ({"fragments": 21}, "every=20"), ({"delay": -1}, "delay"),
+    ({"fragments": 4, "delay": 6}, "every / fragments, 5"), ({"mix": 0.3}, "delay=0"),
+    ({"delay": 1, "mix": 1.0}, "mix"),
     ({"start": 2, "start_with": "topk"}, "write topk"), ({"start": 2, "start_with": "none"}, "averages"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(knobs, word):
@@ -395,13 +514,108 @@ def test_a_round_with_weights_that_are_not_finite_does_not_count():
     assert ranks.run(_ruined, 2) == [(True, True, 1.0, True)] * 2
 
 
-def _resumed(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int] | None) -> bool:
+STREAM = {"every": 4, "fragments": 2, "delay": 2, "start": 1}
+
+
+def _beside(rank: int, world: int, kind: str, outer: str, poison: tuple[int, int] | None) -> dict[str, Any]:
+    """A run whose rounds travel on a thread, and one whose rounds are over before they are due."""
+    found: dict[str, Any] = {"planned": 0.0}
+    for way in ("beside", "at once"):
+        model = build(kind, world)
+        optimizer = adam(model)
+        wire = thinwire.compress(model, optimizer, method_of(outer=outer, **STREAM), steps=14)
+        if way == "at once":
+            comm = wire.method.run.exchange.comm
+            comm.twin = lambda comm=comm: comm
+        train(model, optimizer, rank, range(14), wire, poison=poison)
+        found[way] = torch.cat([getattr(p, "_local_tensor", p).detach().flatten() for p in model.parameters()]).numpy()
+        found[f"{way}, sent"] = sum(wire.ledger.total.bytes.values()) - wire.ledger.total.weight_bytes
+        found[f"{way}, skipped"], found["equal"] = wire.skipped, _equal(model, kind)
+        wire.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_what_travels_beside_brings_the_bits_of_what_all_wait_for(kind, world):
+    """Also where a rank skips a step while its fragment is under way. As the run ends all hold the same weights."""
+    cases = dealt([(kind, TOPK, (4, 1)), (kind, "int8(smallest=0)", None)], kind, ("ddp", "hsdp"))
+    found = ranks.run(several, world, _beside, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1")
+    for rank, of_rank in enumerate(found):
+        for (_, _, poison), case in zip(cases, of_rank, strict=True):
+            assert np.array_equal(case["beside"], case["at once"]) and np.isfinite(case["beside"]).all()
+            assert case["beside, sent"] == case["at once, sent"] > 0 and case["equal"]
+            spoilt = poison is not None and (rank == 1 or (kind == "hsdp" and rank == 0))
+            assert case["beside, skipped"] == case["at once, skipped"] == int(spoilt)
+
+
+def _late(rank: int, world: int) -> tuple[list[float], float]:
+    """Rank 1 comes to the round only when rank 0 has told it that it has gone on, two steps beyond the round."""
+    store = dist.distributed_c10d._get_default_store()
+    model = build("ddp", world)
+    optimizer = adam(model)
+    wire = thinwire.compress(model, optimizer, method_of(every=4, fragments=1, delay=3, start=1, outer="dense"))
+    arrived = []
+    for step in range(9):
+        if step == 4 and rank == 1:  # whose end begins the round
+            store.wait(["gone on"], timedelta(seconds=60))
+        train(model, optimizer, rank, [step], wire)
+        if step == 6 and rank == 0:
+            store.set("gone on", "")
+        arrived.append(float(entries(wire.state_dict())["=merge at/"]) if step > 6 else -1.0)
+    equal = same_on_all_ranks(model)
+    wire.close()
+    return arrived[7:], float(equal)
+
+
+def test_a_rank_computes_on_while_its_round_is_under_way():
+    """It would wait for ever, did it wait at the end of the round."""
+    assert ranks.run(_late, 2) == [([0.0, 11.0], 0.0)] * 2
+
+
+def _lost_beside(rank: int, world: int) -> tuple[bool, float, bool]:
+    """Weights that are not finite on rank 1 as its fragment leaves."""
+    model = build("ddp", world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = iter(range(100))
+
+    def ruin(*unused: Any) -> None:
+        if next(steps) == 3 and rank == 1:
+            for weight in model.parameters():
+                weight.data.fill_(torch.inf)
+
+    optimizer.register_step_post_hook(ruin)
+    wire = thinwire.compress(model, optimizer, LocalSteps(every=4, delay=2, outer=TOPK, outer_momentum=0.5), steps=16)
+    train(model, optimizer, rank, range(3), wire)
+    kinds = ("=anchor", "=outer momentum", "residual")
+    before = {key: value for key, value in entries(wire.state_dict()).items() if key.startswith(kinds)}
+    train(model, optimizer, rank, range(3, 6), wire)
+    after = entries(wire.state_dict())
+    kept = all(torch.equal(value, after[key]) for key, value in before.items())
+    lost = wire.method.facts()["rounds that did not count"]
+    train(model, optimizer, rank, range(6, 16), wire)
+    return kept, lost, same_on_all_ranks(model) and bool(flat(model).isfinite().all())
+
+
+def test_a_round_beside_that_does_not_count_leaves_no_trace():
+    assert ranks.run(_lost_beside, 2) == [(True, 1.0, True)] * 2
+
+
+def test_where_replicas_come_and_go_nothing_travels_beside():
+    comm = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), SHAPES)
+    comm.hops[0].comm.elastic = True
+    with pytest.raises(ThinwireError, match="replicas come and go"):
+        VirtualRank(LocalSteps(delay=1), comm, 8, optimizer=sgd)
+
+
+def _resumed(
+    rank: int, world: int, kind: str, stop: int, poison: tuple[int, int] | None, **knobs: Any
+) -> bool:  # fmt: skip
     """Does a run that is killed after ``stop`` steps and goes on hold the bits of one that is not?"""
 
     def make() -> tuple[Any, Any, Any]:
         model = build(kind, world)
         optimizer = adam(model)
-        method = method_of(second_moment="mean", every=4, start=3, start_with="loco(beta=0,reset=0)")
+        method = method_of(second_moment="mean", every=4, start=3, start_with="loco(beta=0,reset=0)", **knobs)
         wire = thinwire.compress(model, optimizer, method, steps=14)
         return model, optimizer, wire
 
@@ -434,6 +648,44 @@ def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
     cases = dealt([(kind, 1, None), (kind, 7, (4, 1)), (kind, 9, None)], kind, ("ddp", "hsdp"))
     for found in ranks.run(several, world, _resumed, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
         assert found == [True] * len(cases)
+
+
+def _resumed_beside(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int] | None) -> bool:
+    return _resumed(rank, world, kind, stop, poison, fragments=2, delay=2, outer_momentum=0.5)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_killed_while_a_fragment_is_under_way_and_resumed_bit_for_bit(kind, world):
+    """As it has left; in the middle of the delay, in which one rank has skipped a step; as it has been mixed in."""
+    cases = dealt([(kind, 5, None), (kind, 6, (5, 1)), (kind, 7, None)], kind, ("ddp", "hsdp"))
+    for found in ranks.run(several, world, _resumed_beside, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
+        assert found == [True] * len(cases)
+
+
+def _resized(rank: int, world: int, states: list[dict[str, Any]] | None) -> Any:
+    """Four ranks save while a fragment is under way; two go on."""
+    model = build("ddp", world)
+    optimizer = adam(model)
+    wire = thinwire.compress(model, optimizer, method_of(outer=TOPK, **STREAM), steps=14)
+    if states is None:
+        train(model, optimizer, rank, range(7), wire)
+        saved = {key: value.clone().numpy() for key, value in wire.state_dict().items()}
+        wire.close()
+        return saved, flat(model).numpy()
+    merged = {key: torch.from_numpy(value) for state in states for key, value in state.items()}
+    wire.load_state_dict(merged, resize="redistribute")
+    resumed = flat(model).numpy()
+    train(model, optimizer, rank, range(7, 14), wire)
+    equal = same_on_all_ranks(model) and bool(flat(model).isfinite().all())
+    wire.close()
+    return resumed, equal
+
+
+def test_on_another_number_of_ranks_each_goes_on_from_the_mean_of_their_weights():
+    saved = ranks.run(_resized, 4, None)
+    mean = np.mean([weights.astype(np.float64) for _, weights in saved], axis=0)
+    for resumed, equal in ranks.run(_resized, 2, [state for state, _ in saved]):
+        assert np.abs(resumed - mean).max() < 1e-6 and equal
 
 
 def _refused(rank: int, world: int) -> list[str]:

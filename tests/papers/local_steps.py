@@ -1,4 +1,5 @@
-"""Local steps: DiLoCo (arXiv 2311.08105, Alg. 1) and LS1 (QUALITY.md, section 5).
+"""Local steps: DiLoCo (arXiv 2311.08105, Alg. 1), Streaming DiLoCo (arXiv 2501.18512, Alg. 2) and LS1 (QUALITY.md,
+section 5).
 
 A gradient or weight argument is a list over tensors (of any shape); `gradients` is a list over workers of such lists.
 """
@@ -125,6 +126,56 @@ class DiLoCo(LocalSteps):
         for i in range(len(self.weights)):
             means.append(mean_of(self.compress(i, self.rounds, [drift[i] for drift in drifts])))  # l. 12
         return self.outer(means)  # l. 14
+
+
+class StreamingDiLoCo(LocalSteps):
+    """Streaming DiLoCo, Alg. 2, on the workers' own clock t = 1, 2, ..., with fragments p of the tensors.
+
+    For each t, after the inner step of every worker m:
+      t - t_p - tau mod H = 0:   theta_p <- OuterOpt(theta_p, Delta_p of t - tau);   theta_m,p <- alpha theta_m,p +
+                                 (1 - alpha) theta_p
+      t - t_p mod H = 0:         Delta_m,p = theta_p - theta_m,p;   Delta_p = mean_m Delta_m,p leaves
+    theta_p is what the last outer step of fragment p made (the paper writes theta^(t - H), the workers' start). Where
+    both come at one t, what arrives is taken up first.
+
+    fragments: lists of the tensors' numbers. offsets: t_p of each, 1 to H.
+    """
+
+    def __init__(
+        self, weights: Sequence[Any], workers: int, inner: Callable[[], SGD | AdamW], outer_lr: float, momentum: float,
+        fragments: Sequence[Sequence[int]], offsets: Sequence[int], every: int, delay: int, mix: float,
+        compress: Compressor = dense,
+    ) -> None:  # fmt: skip
+        super().__init__(weights, workers, inner, outer_lr, momentum)
+        self.fragments, self.offsets, self.every, self.delay, self.mix = fragments, offsets, every, delay, mix
+        self.compress, self.t = compress, 0
+        self.under_way: dict[int, dict[int, Array]] = {}
+
+    def clock(self, last: bool = False) -> None:
+        """All workers have taken their inner step t. ``last``, ours and not the paper's: all rounds end with it."""
+        self.t += 1
+        for p, offset in enumerate(self.offsets):
+            if p in self.under_way and (last or (self.t - offset - self.delay) % self.every == 0):
+                self.arrive(p, self.mix)
+        for p, offset in enumerate(self.offsets):
+            if last or (self.t - offset) % self.every == 0:
+                self.leave(p)
+                if last or self.delay == 0:
+                    self.arrive(p, 0.0)
+
+    def leave(self, p: int) -> None:
+        self.rounds += 1
+        self.under_way[p] = {}
+        for i in self.fragments[p]:
+            deltas = [self.weights[i] - local[i] for local in self.local]
+            self.under_way[p][i] = mean_of(self.compress(i, self.rounds, deltas))
+
+    def arrive(self, p: int, mix: float) -> None:
+        for i, d in self.under_way.pop(p).items():
+            self.u[i] = self.momentum * self.u[i] + d
+            self.weights[i] = self.weights[i] - self.outer_lr * (d + self.momentum * self.u[i])
+            for local in self.local:
+                local[i] = mix * local[i] + (1 - mix) * self.weights[i]
 
 
 class LS1:

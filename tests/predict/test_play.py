@@ -261,3 +261,16 @@ def test_permuted_layers_change_overlap_alone():
         assert getattr(ours, name) == getattr(other, name)
     assert ours.split["computing"] == other.split["computing"]
     assert ours.busy == pytest.approx(other.busy)
+
+
+def test_what_travels_beside_is_waited_for_as_it_is_needed():
+    """A step computes for 6; a message of 10 that has two steps waits 0, one of 15 waits 3, on CPU and GPU."""
+    for nbytes, whole in ((10, 6), (15, 9)):
+        beside = replace(step(), beside=Stretch((), (ring(nbytes),)), delay=2)
+        assert seconds(beside) == whole
+        exposed = play(timeline(beside), model(1, 1), free(), sequences=1).split["exposed communication"]
+        assert exposed == whole - 6
+    stops = replace(step(), update=Stretch((), (ring(15),)))
+    assert seconds(stops) == 21
+    encoded = replace(step(), beside=Stretch((), (Pass("encode", 2), ring(10))), delay=2)
+    assert seconds(encoded) == 6 and seconds(encoded, cluster=free(codec_on_core=True)) == 8

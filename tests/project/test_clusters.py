@@ -71,6 +71,27 @@ def test_the_jobset_has_what_its_schema_requires_and_reaches_its_first_pod():
     assert f"--master-port {container['ports'][0]['containerPort']} " in container["command"][-1]
 
 
+def test_the_elastic_jobset_has_what_its_schema_requires_and_its_replicas_reach_the_lighthouse():
+    """Its success is that of the replicas alone, for the lighthouse does not end."""
+    whole = manifest("elastic_jobset")
+    assert (whole["apiVersion"], whole["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    required(whole["metadata"], name=str)
+    jobs = {job["name"]: job for job in whole["spec"]["replicatedJobs"]}
+    for job in jobs.values():
+        required(job, name=str, template=dict, replicas=int)
+        required(job["template"]["spec"], template=dict, parallelism=int, completions=int, backoffLimit=int)
+        assert job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"]
+    policy = whole["spec"]["successPolicy"]
+    assert policy == {"operator": "All", "targetReplicatedJobs": ["replicas"]} and set(jobs) == {
+        "lighthouse",
+        "replicas",
+    }
+    lighthouse, replica = (check_pod(jobs[name]["template"]["spec"]["template"]) for name in ("lighthouse", "replicas"))
+    port, name = lighthouse["ports"][0]["containerPort"], whole["metadata"]["name"]
+    assert replica["env"] == [{"name": "TORCHFT_LIGHTHOUSE", "value": f"http://{name}-lighthouse-0-0.{name}:{port}"}]
+    assert f"--bind 0.0.0.0:{port} " in lighthouse["command"][-1]
+
+
 def test_the_trainjob_has_what_its_schema_requires():
     """trainer.kubeflow.org/v1alpha1: a runtimeRef by name; a Trainer whose fields are all optional, and no others."""
     whole = manifest("trainjob")
@@ -146,6 +167,64 @@ def test_the_command_of_a_manifest_trains_on_two_nodes(name, tmp_path):
         printed = [node.communicate(timeout=240 * PATIENCE)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
     assert LAST.search(printed[0]), printed[0]
+
+
+TORCHFT = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
+
+
+def programs(folder: Path, **more: str) -> dict[str, str]:
+    """An environment with ``thinwire``, torchft's lighthouse and shell scripts named in ``more``."""
+    python = shlex.quote(sys.executable)
+    scripts = {
+        "thinwire": f'exec {python} -m thinwire "$@"',
+        "torchft_lighthouse": f'exec {Path(sys.executable).with_name("torchft_lighthouse")} "$@"',
+        **more,
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
+@TORCHFT
+def test_the_commands_of_the_elastic_jobset_are_one_run(tmp_path):
+    jobs = manifest("elastic_jobset")["spec"]["replicatedJobs"]
+    serve, train = (job["template"]["spec"]["template"]["spec"]["containers"][0]["command"][-1] for job in jobs)
+    port, environment = free_port(), programs(tmp_path)
+    serve = serve.replace("0.0.0.0:29510", f"127.0.0.1:{port}")
+    train = train.replace("--steps 40", "--steps 3").replace("/runs/", f"{tmp_path}/")
+    started_here = []
+    with ended(started_here):
+        for number, command in enumerate([serve, train, train]):
+            given = {"JOB_COMPLETION_INDEX": str(number), "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+            started_here.append(subprocess.Popen(
+                ["bash", "-c", command], env=environment | given, cwd=tmp_path, start_new_session=True, text=True,
+                stdout=subprocess.PIPE if number else subprocess.DEVNULL, stderr=subprocess.STDOUT,
+            ))  # fmt: skip
+        printed = [process.communicate(timeout=240 * PATIENCE)[0] for process in started_here[1:]]
+    assert [process.returncode for process in started_here[1:]] == [0, 0], "\n".join(printed)
+    assert any(map(LAST.search, printed)), printed
+    assert sorted(log.stem for log in (tmp_path / "elastic/replicas").iterdir()) == ["replica-1", "replica-2"]
+
+
+@TORCHFT
+def test_the_elastic_script_of_slurm_trains_on_all_its_nodes_and_ends_its_lighthouse(tmp_path):
+    """With a stand-in for srun, which starts the command once for each of two nodes."""
+    srun = """while [ "${1#--}" != "$1" ]; do shift; done
+    for node in 0 1; do REPLICA_GROUP_ID=node-$node "$@" & done; wait -n && wait"""
+    environment = programs(tmp_path, srun=srun, hostname="echo 127.0.0.1")
+    command = ["bash", str(CLUSTERS / "elastic_slurm.sh"), "--method=int8", "--preset=tiny", "--steps=3"]
+    job = subprocess.Popen(
+        command, env=environment | {"SLURM_JOB_ID": str(free_port())}, cwd=tmp_path, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    with ended([job]):
+        printed = job.communicate(timeout=240 * PATIENCE)[0]  # which waits for the lighthouse, too: it holds the pipe
+    assert job.returncode == 0, printed
+    assert LAST.search(printed), printed
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")

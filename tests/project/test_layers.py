@@ -56,8 +56,8 @@ def test_every_package_has_a_room_and_the_table_has_their_order():
 
 
 def test_the_rooms_of_the_trainer_have_an_order():
-    """Each imports from those before it alone; ``loop`` and ``cli`` stand at the top."""
-    order = ["model", "data", "config", "job", "checkpoint", "loop", "cli"]
+    """Each imports from those before it alone; what trains, and what starts who trains, stand at the top."""
+    order = ["model", "data", "config", "job", "checkpoint", "loop", "replica", "cli", "supervisor"]
     modules = {name: path for name, path in MODULES.items() if name.startswith("thinwire.train.")}
     assert {name.split(".")[2] for name in modules} == {*order}
     for name, path in modules.items():

@@ -46,6 +46,8 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("local-steps", {"outer": "int8(smallest=0)"}), ("local-steps", {"outer": "loco(smallest=0, group=32, reset=2)"}),
     ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
     ("local-steps", {"outer": "int8(smallest=0, feedback='gradients')", "every": 1, "second_moment": "mean"}),
+    ("local-steps", {"fragments": 2}), ("local-steps", {"delay": 2}),
+    ("local-steps", {"fragments": 2, "delay": 1, "mix": 0.25, "outer": "topk(feedback='gradient', smallest=0)"}),
     ("topk", {"feedback": "updates(delivered_share=1.0)"}),
     ("powersgd", {"feedback": "updates(delivered_share=0.5, beta1=0.5)"}),
     ("radius", {"feedback": "updates(delivered_share=0.5)"}),
@@ -223,8 +225,26 @@ class Drifts(LocalSteps):
 
 
 class MovesTooFar(LocalSteps):
-    def _outer_step(self, mean, number):
-        super()._outer_step(mean.mul_(1.01), number)
+    def _conclude(self, fragment, averaged, agree):
+        return super()._conclude(fragment, averaged._replace(mean=averaged.mean.mul_(1.01)), agree)
+
+
+class LooksAside(LocalSteps):
+    """A rank's own step between rounds is not its own, where all ranks never hold the same."""
+
+    def after_step(self, step):
+        super().after_step(step)
+        if step.number == 2:
+            self.run.exchange.all_mean(step.weights["a.weight"].data)
+
+
+class OwnCommonWeights(LocalSteps):
+    """What all should share is another one's by a bit."""
+
+    def after_step(self, step):
+        super().after_step(step)
+        if self.run.exchange.rank == 1 and step.number == 2:
+            self.state.get("anchor", "a.weight").mul_(1 + 2.0**-23)
 
 
 class ClaimsToBeExact(Careful):
@@ -280,11 +300,16 @@ FAULTS = {
 }  # fmt: skip
 
 
+BESIDE = {"fragments": 2, "delay": 1}
+
+
 @pytest.mark.parametrize(
-    ("cls", "law"), [(Wanders, {"ranks", "bytes"}), (Drifts, {"ranks"}), (MovesTooFar, {"promise"})]
-)
-def test_a_fault_of_local_steps_is_noticed(cls, law):
-    assert {law for law, _ in broken_laws(partial(small, cls), Setup("all_reduce", 3))} >= law
+    ("cls", "knobs", "law"),
+    [(Wanders, {}, {"ranks", "bytes"}), (Drifts, {}, {"ranks"}), (MovesTooFar, {}, {"promise"}),
+     (MovesTooFar, BESIDE, {"promise"}), (LooksAside, BESIDE, {"ranks"}), (OwnCommonWeights, BESIDE, {"ranks"})],
+)  # fmt: skip
+def test_a_fault_of_local_steps_is_noticed(cls, knobs, law):
+    assert {law for law, _ in broken_laws(partial(small, cls, **knobs), Setup("all_reduce", 3))} >= law
 
 
 @pytest.mark.parametrize(

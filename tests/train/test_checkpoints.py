@@ -669,7 +669,7 @@ INDIFFERENT = {
     "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
     "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
     "max_skipped", "check_every", "timeout", "file_timeout", "track", "track_project", "data", "lora_alpha",
-    "lora_targets",
+    "lora_targets", "replicas", "min_replicas",
 }  # fmt: skip
 """What shows in something else that is compared (the model's shape, hashes of the text, the mesh), or nowhere."""
 

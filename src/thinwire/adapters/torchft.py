@@ -27,6 +27,9 @@ from thinwire.network.comm import Comm, GroupComm, ManagedComm, Membership
 from thinwire.network.ledger import Ledger
 from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
+NAME = 64
+"""Bytes of a replica's name."""
+
 
 def compress(
     model: nn.Module,
@@ -135,12 +138,14 @@ class ManagerMembers:
     """The replicas of a torchft manager. A step is *attempted*, and counts or leaves no trace.
 
     The ranks of a replica (``inside``: their groups) decide alike. Each exchanges with the same rank of the others.
+    A replica is named by its manager's ``replica_id``, if it has one, and by its process: "west-0:3fa9...".
     """
 
     def __init__(self, manager: Any, inside: Sequence[Comm] = ()) -> None:
         self._manager, self._inside = manager, inside
         self._place = f"{manager._group_rank} of {manager._group_world_size}"
-        self._name = f"{uuid.uuid4().hex} {self._place:24}"  # as long on all
+        name = f"{getattr(manager, '_replica_id', None) or ''}:{uuid.uuid4().hex}".replace(" ", "_")
+        self._name = f"{name[-NAME:]:>{NAME}} {self._place:24}"  # as long on all
         self._membership = Membership(0, (0,), -1)
         self._take: Callable[[Any], None]
         self._received: Any = None  # of a peer, not taken yet
@@ -184,10 +189,10 @@ class ManagerMembers:
         membership = Membership(heard, tuple(range(size)), manager._quorum_id, (), present - size, spare)
         comm = ManagedComm(manager._pg, Ledger(), manager._timeout)
         comm.take(membership)
-        name = torch.frombuffer(bytearray(self._name.encode()), dtype=torch.uint8)
+        name = torch.frombuffer(bytearray(self._name.encode("ascii", "replace")), dtype=torch.uint8)
         rows = torch.zeros(size, len(name), dtype=torch.uint8)
         comm.all_gather(rows, name)
-        pairs = [bytes(row.tolist()).decode().rstrip().split(" ", 1) for row in rows]
+        pairs = [bytes(row.tolist()).decode().strip().split(" ", 1) for row in rows]
         if unlike := sorted({place for _, place in pairs} - {self._place}):
             raise ThinwireError(
                 f"replicas must have as many ranks: this is rank {self._place}, and another replica's is {unlike[0]}"

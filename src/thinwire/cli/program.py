@@ -16,7 +16,8 @@ from thinwire.base.terminal import begin_line, ends_at_once, lost_readers, say, 
 from thinwire.base.version import __version__
 
 COMMANDS = {
-    "train": ("thinwire.train.cli:main", "train a language model on several ranks"),
+    "train": ("thinwire.cli.train:main", "train a language model on several ranks"),
+    "status": ("thinwire.train.job.status:main", "show who is there in a run of `train --elastic`, and what was lost"),
     "inspect": ("thinwire.train.checkpoint.inspect:main", "show and check a checkpoint, or compare two"),
     "compare": ("thinwire.cli.compare:compare_main", "train with several methods on a slow emulated link: a verdict"),
     "doctor": ("thinwire.cli.doctor:doctor_main", "measure a job: what bounds it, and which method would help"),

@@ -92,6 +92,9 @@ class Card:
         takes_dense: gradients of parameters that stay dense go to ``Method.reduce``, too. False: the engine sums them.
         alone_from: the first optimizer step in which each rank (HSDP: each node) goes its own way, or None. From then
             on no gradients travel, each rank decides alone whether its step counts, and numbers of steps may differ.
+        common: where ranks go their own ways and never all hold the same weights: the kind of state with the weights
+            that they share, from which each differs. "": they hold the same after each round.
+        delay: optimizer steps for which an exchange may travel while the rank computes on; it is needed after them.
         steady: the first optimizer step of the steady state, after start and warm-up.
         cycle: steps, counted from ``steady``, that represent the steady state -> each one's share in a plan's average.
         state_kinds: properties by kind of state. The first name or pattern that fits a kind counts.
@@ -115,6 +118,8 @@ class Card:
     same_arithmetic: bool = False
     takes_dense: bool = False
     alone_from: int | None = None
+    common: str = ""
+    delay: int = 0
     steady: int = 0
     cycle: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})
     state_kinds: Mapping[str, StateKind] = field(default_factory=lambda: dict(_SHARED_KINDS))

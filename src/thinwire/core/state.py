@@ -235,6 +235,23 @@ def next_exchange(state: State) -> None:
     state._small_staged.clear()
 
 
+def move_entries(source: State, target: State, names: Collection[str], without: tuple[str, ...] = ()) -> None:
+    """Move all that ``source`` holds of the parameters ``names`` to ``target``, and the memory that it lives in.
+
+    Their buckets hold no other parameters. ``without``: kinds that begin with one of these stay.
+    """
+    stores = ("_home", "_loose", "_small", "_small_staged", "_small_earlier")
+    homes = {(kind, home) for (kind, name), (home, _) in source._home.items() if name in names}
+    for store in stores:
+        values, moved = getattr(source, store), getattr(target, store)
+        for key in [key for key in values if key[1] in names and not key[0].startswith(without)]:
+            moved[key] = values.pop(key)
+    for store in ("_current", "_staged", "_earlier", "_spare"):
+        values, moved = getattr(source, store), getattr(target, store)
+        for key in [key for key in values if key in homes and not key[0].startswith(without)]:
+            moved[key] = values.pop(key)
+
+
 def dump_state(state: State) -> dict[str, Tensor]:
     """Copy this rank's committed values by "kind/parameter": (R, span) without padding, and those from ``put``."""
     for use, device in state._stages:

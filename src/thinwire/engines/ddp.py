@@ -21,8 +21,9 @@ from thinwire.core.engine import Divisible, Engine, Meet, Way, all_zero, split_b
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import describe
-from thinwire.core.road import Road, ScatterAndShare, Worker
+from thinwire.core.road import Road, ScatterAndShare
 from thinwire.core.step import ENDED, StepLoop
+from thinwire.core.worker import Worker
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 

@@ -25,8 +25,9 @@ from thinwire.core.engine import Divisible, Meet, Way, all_zero, split_by_node, 
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import clean_name, describe
-from thinwire.core.road import Regroup, Road, Worker
+from thinwire.core.road import Regroup, Road
 from thinwire.core.step import StepLoop
+from thinwire.core.worker import Worker
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
 from thinwire.engines.fsdp2_weights import ModuleAllGather
 from thinwire.network.comm import Comm, GroupComm

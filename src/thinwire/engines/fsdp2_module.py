@@ -21,9 +21,10 @@ from thinwire.core.bucket import Piece, Shard
 from thinwire.core.engine import Engine
 from thinwire.core.method import Method
 from thinwire.core.names import clean_name
-from thinwire.core.road import Road, Stage, Worker, shard_of
+from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.step import StepLoop
 from thinwire.core.weights import EarlySender, Replica
+from thinwire.core.worker import Worker
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 

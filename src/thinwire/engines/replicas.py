@@ -42,6 +42,7 @@ class Replicas(Engine):
         members: who takes part (``adapters.torchft.ManagerMembers``). attempts: the ``Turnover``, which the wire sets.
         inside: the groups of the ranks of this replica, which decide alike; none: it is one rank.
         failed: the error of the attempt under way, if it has failed. unsent: that of what was sent after the last vote.
+        uncounted: did the last step, if it was skipped, fail on the network (so that its batch is to be taken again)?
     """
 
     kind, rank = "ddp", 0
@@ -58,6 +59,7 @@ class Replicas(Engine):
         self.failed: FailedExchange | None = None
         self.unsent: FailedExchange | None = None
         self._weights = [weight for weight in self.model.parameters() if id(weight) in self.parameters]
+        self.uncounted = False
         self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
@@ -81,7 +83,21 @@ class Replicas(Engine):
         return self._exchanged != [id(weight.grad) for weight in self._weights]
 
     def end_step(self) -> None:
+        self.uncounted = self.void
         self._exchanged, self.failed, self.void, self._joins_round = [], None, False, False
+
+    def ask(self) -> bool:
+        """Ask who takes part in the next step, before its gradients are computed: for a loop that deals out its data by
+        them. Return whether the step can be taken; if not, ask again."""
+        with self._attempt():
+            if not self._alone or not self.attempts.met:
+                self._meet()
+        if not any_of(self.inside, self.failed is not None):
+            return True
+        self.members.vote(False)
+        self.attempts.agreed(False, ())
+        self.end_step()
+        return False
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -106,16 +122,17 @@ class Replicas(Engine):
             self._step_loop.enter(unseen)
         for dtype, weights, pieces in self._buffers:
             flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=weights[0].device)
-            places = [flat[of.offset :][: local(w).numel()] for w, of in zip(weights, pieces, strict=True)]
-            for weight, place in zip(weights, places, strict=True):
+            columns = [flat[piece.offset :][: local(w).numel()] for w, piece in zip(weights, pieces, strict=True)]
+            for weight, values in zip(weights, columns, strict=True):
                 if weight.grad is not None and not stale:
-                    place.copy_(local(weight.grad).reshape(-1))
-            with self._step_loop.exchanging("gradients", (piece.name for piece in pieces)):
-                self._road.last.reduce(flat, pieces, flat)
-            for weight, place in zip(weights, places, strict=True):
+                    values.copy_(local(weight.grad).reshape(-1))
+            names_of = (piece.name for piece in pieces)
+            with self._step_loop.exchanging("gradients", names_of), self.across.ledger.span("exposed"):
+                self._road.last.reduce(flat, pieces, flat)  # the backward pass is over: nothing is computed beside
+            for weight, values in zip(weights, columns, strict=True):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
-                local(weight.grad).copy_(place.view(local(weight.grad).shape))
+                local(weight.grad).copy_(values.view(local(weight.grad).shape))
         self._exchanged = [id(weight.grad) for weight in self._weights]
 
     def agree(

@@ -79,6 +79,21 @@ class Comm(ABC):
     reduce_scatter_is_all_reduce = False
     """True where the backend's reduce-scatter moves as many bytes as an all-reduce (gloo's does)."""
 
+    elastic = False
+    """Do ranks come and go?"""
+
+    def twin(self) -> Comm:
+        """Make another group of the same ranks, which another thread may use beside this one; itself: there is none."""
+        return self
+
+    def release(self) -> None:  # noqa: B027 (where there is nothing to give back)
+        """Give a group from ``twin`` back; the next call returns it again."""
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Wrap an exchange that travels while the rank computes on, where one thread plays both."""
+        yield
+
     def link(self, peer: int) -> str:
         """Name the link from this rank to ``peer``."""
         return "intra" if self.nodes[peer] == self.nodes[self.rank] else "inter"
@@ -262,7 +277,9 @@ class GroupComm(Comm):
 
     def twin(self) -> GroupComm:
         """Make another process group of the same ranks, which another thread may use beside this one."""
-        return self.subset(range(self.size))
+        double = self.subset(range(self.size))
+        double.checksums = self.checksums
+        return double
 
     def subset(self, chosen: Sequence[int]) -> GroupComm:
         """Make a process group, with this group's timeout, of the ``chosen`` ranks, this rank among them.
@@ -387,6 +404,8 @@ class ManagedComm(GroupComm):
     Any error of the group is a lost rank. ``timeout``: how long a rank waits for the others. Spares have the last ranks
     of the group: each hears what a rank that takes part receives, and adds nothing to a sum.
     """
+
+    elastic = True
 
     def __init__(self, group: Any, ledger: Ledger, timeout: timedelta) -> None:
         self.group, self.device, self.timeout = group, torch.device("cpu"), timeout

@@ -73,7 +73,7 @@ class Ledger:
         self.current = Account()
         self.last = Account()
         self.reset()
-        self._lock = threading.Lock()  # gradients may travel on one thread while weights do on another
+        self._lock = threading.Lock()  # an exchange may be under way on one thread while another ends the step
         self._thread_state = threading.local()
         self._under_way, self._since = 0, 0.0  # messages, and the time up to which they are counted
         self._unread: list[Account] = []  # closed steps with events that were not over yet
@@ -147,10 +147,11 @@ class Ledger:
             step.read_events()
         self._unread = [step for step in self._unread if step.events]
         self._under_way_now(0)
-        self.current.skipped = int(skipped)
-        self.last, self.current = self.current, Account()
-        self.steps.append(self.last)
-        self.total.add(self.last)
+        with self._lock:
+            self.current.skipped = int(skipped)
+            self.last, self.current = self.current, Account()
+            self.steps.append(self.last)
+            self.total.add(self.last)
 
     def reset(self) -> None:
         """Forget the closed steps (not the one under way)."""

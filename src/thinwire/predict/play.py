@@ -63,7 +63,8 @@ class Profile(Protocol):
 
 
 class Span(NamedTuple):
-    """A resource ("core", "gradients", "weights", "inside", "NIC") is busy from ``begin`` to ``end``, in seconds."""
+    """A resource is busy from ``begin`` to ``end``, in seconds: "core", "inside", "NIC", or a worker ("gradients",
+    "weights", "rounds")."""
 
     resource: str
     name: str
@@ -120,16 +121,19 @@ def play(
     costs = Costs(cluster)
     modules = [_Computing.on(costs, module, sequences) for module in profile.modules]
     optimizer = costs.kernel(Pass(OPTIMIZER, timeline.optimizer_bytes)) if timeline.optimizer_bytes else costs.zero
+    computing = micro_batches * sum((module.forward + module.backward for module in modules), costs.zero)
     total, exposed, busy, spans, offset = optimizer, costs.zero, defaultdict[str, float](float), list[Span](), 0.0
     for step in timeline.steps:
         clock, silent = (_play_step(step, modules, costs, micro_batches, network=network) for network in (True, False))
+        for played in (clock, silent):
+            played.wait(played.run("rounds", step.beside) - step.delay * (optimizer + computing))
         total, exposed = total + step.share * clock.core, exposed + step.share * (clock.core - silent.core)
         for name, seconds in clock.busy.items():
             busy[name] += step.share * seconds
         spans += [span._replace(begin=span.begin + offset, end=span.end + offset) for span in clock.spans]
         offset += float(clock.core[0])
-    computing = micro_batches * sum(float(module.forward[0] + module.backward[0]) for module in modules)
-    split = {"computing": computing, "exposed communication": float(exposed[0]), "optimizer": float(optimizer[0])}
+    shares = {"computing": computing, "exposed communication": exposed, "optimizer": optimizer}
+    split = {name: float(times[0]) for name, times in shares.items()}
     split["codec"] = max(float(total[0]) - sum(split.values()), 0.0)
     uses = {
         "network": max(busy["inside"], busy["NIC"]),

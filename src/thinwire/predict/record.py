@@ -7,7 +7,8 @@ The method's own code says what happens; nothing here knows any method. What the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ class Recorder(LaunchWatch):
         """Make a double of ``comm`` whose messages are recorded, once."""
         if comm not in self._doubles:
             double = self._doubles[comm] = _RecordingComm.like(comm, ledger)
-            double.report, double.group = self.sent, group_of(comm, self._per_node)
+            double.recorder, double.group = self, group_of(comm, self._per_node)
         return self._doubles[comm]
 
 
@@ -73,17 +74,23 @@ def group_of(comm: Comm, per_node: int) -> Group:
 class _RecordingComm(CountingComm):
     """A group that reports its messages."""
 
-    report: Callable[[Message], None]
+    recorder: Recorder
     group: Group
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.recorder.begin("beside")
+        yield
+        self.recorder.begin("update")
 
     def _count_ring(self, verb: str, nbytes: int) -> None:
         super()._count_ring(verb, nbytes)
         rounds = round(self.ring_bytes(verb, self.size))  # one for each share of a rank that a ring passes on
-        self.report(Message(verb, self.ring_bytes(verb, nbytes), self.group, rounds))
+        self.recorder.sent(Message(verb, self.ring_bytes(verb, nbytes), self.group, rounds))
 
     def _count_peers(self, kind: str, nbytes: float) -> None:
         super()._count_peers(kind, nbytes)
-        self.report(Message(kind, (self.size - 1) * nbytes, self.group))
+        self.recorder.sent(Message(kind, (self.size - 1) * nbytes, self.group))
 
 
 class GuardedStage(Stage):
@@ -166,10 +173,12 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             play.agree(comm for comm in around.guards if comm is not alone)
             play.step(number)
             observer.forget()
-            update = Stretch((), recorder.take("update")[()])
+            update, beside = (Stretch((), recorder.take(what).get((), ())) for what in ("update", "beside"))
             share = card.steady_steps.get(number, 0.0)
             opening = [*engine.broadcast(), *reversed(forward)]
-            steps.append((share, RecordedStep(share, tuple(opening), (*again[-1:], *again[:-1]), gradients, update)))
+            steps.append((share, RecordedStep(
+                share, tuple(opening), (*again[-1:], *again[:-1]), gradients, update, beside, card.delay
+            )))  # fmt: skip
             peak = max(peak, recorder.peak) if number >= card.steady else 0
             recorder.end_step(share)
             recorder.clear()

@@ -107,6 +107,7 @@ class RecordedStep:
         again: weights gathered again in the backward pass: the root's, then the last module's.
         gradients: buffers in the order in which the backward pass fills them.
         update: the ranks' agreement, the method's and the optimizer's own kernels and messages.
+        beside: what then travels while the next ``delay`` steps compute, at whose end the rank needs it.
     """
 
     share: float
@@ -114,10 +115,12 @@ class RecordedStep:
     again: tuple[Stretch, ...]
     gradients: tuple[Stretch, ...]
     update: Stretch
+    beside: Stretch = Stretch((), ())
+    delay: int = 0
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:
-        return (*self.forward, *self.again, *self.gradients, self.update)
+        return (*self.forward, *self.again, *self.gradients, self.update, self.beside)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
 
 On every engine that the method names, with 1 to 8 ranks, in one hop and, if the method takes two, in two:
 
-* ``ranks``: ranks hold the same bits where they must, and send equally many bytes; none if each goes its own way.
+* ``ranks``: ranks hold the same bits where they must, and send equally many bytes; none if each goes its own way. Where
+  they share weights that each differs from (``Card.common``), nothing but those reaches a rank.
 * ``promise``: the method keeps its :class:`thinwire.core.method.Promise`.
 * ``bytes``: the steady state sends exactly the planned bytes, or at most those if ``bytes_follow_data``.
 * ``repeats``: the same inputs give the same bits.
@@ -114,18 +115,48 @@ def _ranks(recording: Recording) -> Iterator[str]:
                 yield f"step {step}: ranks {twin} and {number} hold different bits"
                 break
             across = record.sent if len(stages) == 1 else 0
+            if record.alone and not record.equal and stages[-1].method.card.common:
+                yield from _mixes(recording, number, twin, step)
+                continue
             if record.alone and not record.equal and (across or not torch.equal(record.stepped, record.weights)):
                 yield f"step {step}: something of another rank reaches rank {number}, which is alone"
                 break
 
 
+def _mixes(recording: Recording, number: int, twin: int, step: int) -> Iterator[str]:
+    """Check that a rank's weights lie between its own and the common ones, which all hold alike and a round moves.
+
+    In a step that mixes the common weights in and then moves them, they are those from before.
+    """
+    record, stages = recording.ranks[number][step], recording.first.road.stages
+    shared, earlier = (_shared_weights(recording, number, end) for end in (step, step - 1))
+    if not torch.equal(shared, _shared_weights(recording, twin, step)):
+        yield f"step {step}: ranks {twin} and {number} hold different common weights"
+    sends_all_here = len(stages) == 1 and stages[0].exchange.ranks > 1
+    if sends_all_here and not record.sent and not torch.equal(shared, earlier):
+        yield f"step {step}: the common weights of rank {number} change, and nothing was sent"
+    ends = torch.stack([record.stepped, shared, earlier])
+    room = ROUNDINGS * U * ends.abs().amax(0)
+    if not bool(((ends.amin(0) - room <= record.weights) & (record.weights <= ends.amax(0) + room)).all()):
+        yield f"step {step}: something else than the common weights reaches rank {number}"
+
+
+def _shared_weights(recording: Recording, number: int, step: int) -> Tensor:
+    """Return the weights that all ranks share, flat, on rank ``number``; before there are any, the rank's own."""
+    record, kind = recording.ranks[number][max(step, 0)], recording.first.road.stages[-1].method.card.common
+    keys = [f"={kind}/{name}" for name in recording.first.engine.parameters]
+    if step < 0 or keys[0] not in record.state:
+        return record.weights * (step >= 0)
+    return torch.cat([record.state[key].reshape(-1) for key in keys])
+
+
 def _promise(recording: Recording) -> Iterator[str]:
     """Check the promise of each hop's method between the ranks that exchange with each other."""
-    ranks, per_node = recording.ranks, recording.setup.per_node
-    groups: list[list[list[list[StepRecord]]]] = [[ranks]]
+    numbers, per_node = range(len(recording.ranks)), recording.setup.per_node
+    groups: list[list[Sequence[int]]] = [[numbers]]
     if len(recording.first.road.stages) == 2:
-        nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
-        groups = [nodes, [ranks[first::per_node] for first in range(per_node)]]
+        nodes: list[Sequence[int]] = [numbers[first : first + per_node] for first in numbers[::per_node]]
+        groups = [nodes, [numbers[first::per_node] for first in range(per_node)]]
     for hop, hop_groups in enumerate(groups):
         for group in hop_groups:
             yield from _Books(recording, hop, group).check()
@@ -134,7 +165,10 @@ def _promise(recording: Recording) -> Iterator[str]:
 class _Books:
     """The books of one exchange: its input, its result and what waits, by parameter, as rows (R, n)."""
 
-    def __init__(self, recording: Recording, hop: int, ranks: list[list[StepRecord]]) -> None:
+    def __init__(self, recording: Recording, hop: int, numbers: Sequence[int]) -> None:
+        """``numbers``: of the ranks that exchange with each other in the ``hop``."""
+        self.recording, self.numbers = recording, numbers
+        ranks = [recording.ranks[number] for number in numbers]
         stage, parameters = recording.first.road.stages[hop], recording.first.engine.parameters
         method, exchange = stage.method, stage.exchange
         self.method, self.exchange, self.ranks, self.hop = method, exchange, ranks, hop
@@ -153,7 +187,7 @@ class _Books:
         if self.promise.kind == "lossy":
             return
         for step, record in enumerate(self.ranks[0]):
-            if record.alone and not record.equal and self.promise.of == "weights":
+            if record.alone and not record.equal and self.promise.of == "weights" and not self.method.card.common:
                 continue  # nothing comes in
             if self.promise.kind == "exact":
                 if not self._exact(step):
@@ -161,10 +195,22 @@ class _Books:
                     return
                 continue
             for name, columns in self.columns.items():
+                if self._rests(step, columns):
+                    continue
                 excess = self._excess(step, name, columns)
                 if not excess <= 0:
                     yield f"step {step}, {name}: off by {excess:.3g} more than roundings explain"
                     return
+
+    def _rests(self, step: int, columns: slice) -> bool:
+        """Do the common weights, if there are such, stay as they were?"""
+        if not self.method.card.common or not self.ranks[0][step].alone:
+            return False
+        return torch.equal(self._shared(step, columns), self._shared(step - 1, columns))
+
+    def _shared(self, step: int, columns: slice) -> Tensor:
+        """Return rows (R, n) of the common weights after ``step``."""
+        return self._rows([_shared_weights(self.recording, number, step) for number in self.numbers], columns)
 
     def _exact(self, step: int) -> bool:
         """Compare with the mean of the sum in rank order; DDP divides before, FSDP2 and HSDP after it."""
@@ -188,10 +234,17 @@ class _Books:
             inputs, mean = (1 - beta1) * inputs, self._recorded("moments", step, columns)
         start = torch.zeros(())
         if promise.of == "weights" and self.ranks[0][step].alone:
-            common_steps = [number for number in range(step) if self.ranks[0][number].equal]
-            start = self._recorded("weights", max(common_steps, default=-1), columns)
-            inputs = start - torch.stack([self._flat(rank[step].stepped, columns) for rank in self.ranks])
-            mean = start - self._recorded("weights", step, columns)
+            if self.method.card.common:
+                start, arrived = self._shared(step - 1, columns), self._shared(step, columns)
+            else:
+                common_steps = [number for number in range(step) if self.ranks[0][number].equal]
+                start = self._recorded("weights", max(common_steps, default=-1), columns)
+                arrived = self._recorded("weights", step, columns)
+            # What arrives in this step is mixed in before the next round leaves.
+            field = "weights" if self.method.card.delay else "stepped"
+            by_rank = [self._flat(getattr(rank[step], field), columns) for rank in self.ranks]
+            inputs = start - torch.stack(by_rank)
+            mean = start - arrived
         old, new = self._waiting(step - 1, name), self._waiting(step, name)  # equal between rounds
         gap = inputs.sum(0) + old.sum(0) - new.sum(0) + self.size * (earlier - mean)
         gap = gap * self._flat(torch.ones(self.numel), columns)  # padding has no gradient to lose

@@ -62,6 +62,7 @@ class Turnover:
         self._history: list[tuple[int, int]] = []
         self._doubt: tuple[int, int, Mapping[str, Tensor]] | None = None  # step, number, and our rows if others counted
         self._received: Mapping[str, Any] | None = None
+        self._resumed: Mapping[str, Any] | None = None
         self._norms: dict[str, float] = {}  # by replica: the norm of what waited after the last step
         self.losses: dict[str, Loss] = {}
         self.met = self.behind = self.asked = False
@@ -81,6 +82,8 @@ class Turnover:
             unsent = error
         membership = self._members.ask()
         received, self._received = self._received, None
+        from_peer, resumed, self._resumed = received is not None, self._resumed, None
+        received = resumed if received is None else received
         changed = not self.met or membership.number != self._comm.membership.number or received is not None
         if unsent is not None and not changed:
             raise unsent
@@ -89,7 +92,7 @@ class Turnover:
         self.losses = {name: loss for name, loss in self.losses.items() if name not in present}
         stale = changed and self._change(membership, received)
         self.met = self.asked = True
-        self.behind = received is not None and self._stage.step > 0
+        self.behind = from_peer and self._stage.step > 0
         return stale
 
     @property
@@ -130,6 +133,28 @@ class Turnover:
             "bound": {} if bound is None else bound.state_dict(),
             "weights": {name: local(value).clone() for name, value in self._model.state_dict().items()},
             "optimizers": [_state_of(optimizer) for optimizer in self._run.optimizers],
+        }  # fmt: skip
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return what a run that has ended needs to go on, beside weights and moments: what who joins gets, as tensors.
+        What waits on the replicas is not in it."""
+        state = self.give()
+        flush = -1 if state["flush"] is None else state["flush"]
+        return {
+            "about": state["about"], "step": torch.tensor(state["step"]), "skipped": torch.tensor(state["skipped"]),
+            "flush": torch.tensor(flush), **{f"bound/{key}": value for key, value in state["bound"].items()},
+            **state["values"],
+        }  # fmt: skip
+
+    def resume(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on from ``saved()``, with the weights and moments that are here, unless others turn out to be ahead."""
+        values = dict(saved)
+        step, skipped, flush = (int(values.pop(key)) for key in ("step", "skipped", "flush"))
+        about = values.pop("about")
+        bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
+        self._resumed = self.give() | {
+            "about": about, "history": [], "step": step, "skipped": skipped, "flush": None if flush < 0 else flush,
+            "bound": bound, "values": values,
         }  # fmt: skip
 
     def _is_own(self, key: str) -> bool:

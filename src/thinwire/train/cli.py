@@ -1,8 +1,9 @@
-"""The command ``thinwire train``: it runs as one rank of a job, or starts ranks here, one process each."""
+"""``thinwire train`` on ranks: it runs as one rank of a job, or starts ranks here, one process each."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,12 +26,8 @@ PATIENCE_S = 1.0
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def main(argv: list[str]) -> int:
+def train_on_ranks(argv: list[str], config: Config) -> int:
     """Train: as one rank of a job that somebody started (torchrun, srun, mpirun), or on ranks started here."""
-    begin_rank()
-    from thinwire.train.config import from_arguments
-
-    config = from_arguments(argv)
     if not under_torchrun():
         note("loading torch, then starting the ranks: some seconds")
     with ends_at_once():
@@ -71,8 +68,8 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], object]) ->
         note(f"starting {ranks} rank{'s' * (ranks > 1)} on this machine")
         return start_ranks(command, ranks, per_node)
     warnings.formatwarning = _one_line
-    work()
-    return 0
+    status = work()
+    return status if isinstance(status, int) else 0
 
 
 _format_usually = warnings.formatwarning
@@ -131,22 +128,20 @@ def start_ranks(words: list[str], ranks: int, per_node: int) -> int:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                 # A terminal's Ctrl-C reaches the ranks only through this process.
-                preexec_fn=_prepare, start_new_session=True,
+                preexec_fn=prepare_child, start_new_session=True,
             )  # fmt: skip
             processes.append(process)
             if stop.number:  # it came before this rank was there
                 process.send_signal(stop.number)
-            relays.append(threading.Thread(target=_relay, args=(process.stderr, shown, lock), daemon=True))
-            relays[-1].start()
+            relays.append(relay(process, shown, lock))
         return _wait(processes, stop)
     finally:
         for process in processes:
             process.kill()
-        if any(process.wait() < 0 for process in processes) and columns() is not None:
-            sys.stdout.write(SHOW_CURSOR)
-            sys.stdout.flush()
-        for relay in relays:
-            relay.join(timeout=5)
+        if any(process.wait() < 0 for process in processes):
+            show_cursor()
+        for thread in relays:
+            thread.join(timeout=5)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -177,7 +172,7 @@ class Stop:
             say("thinwire: ending after this step, which saves the run; Ctrl-C again: at once", sys.stderr)
 
 
-def _prepare() -> None:
+def prepare_child() -> None:
     """Prepare a process that is to run a rank: it ends with this one, and takes no Ctrl-C before it can answer it."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -201,9 +196,28 @@ def _wait(processes: list[subprocess.Popen[str]], stop: Stop) -> int:
     return code if code > 0 else 128 - code
 
 
-def _relay(stream: TextIO, shown: set[str], lock: threading.Lock) -> None:
-    """Relay lines to standard error; show each of our own messages once, although several ranks print it."""
+def show_cursor() -> None:
+    """Show the cursor again that the progress bar of a rank that was killed has hidden."""
+    if columns() is not None:
+        sys.stdout.write(SHOW_CURSOR)
+        sys.stdout.flush()
+
+
+def relay(
+    process: subprocess.Popen[str], shown: set[str], lock: threading.Lock, noise: re.Pattern[str] = re.compile(r"(?!)")
+) -> threading.Thread:  # fmt: skip
+    """Begin to relay a rank's standard error, which is a pipe, through ``_relay``."""
+    thread = threading.Thread(target=_relay, args=(process.stderr, shown, lock, noise), daemon=True)
+    thread.start()
+    return thread
+
+
+def _relay(stream: TextIO, shown: set[str], lock: threading.Lock, noise: re.Pattern[str]) -> None:
+    """Relay lines to standard error, without ``noise``; show each of our own messages once, although several ranks
+    print it."""
     for line in stream:
+        if noise.match(line):
+            continue
         with lock:
             if not line.startswith("thinwire:") or line not in shown:
                 shown.add(line)

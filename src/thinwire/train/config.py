@@ -23,6 +23,7 @@ from thinwire.lab.link import share
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
 SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")  # settings that override the preset's shape
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # the variable with the address of torchft's lighthouse
 LARGEST_SEED = 2**43  # the seed of an epoch's shuffle is about a million times as large, and torch takes 64 bits
 LARGEST_RATE = 1e15  # optimizers multiply rates, or divide by 1 - beta, and the result has to be a float32
 
@@ -53,7 +54,8 @@ class Config:
 
     GROUPS: ClassVar[Mapping[str, str]] = {
         "preset": "Model", "init": "Fine-tuning", "method": "Exchange of gradients", "engine": "Engine",
-        "corpus": "Text", "steps": "Steps and optimizer", "ranks": "Ranks and devices", "out": "Files",
+        "corpus": "Text", "steps": "Steps and optimizer", "ranks": "Ranks and devices",
+        "elastic": "Replicas that come and go", "out": "Files",
         "eval_every": "Evaluation", "checkpoints": "Checkpoints", "guard": "Safety",
     }  # fmt: skip
     """The first setting of each group of the help -> the group's title."""
@@ -162,6 +164,14 @@ class Config:
     """torch.compile the model."""
     threads: Count = 1
     """CPU threads per rank."""
+
+    elastic: bool = False
+    """Train on replicas of one rank each, in place of ranks: the others go on when one is lost, and it is started
+    again and let in. On torchft, on CPUs."""
+    replicas: Count | None = None
+    """Replicas to start on this machine. Default: 2."""
+    min_replicas: Count = 1
+    """Fewest replicas that take a step; while there are fewer, the run waits."""
 
     out: Path = Path("runs/train")
     """Folder for the run's files: settings, plan, metrics, report, checkpoints."""
@@ -311,6 +321,35 @@ class Config:
             raise ThinwireError("--data takes the place of --corpus: leave one of them out")
         if not self.lora and (self.lora_alpha is not None or self.lora_targets):
             raise ThinwireError("--lora-alpha and --lora-targets need --lora RANK")
+
+        self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        if not self.elastic:
+            if self.replicas is not None or self.min_replicas != Config.min_replicas:
+                raise ThinwireError("--replicas and --min-replicas are for --elastic")
+            return
+        refused = {
+            "--ranks": self.ranks is not None, "--ranks-per-node": self.ranks_per_node is not None,
+            f"--engine {self.engine}": self.engine != "ddp", "--bucket-mb": self.bucket_mb is not None,
+            "--two-level": bool(self.two_level), "--intra": self.intra is not None, "--method auto": self.chooses,
+            "--check-every": bool(self.check_every), "--device cuda": self.device == "cuda",
+            "--compile": self.compile,
+        }  # fmt: skip
+        for option, given in refused.items():
+            if given:
+                raise ThinwireError(f"{option} does not go with --elastic, whose replicas are one rank each, on a CPU")
+        own = LIGHTHOUSE not in os.environ
+        if own and self.min_replicas > self.local_replicas:
+            raise ThinwireError(
+                f"--min-replicas {self.min_replicas} is more than the {self.local_replicas} replicas that are started; "
+                f"others can join only if {LIGHTHOUSE} names a lighthouse"
+            )
+
+    @property
+    def local_replicas(self) -> int:
+        """The replicas that this machine starts."""
+        return self.replicas or 2
 
     def to_yaml(self) -> str:
         """Return all settings as YAML that ``--config`` reads."""

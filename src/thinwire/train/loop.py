@@ -82,7 +82,32 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
     """Read the run's inputs, and the checkpoint to resume from; None: nothing is left to do. Collective."""
     if not config.resume and not config.overwrite:
         folder.check_free()
-    inputs = read_inputs(config, folder)
+    start = prepare(config, ranks, folder, read_inputs(config, folder))
+    if start.ended:  # no error: a scheduler may start the run again and again until it has ended
+        if ranks.comm.rank == 0:
+            say(start.ended)
+        return None
+    trainer = Trainer(start.config, ranks, start.inputs, start.checkpoints, start.bf16)
+    if start.resumed is not None:
+        trainer.restore(start.resumed)
+    else:
+        folder.clear()
+    return trainer
+
+
+class Start(NamedTuple):
+    """The beginning of a trainer. bf16: the dtype of the computation. ended: why nothing is left to do, or ""."""
+
+    config: Config
+    inputs: Inputs
+    checkpoints: Checkpoints
+    bf16: bool
+    resumed: ResumedState | None
+    ended: str = ""
+
+
+def prepare(config: Config, ranks: Ranks, folder: RunFolder, inputs: Inputs) -> Start:
+    """Describe the run, and read the checkpoint to resume from. Collective."""
     bf16 = config.dtype == "bf16" or (config.dtype == "auto" and ranks.device.type == "cuda")
     init, tokens = inputs.hashes(folder.collective)
     shape = inputs.pretrained.shape if inputs.pretrained else config.shape(inputs.tokenizer.vocabulary)
@@ -99,19 +124,12 @@ def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | 
         line = f"the checkpoint is at step {step}, the run ends at {config.steps}: nothing is left to do"
         if config.resume != "auto":
             raise ThinwireError(f"{line}; raise --steps")
-        if ranks.comm.rank == 0:  # no error: a scheduler may start the run again and again until it has ended
-            say(line)
-        return None
+        return Start(config, inputs, checkpoints, bf16, resumed, line)
     if resumed is not None:  # it has chosen, if its run had to
         about = resumed.checkpoint.meta["about"]
         checkpoints.description |= {"method": about["method"], "choice": about.get("choice")}
         config = dataclasses.replace(config, method=about["method"] if config.chooses else config.method)
-    trainer = Trainer(config, ranks, inputs, checkpoints, bf16)
-    if resumed is not None:
-        trainer.restore(resumed)
-    else:
-        folder.clear()
-    return trainer
+    return Start(config, inputs, checkpoints, bf16, resumed)
 
 
 class StepOutcome(NamedTuple):
@@ -132,6 +150,8 @@ class Trainer:
         streak: steps in a row that were skipped, or had a loss that is not finite.
         losses, step_seconds: mean loss of all ranks, and this rank's time, for each step since the process began.
         wall_s: seconds of all steps, including those before the checkpoint.
+        trained: sequences that all ranks together have trained on since the process began.
+        wire: the exchange. kept: what saves its state, and takes it back; ``wire`` itself where ranks are fixed.
     """
 
     def __init__(self, config: Config, ranks: Ranks, inputs: Inputs, checkpoints: Checkpoints, bf16: bool) -> None:
@@ -145,9 +165,8 @@ class Trainer:
         self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
         self.bf16, self.net = bf16, net if config.engine == "ddp" else wrap(net, config, ranks, bf16)
         self.optimizers = make_optimizers(self.net, config)
-        self.sequences_per_step = ranks.comm.size * config.batch_size * config.accumulate
-        self.tokens_per_step = round(self.sequences_per_step * inputs.train.targets_per_window)
         self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
+        self.trained = 0
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         description = checkpoints.description
@@ -158,6 +177,23 @@ class Trainer:
         self.start(self.config.method)
         if description.get("choice"):
             self.wire.note(Choice.from_plain(description["choice"]))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's number among those that share the text of a step, and how many they are."""
+        return self.ranks.comm.rank, self.ranks.comm.size
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.place[1] * self.config.batch_size * self.config.accumulate
+
+    @property
+    def tokens_per_step(self) -> int:
+        return round(self.sequences_per_step * self.inputs.train.targets_per_window)
+
+    @property
+    def kept(self) -> Any:
+        return self.wire
 
     def start(self, method: str) -> Wire:
         """Begin to exchange gradients with ``method``, on DDP in buckets that suit it. Collective."""
@@ -196,7 +232,7 @@ class Trainer:
 
     def restore(self, resumed: ResumedState) -> None:
         """Restore weights, moments, the method's state and the place in the text. Collective."""
-        self.collective.do(lambda: resumed.restore(model=self.model, optimizers=self.optimizers, wire=self.wire))
+        self.collective.do(lambda: resumed.restore(model=self.model, optimizers=self.optimizers, wire=self.kept))
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
 
     def run(self) -> dict[str, Any]:
@@ -218,17 +254,21 @@ class Trainer:
             self.wire.ledger.close_step()
             self.wire.reset_stats()
             while self.step < config.steps:
-                outcome = self.train_step(signals)
-                self._check(outcome)
-                if config.eval_every and self.step % config.eval_every == 0 and self.step < config.steps:
-                    self.evaluate()
-                    self.wire.ledger.current = type(self.wire.ledger.current)()
-                self._save_checkpoint(outcome)
-                if outcome.stopped and self.step < config.steps:
-                    self._stop(max(self.collective.share(max(signals, default=0))))
+                self._conclude_step(self.train_step(signals), signals)
             summary = self._conclude(first_loss)
         self.wire.close()
         return summary
+
+    def _conclude_step(self, outcome: StepOutcome, signals: list[int]) -> None:
+        """Check a step that was taken; evaluate, save and stop where that is due. Collective."""
+        config = self.config
+        self._check(outcome)
+        if config.eval_every and self.step % config.eval_every == 0 and self.step < config.steps:
+            self.evaluate()
+            self.wire.ledger.current = type(self.wire.ledger.current)()
+        self._save_checkpoint(outcome)
+        if outcome.stopped and self.step < config.steps:
+            self._stop(max(self.collective.share(max(signals, default=0))))
 
     def evaluate(self) -> float:
         """Compute, show and log the mean loss over a fixed held-out text; NaN: not evaluated. Collective."""
@@ -254,20 +294,30 @@ class Trainer:
         """Take one optimizer step, count it and log it. Collective."""
         began, skipped_before = time.perf_counter(), self.wire.skipped
         loss, norm = self._take_step()
-        skipped = self.wire.skipped > skipped_before
+        return self._count_step(began, loss, norm, self.wire.skipped > skipped_before, signals)
+
+    def _count_step(
+        self, began: float, loss: Tensor, norm: Tensor, skipped: bool, signals: list[int]
+    ) -> StepOutcome:  # fmt: skip
+        """Agree on the outcome of the step that ``began`` then, count it and log it. Collective."""
         # Each rank's flags travel to all together with its loss.
         flags = [skipped, bool(signals), bool(self.display.write_error)]
         row = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
-        outcome = StepOutcome(*self.ranks.comm.all_reduce(row, "mean").tolist())
+        outcome = StepOutcome(*self._mean(row).tolist())
         # Timed after that exchange: messages that leave ahead of the next forward pass travel beside it.
         seconds = time.perf_counter() - began
         self.step += 1
+        self.trained += self.sequences_per_step
         self.wall_s += seconds
         self.step_seconds.append(seconds)
         self.losses.append(outcome.loss)
         self.streak = self.streak + 1 if outcome.skipped or not math.isfinite(outcome.loss) else 0
         self.display.step(self._row(outcome.loss, float(norm), seconds, skipped), self.tokens_per_step / seconds)
         return outcome
+
+    def _mean(self, row: Tensor) -> Tensor:
+        """Average ``row`` over the ranks that took the step. Collective."""
+        return self.ranks.comm.all_reduce(row, "mean")
 
     def _take_step(self) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; return this rank's loss and the gradients' norm."""
@@ -282,15 +332,16 @@ class Trainer:
 
     def _accumulate_gradients(self) -> Tensor:
         """Run forward and backward passes over this rank's micro-batches; return the loss, (1,) fp32."""
-        config, comm, device, windows = self.config, self.ranks.comm, self.ranks.device, self.inputs.train
+        config, device, windows = self.config, self.ranks.device, self.inputs.train
+        rank, size = self.place
         loss = torch.zeros(1, device=device)
         learnt = windows.count_learnt(self.sequences, self.sequences_per_step)
         for micro in range(config.accumulate):
-            first = self.sequences + comm.rank * config.batch_size
+            first = self.sequences + rank * config.batch_size
             inputs, targets = windows.batch(first, config.batch_size)
             if self.inputs.pretrained:  # its dropout, if any, draws by the place in the text alone
                 torch.manual_seed(config.seed * 1_000_003 + first)
-            self.sequences += comm.size * config.batch_size
+            self.sequences += size * config.batch_size
             share = _count_learnt(targets) * self.sequences_per_step / (learnt * config.batch_size)  # 1: all learnt
             with self.wire.accumulate(last=micro == config.accumulate - 1):
                 with self.cast():
@@ -322,8 +373,12 @@ class Trainer:
         good = self.streak == 0
         if final and self.streak == 1 and outcome.skipped == 1:
             good = all(self.collective.gather(lambda: _is_finite(self.model)))
+        self._save(good)
+
+    def _save(self, good: bool) -> None:
+        """Save a checkpoint. Collective."""
         self.checkpoints.save(
-            self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.wire, good=good
+            self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.kept, good=good
         )
 
     def _stop(self, number: int) -> NoReturn:
@@ -343,8 +398,7 @@ class Trainer:
         losses: list[held_out.WindowLoss] = []
         if config.eval_sequences:
             self.evaluate()
-            trained = config.steps * self.tokens_per_step
-            losses = self._window_losses(held_out.count_at_end(self.inputs.valid, config.eval_sequences, trained))
+            losses = self._window_losses(held_out.count_at_end(self.inputs.valid, config.eval_sequences, self.tokens))
         summary = self._summary(stats, first_loss, losses)
 
         def write_summary() -> None:
@@ -365,6 +419,11 @@ class Trainer:
         self.display.say(f"files: {config.out}/ {', '.join(summary['files'] + saved)}")
         return summary
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run has trained on."""
+        return round(self.sequences * self.inputs.train.targets_per_window)
+
     def _write_plan(self) -> None:
         init = self.config.init and str(Path(self.config.init).resolve())
         config = dataclasses.replace(self.config, tokenizer=self.inputs.tokenizer.name, init=init)
@@ -374,14 +433,17 @@ class Trainer:
         write(config.out / "plan.txt", f"{self.wire.plan.text()}\noptimizer: {optimizer}\n{self.patience}\n")
 
     def _headline(self) -> str:
-        config, ranks, family = self.config, self.ranks, self.checkpoints.description["family"]
+        config, family = self.config, self.checkpoints.description["family"]
         some = f"{self.trained_parameters:,} of them trained, " if self.trained_parameters < self.parameters else ""
         return (
             f"{family} {config.init or config.preset}: {self.parameters:,} parameters, {some}{config.method} on "
-            f"{config.engine}, {config.optimizer_name}, {ranks.comm.size} ranks on {ranks.nodes} "
-            f"node{'s' * (ranks.nodes > 1)}, {ranks.device.type}, {self.tokens_per_step:,} tokens per step, "
-            f"steps {self.step + 1} to {config.steps}"
+            f"{config.engine}, {config.optimizer_name}, {self._ranks_in_words()}, {self.ranks.device.type}, "
+            f"{self.tokens_per_step:,} tokens per step, steps {self.step + 1} to {config.steps}"
         )
+
+    def _ranks_in_words(self) -> str:
+        nodes = self.ranks.nodes
+        return f"{self.ranks.comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
 
     def _row(self, loss: float, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
         last = self.wire.last_step()
@@ -392,7 +454,7 @@ class Trainer:
             "grad_norm": norm,
             "step_ms": 1e3 * seconds,
             "wall_s": self.wall_s,
-            "tokens": round(self.sequences * self.inputs.train.targets_per_window),
+            "tokens": self.tokens,
             "wire_bytes": last["wire_bytes_per_step"],
             **{kind: last[kind] for kind in TIMES},
             "skipped": skipped,
@@ -413,15 +475,15 @@ class Trainer:
             "engine": config.engine,
             "preset": config.preset,
             "parameters": self.parameters,
-            "world_size": self.ranks.comm.size,
+            "world_size": self.place[1],
             "nodes": self.ranks.nodes,
             "steps": config.steps,
             "train_loss": statistics.fmean(self.losses[-10:]),
             "first_valid_loss": first_loss if config.eval_sequences else None,
             "valid_loss": held_out.mean_loss(losses) if losses else None,
             "valid_tokens": sum(row.targets for row in losses),
-            "tokens_per_parameter": config.steps * self.tokens_per_step / self.parameters,
-            "tokens_per_s": self.tokens_per_step * len(times) / sum(times),
+            "tokens_per_parameter": self.tokens / self.parameters,
+            "tokens_per_s": self.trained * self.inputs.train.targets_per_window / sum(times),
             "step_ms": step_ms,
             "wire_bytes_per_step": stats["wire_bytes_per_step"],
             "dense_bytes_per_step": stats["dense_bytes_per_step"],

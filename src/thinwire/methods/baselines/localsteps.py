@@ -10,6 +10,11 @@ Any method of ours makes the mean of l. 11, in a run whose weights are W, whose 
 are the rounds. It therefore keeps its residual, mask or warm-up from round to round. Momenta and variances of the
 user's optimizer stay with their rank, as in the paper.
 
+Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512, Alg. 2), on the fragment p of the layers, tau = ``delay``:
+
+    every H steps, each fragment at a time of its own:   D_p = mean_n (W_p - w_n,p), under way beside the next steps
+    tau steps later:   W_p -= a (D_p + mu u_p);   w_n,p = alpha w_n,p + (1 - alpha) W_p          alpha = ``mix``
+
 LS1 sends one bit each way every 2 to 4 steps, and takes a rank's v as N times that of the mean (``second_moment``).
 With the largest of D in place of signs (``local-steps:recommended``) a round brings nearly what it brings in fp32
 (docs/quality.md), for fewer bytes than signs up to 4 ranks.
@@ -17,39 +22,67 @@ With the largest of D in place of signs (``local-steps:recommended``) a round br
 Where ours differs. In a ``start`` any method of ours averages gradients at every step (``start_with``); its last step
 is dense and brings what waits, so that all ranks begin alike. Skipped steps count, too, so that all meet at the same
 time. A round in which any rank's weights are not finite does not count: all go back to W. With 16-bit weights W is
-float32, and a rank's difference is taken from W as rounded.
+float32, and a rank's difference is taken from W as rounded. One fragment at a time is under way, so tau is at most
+H / P. The run's last step ends all rounds at once, so that all ranks end with W.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, cast
+from statistics import fmean
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Momentum, Steps, Within, refuse_idle
-from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.bucket import Bucket
 from thinwire.core.card import EQUAL, MEAN, SHARD, Card, StateKind
-from thinwire.core.exchange import Exchange
-from thinwire.core.method import Fp32, Method, Start, bucket_of, first_step, send_all
+from thinwire.core.exchange import Exchange, on_comm
+from thinwire.core.method import Method, Start, first_step, send_all
 from thinwire.core.promise import CONSERVES, Promise
 from thinwire.core.run import Parameter, Run, Step
-from thinwire.core.selection import dense_among, keep_dense
+from thinwire.core.selection import keep_dense
 from thinwire.core.state import State, find_entries
+from thinwire.core.worker import Worker
 from thinwire.methods.parts.feedback import Lossy
+from thinwire.methods.parts.fragments import Fragment, Timetable, split
 from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
 from thinwire.methods.parts.own_steps import refuse_chunks
-from thinwire.network.comm import local
+from thinwire.network.comm import Comm, local
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
 """Kinds of state in checkpoints that differ by rank between two rounds."""
 START = "start "
 """Prefix of the kinds of state of the method that averages gradients in the start."""
+OWN_KINDS = ("anchor", "outer momentum", OWN_WEIGHT, OWN_MOMENT, "missed", "lost", "due", "merge at", START)
+"""First words of the kinds of state that are not the outer method's."""
+
+
+class Averaged(NamedTuple):
+    """The mean D of the round ``number``, (P,), and the norm of this rank's own, 0-dim."""
+
+    number: int
+    norm: Tensor
+    mean: Tensor
+
+
+class Journey(NamedTuple):
+    """The round ``number`` of a ``fragment``, under way on another thread over the group ``twin``.
+
+    ``norm``: of what this rank sends. ``mean``: a future. ``agree``: ``agree_inside`` of the step that sent it.
+    """
+
+    fragment: Fragment
+    number: int
+    twin: Comm
+    norm: Tensor
+    mean: torch.futures.Future[Tensor]
+    agree: Callable[..., bool]
 
 
 class _StartState:
@@ -85,12 +118,19 @@ class LocalSteps(Method):
             optimizer steps. Higher => more bytes, and ranks begin to drift later.
         start_with: the method that averages gradients in the start, whose steps must all be alike; what the outer
             method keeps dense goes in fp32.
+        fragments: P, parts of the model by layer, each with rounds of its own in turn; higher => smaller messages, sent
+            more often. From 2 on, ranks never all hold the same weights before the end of the run.
+        delay: tau, optimizer steps that ranks take while a round travels; higher => slower links are hidden, and what
+            arrives is older. 0: all stop for a round. At most every / fragments.
+        mix: alpha, the share of its own weights that a rank keeps as the merged ones arrive; with delay above 0.
+            Higher => more of the steps in the delay survives, and ranks drift further apart.
         second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): one rank's gradient has N times
             the variance of the mean, which makes steps too small. For ``AdamW`` and ``Adam``.
 
     Raises:
         ThinwireError: weights sharded over all ranks (FSDP2), two levels on DDP, a GradScaler, an outer method that
-            works on an optimizer's moments.
+            works on an optimizer's moments; fragments or a delay where replicas come and go, or more fragments than
+            layers.
     """
 
     name: ClassVar[str] = "local-steps"
@@ -116,6 +156,9 @@ class LocalSteps(Method):
     outer_momentum: Momentum = 0.9
     start: Start = 0
     start_with: Method | str = "dense"
+    fragments: Annotated[int, Within(lambda fragments: fragments >= 1, "is 1 or more")] = 1
+    delay: Annotated[int, Within(lambda steps: steps >= 0, "is a number of steps, or 0")] = 0
+    mix: Annotated[float, Within(lambda share: 0 <= share < 1, "is at least 0 and below 1")] = 0.5
     second_moment: Literal["own", "mean"] = "own"
 
     def __post_init__(self) -> None:
@@ -124,6 +167,15 @@ class LocalSteps(Method):
         super().__post_init__()
         if not self.start:
             refuse_idle(self, "start=0", "start_with")
+        if not self.delay:
+            refuse_idle(self, "delay=0", "mix")
+        if self.fragments > self.every:
+            raise ThinwireError(f"{self.name}: fragments is at most every={self.every}, got {self.fragments}")
+        if self.delay > (longest := self.every // self.fragments):
+            raise ThinwireError(
+                f"{self.name}: delay is at most every / fragments, {longest}, as one fragment at a time is under way, "
+                f"got {self.delay}"
+            )
         # Other objects than the user's, which a dry run would share.
         self._outer, self._starter = replace(resolve(self.outer)), replace(resolve(self.start_with))
         self._check_averages("outer", self._outer)
@@ -132,10 +184,11 @@ class LocalSteps(Method):
             raise ThinwireError(f"{self.name}: start_with={self._starter.name}: take one whose steps are all alike")
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
-        self._round = 0  # the number of the round that ends
         self._ranks_differ = False  # do the ranks' weights differ?
-        self._deliver_next = False  # is all that waits to be delivered in the next round?
-        self._anchors: dict[str, nn.Parameter] = {}  # W
+        self._timetable = Timetable(self.every, self.fragments, self.delay)
+        self._fragments: list[Fragment] = []
+        self._journey: Journey | None = None  # a round under way on another thread
+        self._merge_at = 0  # the local step in which a round that was sent arrives; 0: none; below 0: it does not count
         self._adam_view = MeanMomentView()
 
     def _check_averages(self, knob: str, method: Method) -> None:
@@ -157,7 +210,8 @@ class LocalSteps(Method):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "state":
-            self._outer.state = value  # one memory: it is saved, committed and taken back together
+            for fragment in getattr(self, "_fragments", ()):  # one memory: it is saved and taken back together
+                fragment.remember(value)
             self._starter.state = cast(State, _StartState(value))
 
     def begin(self, run: Run) -> None:
@@ -171,33 +225,41 @@ class LocalSteps(Method):
         if self.second_moment == "mean":
             check_adam(self.name, run)
         self.first = first_step(self.name, "start", self.start, run.steps)
-        # They have no memory of their own until the first local step.
-        self._anchors = {
-            name: nn.Parameter(torch.zeros((), device=local(weight).device).expand(local(weight).shape))
-            for name, weight in run.weights.items()
-        }
-        mu = self.outer_momentum
-        self._sgd = torch.optim.SGD(
-            [{"params": list(self._anchors.values())}], lr=self.outer_lr, momentum=mu, nesterov=mu > 0
-        )
-        rounds = None if run.steps is None else -(-(run.steps - self.first) // self.every)
-        self._outer.begin(replace(run, steps=rounds, optimizers=(self._sgd,), weights=self._anchors))
+        if run.exchange.comm.elastic and (self.fragments > 1 or self.delay):
+            raise ThinwireError(
+                f"{self.name}: fragments and delay are for a fixed number of ranks: leave them out where replicas come "
+                "and go"
+            )
+        layers = split(run.parameters, self.fragments)
+        if len(layers) < self.fragments and run.exchange.ranks > 1:  # a lone rank may try some of a model's kernels
+            raise ThinwireError(
+                f"{self.name}: fragments={self.fragments} of a model with {len(layers)} layers (modules with trained "
+                f"parameters): take {len(layers)} at most"
+            )
+        self._fragments = []
+        for number, names in enumerate(layers):
+            rounds = None if run.steps is None else self._timetable.round(number, run.steps - self.first) + 1
+            method = self._outer if number == 0 else replace(self._outer)
+            self._fragments.append(Fragment(number, method, run, names, rounds, self.outer_lr, self.outer_momentum))
+        if hasattr(self, "state"):
+            self.state = self.state  # which the fragments share
         self._starter.begin(replace(run, steps=self.first))
-        self._buckets: list[tuple[Method, Bucket, slice]] = []
+        self._worker = Worker(run.exchange.comm.ledger)
+        if self.delay and run.exchange.ranks > 1:  # now, or the first ranks to send would wait for the others then
+            run.exchange.comm.twin().release()
 
     # What other parts ask.
 
     def describe(self) -> Card:
         outer, start = self._outer.card, self._starter.card
-        between = {0: 1 - 1 / self.every} if self.every > 1 else {}
-        rounds = {(number + 1) * self.every - 1: share / self.every for number, share in outer.cycle.items()}
+        streams = self.fragments > 1 or self.delay > 0
         of_weights = StateKind(resized="shard", of_weights=True)
-        own = {
-            "anchor": of_weights, "outer momentum": of_weights, OWN_WEIGHT: replace(SHARD, own="anchor"),
-            f"{OWN_MOMENT}*": replace(MEAN, own="none"),
-            "missed": EQUAL, "lost": EQUAL, "due": EQUAL,
+        kinds = {
+            "anchor": of_weights, "outer momentum": of_weights,
+            OWN_WEIGHT: replace(MEAN if streams else SHARD, own="anchor"), f"{OWN_MOMENT}*": replace(MEAN, own="none"),
+            "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
-        own |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
+        kinds |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
             outer, promise=self._promise(outer.promise), group=start.group,
@@ -206,12 +268,15 @@ class LocalSteps(Method):
             native=False,  # of the kernels, which are the outer method's
             takes_dense=True,  # what stays dense waits for the round, too
             instead_at_scale=str(replace(self, outer=instead)) if (instead := outer.instead_at_scale) else "",
-            alone_from=self.first, steady=self.first + outer.steady * self.every, cycle={**between, **rounds},
-            state_kinds={**shared, **own}, intra=None, carrier=self._outer,
+            alone_from=self.first, steady=self.first + outer.steady * self.every,
+            cycle=self._timetable.cycle(outer.cycle), common="anchor" if streams else "", delay=self.delay,
+            state_kinds={**shared, **kinds}, intra=None, carrier=self._outer,
         )  # fmt: skip
 
     def _promise(self, outer: Promise) -> Promise:
-        return replace(CONSERVES if outer.kind == "exact" else outer, of="weights")
+        replaced = f"{1 - self.mix:.0%} of how far a rank moves in the delay, which what arrives replaces"
+        lost = "; ".join(filter(None, (outer.lost, replaced if self.delay else "")))
+        return replace(CONSERVES if outer.kind == "exact" else outer, of="weights", lost=lost)
 
     @property
     def rank_equal(self) -> bool:
@@ -222,7 +287,11 @@ class LocalSteps(Method):
 
     def facts(self) -> dict[str, float]:
         lost = {"rounds that did not count": float(self._lost)} if self._lost else {}
-        return {**lost, **self._outer.facts()}
+        values: dict[str, list[float]] = {}
+        for fragment in self._fragments:
+            for name, value in fragment.method.facts().items():
+                values.setdefault(name, []).append(value)
+        return {**lost, **{name: fmean(of_fragments) for name, of_fragments in values.items()}}
 
     # A step.
 
@@ -238,7 +307,8 @@ class LocalSteps(Method):
         if bucket.step < self.first:
             self._end_start(bucket, exchange)
         else:
-            self._deliver_next = True
+            for fragment in self._fragments:
+                fragment.deliver_next = True
 
     def _end_start(self, bucket: Bucket, exchange: Exchange) -> None:
         """Average the gradients in fp32, together with all that waits."""
@@ -267,123 +337,145 @@ class LocalSteps(Method):
     def _copy_shared_weights(self, step: Step) -> None:
         """Copy W, which all ranks hold, before the run's first local step."""
         self._drop_saved()
-        if find_entries(self.state, "anchor") or not self._anchors:
+        if find_entries(self.state, "anchor") or not any(fragment.anchors for fragment in self._fragments):
             return
         for kind in self._starter.card.promise.waits:
             self._starter.state.drop(kind)
         for kind, name, _ in find_entries(self.state, START):
             self.state.keep(kind, name, None)
-        self._sgd.state.clear()  # of weights that are no more
-        weights = {name: local(weight).detach() for name, weight in step.weights.items()}
-        for name, weight in weights.items():
-            self._anchors[name].data = weight.to(torch.float32, copy=True).contiguous()
-            self.state.keep("anchor", name, self._anchors[name].detach())
+        self._merge_at = 0
+        for fragment in self._fragments:
+            fragment.sgd.state.clear()  # of weights that are no more
+            for name, anchor in fragment.anchors.items():
+                anchor.data = local(step.weights[name]).detach().to(torch.float32, copy=True).contiguous()
+                self.state.keep("anchor", name, anchor.detach())
         if self.second_moment == "mean":
             for name, weight in step.weights.items():
                 moment = step.holders[name].optimizer.state.get(weight, {}).get("exp_avg")
                 if moment is not None:
                     local(moment).div_(math.sqrt(self.run.exchange.ranks))
 
+    def _local_step(self, number: int) -> int:
+        """Number, from 1, the local step that is the optimizer's step ``number``; skipped ones count."""
+        return number + self._missed + 1 - self.first
+
     def _count_step(self, step: Step) -> None:
-        """Count a step, taken or skipped; end the round with its last one."""
-        past = step.number + self._missed + 1 - self.first
-        ends = past % self.every == 0 or self.first + past == self.run.steps
-        self._ranks_differ = not ends
-        if ends and self._anchors:
-            with self.run.exchange.span("exposed", next(iter(self._anchors.values()))):
-                self._end_round(step)
+        """Count a step, taken or skipped; end the rounds that end with it."""
+        past = self._local_step(step.number)
+        last = self.first + past == self.run.steps
+        ending = range(len(self._fragments)) if last else self._due(past)
+        arrives = self._merge_at != 0 and (last or past >= abs(self._merge_at))
+        self._ranks_differ = not (last or (ending and len(self._fragments) == 1 and not self.delay))
+        anchor = next((anchor for fragment in self._fragments for anchor in fragment.anchors.values()), None)
+        if anchor is None or not (ending or arrives):
+            return
+        with self.run.exchange.span("exposed", anchor):
+            if arrives:
+                self._merge(step)
+            for number in ending:
+                if last or not self.delay:
+                    self._end_round(step, number)
+                else:
+                    self._send(step, number, past)
+
+    def _due(self, past: int) -> Sequence[int]:
+        """List the numbers of the fragments whose round the local step ``past`` ends: one at most."""
+        return [number for number in self._timetable.due(past) if number < len(self._fragments)]
 
     # A round.
 
-    def _end_round(self, step: Step) -> None:
-        """Average D (l. 10-11), take the outer step (l. 12), and set w_n = W."""
-        averaged = step.attempt(partial(self._average_moves, step))
-        if step.agree(averaged or []) and averaged is not None:
-            self.state.commit()
-            self._outer_step(averaged[1], self._round)
-            self._deliver_next = False
-        else:
-            self.state.rollback()
-            self._outer.undo()
-            self._lost += 1
-        for name, weight in step.weights.items():
-            local(weight.detach()).copy_(self._anchors[name].detach())
+    def _end_round(self, step: Step, number: int) -> None:
+        """Average D of fragment ``number`` (l. 10-11), take the outer step (l. 12), and set w_n = W."""
 
-    def _average_moves(self, step: Step, number: int) -> list[Tensor]:
-        """Average D (l. 10-11) after ``number`` steps; return its norm on this rank, 0-dim, and the mean, (P,)."""
-        self._round = (number + self._missed - self.first) // self.every
-        if not self._buckets:
-            self._buckets = self._make_buckets()
-        moved = self._differences(step)
-        norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
-        for method, bucket, columns in self._buckets:
-            bucket.step = self._round
-            bucket.load(moved[columns], moved[columns])
-            deliver_waiting = self._deliver_next and method is self._outer
-            (method.deliver if deliver_waiting else method.reduce)(bucket, self.run.exchange)
-            bucket.store(moved[columns])
-            bucket.release()
-        return [norm, moved]
+        def average(steps: int) -> Averaged:
+            fragment = self._fragments[number]  # a new one where replicas have just met
+            rounds = self._timetable.round(number, self._local_step(steps))
+            moved = fragment.begin_round(step.weights)
+            norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
+            return Averaged(rounds, norm, fragment.average(moved, rounds, self.run.exchange))
 
-    def _make_buckets(self) -> list[tuple[Method, Bucket, slice]]:
-        """Make a bucket of compressed and one of dense parameters, each with its method and slice of D."""
-        pairs: list[tuple[Method, Bucket, slice]] = []
-        end = 0
-        parameters = [self.run.parameters[name] for name in self._anchors]
-        dense_names = dense_among(self._outer, parameters)
-        sent = [parameter for parameter in parameters if parameter.name not in dense_names]
-        for method, members in ((self._outer, sent), (Fp32(), [p for p in parameters if p.name in dense_names])):
-            first, pieces = end, []
-            for parameter in members:
-                pieces.append(Piece(parameter.name, end - first, parameter.local))
-                end += parameter.local
-            if pieces:
-                bucket = bucket_of(method, pieces, self.run.exchange, self._anchors[pieces[0].name].device)
-                pairs.append((method, bucket, slice(first, end)))
-        return pairs
+        averaged = step.attempt(average)
+        self._conclude(self._fragments[number], averaged, step.agree)
+        self._set(step, self._fragments[number], 0.0)
 
-    def _differences(self, step: Step) -> Tensor:
-        """Return W - w_n (l. 10) of all parameters, (P,) float32, in the buckets' order; zeros in the padding."""
-        moved = torch.zeros(self._buckets[-1][2].stop, dtype=torch.float32, device=self._buckets[0][1].device)
-        for name, values in self._views(moved):
-            weight = local(step.weights[name].detach())
-            values.copy_(self._anchors[name].detach().to(weight.dtype)).sub_(weight)
-        return moved
-
-    def _views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        """List each parameter's name and its values in ``flat`` (P,), in its shape on this rank."""
-        views = []
-        for _, bucket, columns in self._buckets:
-            for segment in bucket.segments:
-                shape = self._anchors[segment.name].shape
-                views.append((segment.name, flat[columns][segment.piece.offset :][: shape.numel()].view(shape)))
-        return views
-
-    def _outer_step(self, mean: Tensor, number: int) -> None:
-        """Take the outer optimizer's step (l. 12), with the outer method's hooks around it."""
-        for name, values in self._views(mean):
-            self._anchors[name].grad = values
-        step = Step(number, (self._sgd,), self._anchors)
-        self._outer.before_step(step)
-        self._sgd.step()
-        self._outer.after_step(step)
-        self._sgd.zero_grad()
-        for name, anchor in self._anchors.items():
-            if (momentum := self._sgd.state.get(anchor, {}).get("momentum_buffer")) is not None:
+    def _conclude(self, fragment: Fragment, averaged: Averaged | None, agree: Callable[..., bool]) -> bool:
+        """Take the outer step (l. 12) if the round counts; return whether it does."""
+        if agree([] if averaged is None else [averaged.norm, averaged.mean]) and averaged is not None:
+            fragment.state.commit()
+            fragment.step(averaged.mean, averaged.number)
+            for name, momentum in fragment.momenta().items():
                 self.state.keep("outer momentum", name, momentum)
-        self.state.commit()
+            return True
+        fragment.undo()
+        self._lost += 1
+        return False
+
+    def _set(self, step: Step, fragment: Fragment, mix: float) -> None:
+        """Set w_n to ``mix`` w_n + (1 - ``mix``) W."""
+        for name, anchor in fragment.anchors.items():
+            weight = local(step.weights[name].detach())
+            weight.copy_(torch.lerp(anchor.detach(), weight.float(), mix) if mix else anchor.detach())
+
+    # A round beside the next steps.
+
+    def _send(self, step: Step, number: int, past: int) -> None:
+        """Let D of fragment ``number`` leave, which is back ``delay`` steps after the local step ``past``."""
+        fragment, exchange = self._fragments[number], self.run.exchange
+        rounds = self._timetable.round(number, past)
+        moved = fragment.begin_round(step.weights)
+        norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
+        self._merge_at = past + self.delay
+        twin = exchange.comm.twin() if exchange.ranks > 1 else exchange.comm
+        if twin is exchange.comm:
+            with twin.beside():
+                mean = fragment.average_and_agree(moved, norm, rounds, exchange)
+            if not self._conclude(fragment, Averaged(rounds, norm, mean), step.agree_inside):
+                self._merge_at = -self._merge_at
+            return
+        fragment.state.leave(OWN_KINDS, self._outer.card.offloaded_kinds)
+        average = partial(fragment.average_and_agree, moved, norm, rounds, on_comm(exchange, twin))
+        future = self._worker.submit(average, moved.device, last=False)
+        self._journey = Journey(fragment, rounds, twin, norm, future, step.agree_inside)
+
+    def _land(self) -> None:
+        """Wait for the round under way, if any, and take its outer step. Collective."""
+        if self._journey is None:
+            return
+        journey, self._journey = self._journey, None
+        fragment = journey.fragment
+        try:
+            averaged = Averaged(journey.number, journey.norm, journey.mean.wait())
+            journey.twin.release()
+            if not self._conclude(fragment, averaged, journey.agree):
+                self._merge_at = -self._merge_at
+        finally:
+            fragment.state.come_back()
+            self._worker.close()
+
+    def _merge(self, step: Step) -> None:
+        """Mix the merged weights of the round that was sent into this rank's own."""
+        self._land()
+        for number in self._due(abs(self._merge_at) - self.delay):
+            self._set(step, self._fragments[number], self.mix if self._merge_at > 0 else 0.0)
+        self._merge_at = 0
 
     # Taking a step back, saving and loading.
 
     def undo(self) -> None:
-        self._outer.undo()
+        for fragment in self._fragments:
+            if self._journey is None or self._journey.fragment is not fragment:
+                fragment.method.undo()
 
     def finish(self) -> None:
         """Put this rank's own weights and moments into the state: the model's checkpoint does not hold them."""
-        self._outer.finish()
+        self._land()
         self.state.keep("missed", "", torch.tensor(self._missed))
         self.state.keep("lost", "", torch.tensor(self._lost))
-        self.state.keep("due", "", torch.tensor(int(self._deliver_next)))
+        if self.delay:
+            self.state.keep("merge at", "", torch.tensor(self._merge_at))
+        for fragment in self._fragments:
+            fragment.method.finish()
+            self.state.keep("due", fragment.label, torch.tensor(int(fragment.deliver_next)))
         if not find_entries(self.state, "anchor"):
             return
         for name, weight in self.run.weights.items():
@@ -399,22 +491,39 @@ class LocalSteps(Method):
 
     def state_changed(self) -> None:
         """Restore W, its momentum, and this rank's own weights and moments from a checkpoint."""
-        self._outer.state_changed()
-        counts = (self.state.get(kind, "") for kind in ("missed", "lost", "due"))
-        self._missed, self._lost, deliver_next = (0 if count is None else int(count) for count in counts)
-        self._deliver_next = bool(deliver_next)
-        self._sgd.state.clear()
+        self._forget_journey()
+        counts = (self.state.get(kind, "") for kind in ("missed", "lost", "merge at"))
+        self._missed, self._lost, self._merge_at = (0 if count is None else int(count) for count in counts)
         for kind, name, saved in find_entries(self.state):
             if kind in ("anchor", "outer momentum", OWN_WEIGHT):
                 check_saved_shape(self.run, kind, name, saved)
-        for _, name, saved in find_entries(self.state, "anchor"):
-            self._anchors[name].data = saved
-        for _, name, saved in find_entries(self.state, "outer momentum"):
-            self._sgd.state[self._anchors[name]]["momentum_buffer"] = saved
+        for fragment in self._fragments:
+            fragment.method.state_changed()
+            deliver_next = self.state.get("due", fragment.label)
+            fragment.deliver_next = deliver_next is not None and bool(deliver_next)
+            fragment.sgd.state.clear()
+            for name, anchor in fragment.anchors.items():
+                if (saved_anchor := self.state.get("anchor", name)) is not None:
+                    anchor.data = saved_anchor
+                if (momentum := self.state.get("outer momentum", name)) is not None:
+                    fragment.sgd.state[anchor]["momentum_buffer"] = momentum
         self._ranks_differ = False
+        anchors = {name: anchor for fragment in self._fragments for name, anchor in fragment.anchors.items()}
         for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
-            self._ranks_differ |= not torch.equal(saved, self._anchors[name].detach().to(saved.dtype))
+            self._ranks_differ |= not torch.equal(saved, anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
             restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
         self._drop_saved()
+
+    def _forget_journey(self) -> None:
+        """Wait for the round under way, if any, and drop what it brings. Collective."""
+        if self._journey is not None:
+            journey, self._journey = self._journey, None
+            try:
+                journey.mean.wait()
+                journey.twin.release()
+            finally:
+                journey.fragment.method.undo()
+                journey.fragment.state.forget()
+                self._worker.close()

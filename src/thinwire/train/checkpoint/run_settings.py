@@ -30,6 +30,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "two_level": (FITS, "which ranks keep the method's state"),
     "intra": (FITS, "the hop inside a node"),
     "optimizer": (FITS, "which moments there are"),
+    "elastic": (FITS, "replicas that come and go: what is saved of the method's state"),
     "seed": (DATA, "order of the data, and every random stream"),
     "text": (DATA, "hash of the tokens that are trained on"),
     "order": (DATA, "how the order of an epoch comes about, where it is not drawn at once"),
@@ -81,6 +82,7 @@ def describe_run(
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{sharing} x {world_size // sharing}",
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
         "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": __version__,
+        "elastic": config.elastic or None,  # as in checkpoints that are older than it
     }  # fmt: skip
     return {name: list(value) if isinstance(value := settings[name], tuple) else value for name in TABLE}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -18,19 +19,21 @@ from pathlib import Path
 from typing import IO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.base.files import remove
+from thinwire.base.files import remove, write
 from thinwire.train.job.collective import Collective
+from thinwire.train.job.replica_log import ELASTIC, REPLICAS
 
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
-              "valid_losses.csv")  # fmt: skip
+              "valid_losses.csv", ELASTIC)  # fmt: skip
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
 _REMOVED = r"\.[0-9a-f]{8}\.old"
 _UNFINISHED = {
-    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.checkpoints{_REMOVED}|\.rank-[0-9a-f]{{32}}-\d+",
+    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}){_REMOVED}|"
+          r"\.rank-[0-9a-f]{32}-\d+",
     "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
     "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
-}
+}  # fmt: skip
 """Hidden names that a run makes, {glob: regular expression}. Others in --out are not ours to remove."""
 
 
@@ -57,23 +60,81 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Raise ThinwireError if the folder holds metrics or checkpoints of a run. Collective."""
-        in_use = (self.path / "metrics.jsonl").exists() or any((self.path / "checkpoints").glob("step-*"))
-        if any(self.collective.share(in_use)):
-            raise ThinwireError(
-                f"--out {self.path} holds a run already: --resume auto goes on with it, --overwrite removes it; "
-                "or choose another --out"
-            )
+        if any(self.collective.share(_holds_run(self.path))):
+            raise ThinwireError(_HOLDS_RUN.format(path=self.path))
 
     def clear(self) -> None:
         """Remove an earlier run's files, checkpoints last: visible checkpoints are always whole. Collective."""
+        self.do_once(lambda: _clear(self.path))
 
-        def work() -> None:
-            for name in _RUN_FILES:
-                (self.path / name).unlink(missing_ok=True)
-            if (self.path / "checkpoints").exists():
-                remove(self.path / "checkpoints")
 
-        self.do_once(work)
+_HOLDS_RUN = (
+    "--out {path} holds a run already: --resume auto goes on with it, --overwrite removes it; or choose another --out"
+)
+
+
+def _holds_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").exists() or any((path / "checkpoints").glob("step-*"))
+
+
+def _clear(path: Path) -> None:
+    for name in _RUN_FILES:
+        (path / name).unlink(missing_ok=True)
+    for name in (REPLICAS, "checkpoints"):
+        if (path / name).exists():
+            remove(path / name)
+
+
+@contextlib.contextmanager
+def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: bool) -> Iterator[None]:
+    """Lock ``path`` for the replicas of this machine until the end of the block, and remove what is not theirs.
+
+    ``lighthouse``: that of a run of several machines, which share the folder; None: the run is this machine's alone.
+    ``anew``: --overwrite. ``goes_on``: --resume.
+
+    Raises:
+        ThinwireError: it cannot be written to, another run is using it, or it holds one.
+    """
+    if path.exists() and not path.is_dir():
+        raise ThinwireError(f"--out {path} is a file: name a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        lock, first = _lock_together(path, lighthouse) if lighthouse else (_lock(path), True)
+        stack.enter_context(lock)
+        if first:
+            _sweep(path)
+            if not anew and not goes_on and _holds_run(path):
+                raise ThinwireError(_HOLDS_RUN.format(path=path))
+            if not goes_on:
+                _clear(path)
+            (path / REPLICAS).mkdir(exist_ok=True)
+            if lighthouse is not None:
+                write(path / ELASTIC, json.dumps({"lighthouse": lighthouse}) + "\n")
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def _lock_together(path: Path, lighthouse: str) -> tuple[IO[str], bool]:
+    """Take the folder's lock with the other machines of this ``lighthouse``'s run; return it, and whether this machine
+    is the first of them, which has it alone, and prepares the folder."""
+    lock, deadline = (path / ".lock").open("a+"), time.monotonic() + LOCK_WAIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock, True
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((path / ELASTIC).read_text())["lighthouse"] == lighthouse:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return lock, False
+        time.sleep(0.1)
+    raise _in_use(path, lock)
+
+
+def _in_use(path: Path, lock: IO[str]) -> ThinwireError:
+    lock.seek(0)
+    holder = " ".join(lock.read(300).split()) or "another run"
+    lock.close()
+    return ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end")
 
 
 @contextlib.contextmanager
@@ -123,10 +184,7 @@ def _lock(path: Path) -> IO[str]:
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
-            lock.seek(0)
-            holder = " ".join(lock.read(300).split()) or "another run"
-            lock.close()
-            raise ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end") from None
+            raise _in_use(path, lock) from None
         except OSError as error:
             line = f"--out {path} cannot be locked ({error.strerror}): start no second run in it"
             warnings.warn(line, ThinwireWarning, stacklevel=2)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from thinwire.base.terminal import SHOW_CURSOR, columns
 
@@ -23,10 +23,23 @@ def end_at_once() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+class Interrupted(Exception):
+    """A signal has come while the main thread waited for something that may never come."""
+
+
 @contextlib.contextmanager
-def note_signals() -> Iterator[list[int]]:
-    """Yield a list that notes a first SIGTERM or SIGINT; a second one ends the process with 128 + its number."""
+def note_signals(waits: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
+    """Yield a list that notes a first SIGTERM or SIGINT; a second one ends the process with 128 + its number.
+
+    ``waits``: does the main thread wait for something that may never come? Then the first one raises Interrupted there.
+    """
     signals: list[int] = []
+
+    def note(came: int, frame: object) -> None:
+        signals.append(came)
+        if waits():
+            raise Interrupted
+
     if threading.current_thread() is not threading.main_thread():  # no other thread gets signals
         yield signals
         return
@@ -35,7 +48,7 @@ def note_signals() -> Iterator[list[int]]:
     old_wakeup_fd = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
     # A shell's background jobs ignore SIGINT.
     numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
-    old_handlers = {number: signal.signal(number, lambda came, frame: signals.append(came)) for number in numbers}
+    old_handlers = {number: signal.signal(number, note) for number in numbers}
     threading.Thread(target=_end_at_the_second, args=(reader, numbers), daemon=True).start()
     try:
         yield signals

@@ -1,0 +1,18 @@
+#!/bin/bash
+#SBATCH --job-name=thinwire-elastic
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=04:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --no-kill
+# sbatch examples/clusters/elastic_slurm.sh --method int8 --preset small      (arguments of thinwire train)
+# A replica on each node. When a node is lost, the others go on. Needs thinwire[elastic]; the lighthouse runs here.
+
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+HOST=$(hostname)
+PORT=$((20000 + SLURM_JOB_ID % 10000))
+torchft_lighthouse --bind "$HOST:$PORT" --min_replicas 1 --join_timeout_ms 120000 --heartbeat_timeout_ms 2000 2> /dev/null &
+trap "kill $!" EXIT
+export TORCHFT_LIGHTHOUSE=http://$HOST:$PORT
+srun --no-kill --wait=0 --kill-on-bad-exit=0 \
+    thinwire train --elastic --replicas 1 --resume auto --out runs/elastic "$@"

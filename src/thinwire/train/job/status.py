@@ -1,0 +1,195 @@
+"""``thinwire status``: who is there in a run of ``thinwire train --elastic``, how far it is, and what was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import statistics
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from thinwire.base.errors import ThinwireError
+from thinwire.base.terminal import columns, fold
+from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log
+
+HELP = """usage: thinwire status RUN
+
+Show who takes part in a run of `thinwire train --elastic`, its last step that
+counted, the share of the time in which steps counted (goodput), and what was
+lost. RUN is the folder of --out.
+
+  $ thinwire status runs/train"""
+ANSWER_S = 1.0
+"""Seconds to wait for the lighthouse."""
+SEEN_S = 1.0
+"""Seconds within which all replicas see that an attempt at a step has failed."""
+USUAL = 3.0
+"""A gap between two steps that is longer than so many usual ones has gone to something else than training."""
+WIDTH = 80
+
+
+def main(argv: list[str]) -> int:
+    """Print the status of a run. Return the exit status."""
+    if argv in (["-h"], ["--help"]):
+        print(HELP)
+        return 0
+    if len(argv) != 1:
+        raise ThinwireError(f"thinwire status takes the folder of a run, got '{' '.join(argv)}'")
+    run = read_run(Path(argv[0]))
+    print(fold(shown(run, time.time(), ask_lighthouse(run.lighthouse)), columns() or WIDTH))
+    return 0
+
+
+@dataclass
+class Run:
+    """The facts in a run's files.
+
+    Attributes:
+        rows: of metrics.jsonl, those of steps. logs: what each replica has written down, by its name.
+    """
+
+    path: Path
+    lighthouse: str
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    logs: dict[str, list[dict[str, Any]]]
+    ended: bool
+    members: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """``members``: the last event that says who takes part; {} before the first."""
+        events = [event for name in self.logs for event in self._members_of(name)]
+        self.members = max(events, key=lambda event: event["time"], default={})
+
+    @property
+    def losses(self) -> list[tuple[str, int, float]]:
+        """(name, step, norm) of what waited on each replica that left, as those who take part know it: one that has
+        come since does not know of those before."""
+        events = [event for name in self.members.get("names", []) for event in self._members_of(name)[-1:]]
+        return sorted({tuple(loss) for event in events for loss in event["losses"]}, key=lambda loss: loss[1])
+
+    def _members_of(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.logs.get(name, []) if event["event"] == "members"]
+
+    @property
+    def dropped(self) -> int:
+        """The attempts that did not count, each counted once although several replicas have seen it."""
+        events = [event for log in self.logs.values() for event in log if event["event"] == "dropped"]
+        attempts = sorted((event["step"], event["time"]) for event in events)
+        pairs = zip([(-1, 0.0), *attempts], attempts, strict=False)
+        return sum(step != earlier_step or time - earlier > SEEN_S for (earlier_step, earlier), (step, time) in pairs)
+
+
+def read_run(path: Path) -> Run:
+    """Read the folder of a run.
+
+    Raises:
+        ThinwireError: there is no run, or it is not of replicas that come and go.
+    """
+    if not path.is_dir():
+        raise ThinwireError(f"there is no run in {path}: name the folder of --out")
+    try:
+        facts = json.loads((path / ELASTIC).read_text())
+        lighthouse = str(facts["lighthouse"])
+    except FileNotFoundError:
+        is_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+        reason = "its ranks are fixed: it was not started with --elastic" if is_run else "it holds no run"
+        raise ThinwireError(f"{path}: {reason}") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ThinwireError(f"cannot read {path / ELASTIC}") from None
+    settings: Any = {}
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        settings = yaml.safe_load((path / "config.yaml").read_text())
+    rows = [row for row in read_log(path / "metrics.jsonl") if "loss" in row and "time" in row]
+    logs = {
+        log.stem: [event for event in read_log(log) if "event" in event and "time" in event]
+        for log in sorted((path / REPLICAS).glob("*.jsonl"))
+    }
+    summary = path / "summary.json"
+    ended = summary.exists() and (not rows or summary.stat().st_mtime >= rows[-1]["time"] - SEEN_S)
+    return Run(path, lighthouse, settings if isinstance(settings, dict) else {}, rows, logs, ended)
+
+
+def goodput(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Return the share of the time in which steps counted, and the longest gap between two of them in s; None: there
+    are too few.
+
+    Of a gap of more than ``USUAL`` usual ones (the median), what is beyond a usual one is wasted. Evaluations and
+    checkpoints are not in it: ``wall_s`` is the time of attempts at steps.
+    """
+    gaps = [later["wall_s"] - earlier["wall_s"] for earlier, later in itertools.pairwise(rows)]
+    if len(gaps) < 2 or sum(gaps) <= 0:
+        return None
+    usual = statistics.median(gaps)
+    wasted = sum(gap - usual for gap in gaps if gap > USUAL * usual)
+    return 1 - wasted / sum(gaps), max(gaps)
+
+
+def ask_lighthouse(address: str) -> list[str] | None:
+    """Return the names of the replicas of which torchft's lighthouse hears now; None: it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/status", timeout=ANSWER_S) as answer:
+            page = answer.read(1 << 20).decode(errors="replace")
+    except (OSError, ValueError):
+        return None
+    return alive_on(page)
+
+
+def alive_on(page: str) -> list[str]:
+    """Read the lighthouse's page: its list of heartbeats, without those that are old."""
+    beats = re.findall(r'<li class="heartbeat\s*(\w*)\s*">\s*([^:<\s]+)', page)
+    return sorted(name for age, name in beats if age != "old")
+
+
+def shown(run: Run, clock: float, alive: Sequence[str] | None) -> str:
+    """Write the status, at most ``WIDTH`` columns wide where names are short."""
+    settings, last = run.settings, run.rows[-1] if run.rows else None
+    total = f" of {settings['steps']}" if "steps" in settings else ""
+    head = f"{run.path}: {settings.get('method', '?')} on {settings.get('preset', '?')}"
+    if last is None:
+        lines = [f"{head}, before its first step"]
+    else:
+        age = "ended" if run.ended else f"{since(clock - last['time'])} ago"
+        tokens = f"{last['tokens']:,} tokens"
+        lines = [f"{head}", f"last step     {last['step']}{total}, {age}; loss {last['loss']:.4f}, {tokens}"]
+    if (share := goodput(run.rows)) is not None:
+        lines.append(f"goodput       {share[0]:.1%} of {since(run.rows[-1]['wall_s'])}; longest gap {share[1]:.2f} s")
+    lines.append(f"dropped       {run.dropped} attempt{'s' * (run.dropped != 1)} at a step, to be taken again")
+    losses = run.losses
+    lines += [f"lost          what waited on replica {name} after step {step}, of norm {norm:.3g}"
+              for name, step, norm in losses]  # fmt: skip
+    lines += [] if losses else ["lost          nothing that waited"]
+    beats = "does not answer" if alive is None else f"hears of {', '.join(alive) or 'nobody'}"
+    lines += [f"lighthouse    {run.lighthouse} {beats}", "", "replica       state           starts  host, process"]
+    return "\n".join([*lines, *(_replica(name, log, run, clock, alive) for name, log in run.logs.items())])
+
+
+def _replica(name: str, log: Sequence[Mapping[str, Any]], run: Run, clock: float, alive: Sequence[str] | None) -> str:
+    starts = [event for event in log if event["event"] == "started"]
+    last, start = log[-1] if log else {}, starts[-1] if starts else {}
+    if last.get("event") == "ended":
+        state = str(last.get("why", "ended"))
+    elif alive is not None and name not in alive:
+        state = "away"
+    elif name in run.members.get("names", []) and alive is not None:
+        state = "there"
+    elif alive is not None:
+        state = f"joins, {since(clock - last['time'])}" if last else "joins"
+    else:
+        state = "unknown"
+    return f"{name:<13} {state:<15} {len(starts):>6}  {start.get('host', '?')}, {start.get('pid', '?')}"
+
+
+def since(seconds: float) -> str:
+    """Write a time in whole seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,358 @@
+"""A replica of ``thinwire train --elastic``: a run of one rank, whose gradients travel between replicas.
+
+    ask who takes part -> this replica's share of the step's text -> exchange, vote -> count it, or take its text again
+
+The text of a step is dealt out once it is known who takes part, and moves on only when the step counts: each window is
+learnt once per epoch, whoever comes or goes. An attempt that does not count costs the computing of its batch.
+
+The replica that is the first of those that take part keeps the run's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from thinwire.base.errors import FailedExchange, ThinwireError
+from thinwire.base.terminal import say
+from thinwire.core.safety import Safety
+from thinwire.network.comm import ManagedComm
+from thinwire.network.ledger import Ledger
+from thinwire.train.checkpoint import format
+from thinwire.train.config import LIGHTHOUSE, Config
+from thinwire.train.job.collective import Collective
+from thinwire.train.job.progress import Display
+from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, turn
+from thinwire.train.job.run_folder import RunFolder
+from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
+from thinwire.train.job.signals import Interrupted, note_signals
+from thinwire.train.loop import Start, StepOutcome, Trainer, prepare
+from thinwire.wire import Wire
+
+Connect = Callable[..., Any]
+COMMON = ("step", "sequences", "streak", "wall_s", "first_loss")
+"""The attributes of a trainer that a replica that joins takes over."""
+
+
+class _Folder(RunFolder):
+    """A run's folder that the launcher of the replicas has locked, and checked."""
+
+    def check_free(self) -> None:
+        """Do nothing: another replica may have begun the run."""
+
+
+def train_replica(config: Config, name: str, connect: Connect, compress: Callable[..., Wire]) -> int:
+    """Train as the replica ``name``. Return the exit status.
+
+    Args:
+        connect: opens the manager (``adapters.manager.open_manager``). compress: ``adapters.torchft.compress``.
+
+    Raises:
+        ThinwireError: input cannot be used, the run diverges, or the lighthouse does not answer.
+    """
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)  # each lost replica is several traces there
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's reader of what torchft sends
+    restarted = os.environ[STARTS] != "0"
+    resume = "auto" if restarted and config.checkpoints else config.resume
+    config = dataclasses.replace(config, device="cpu", overwrite=False, resume=resume)
+    log = ReplicaLog(config.out / REPLICAS / f"{name}.jsonl")
+    log.write("started", pid=os.getpid(), host=socket.gethostname())
+    with join_ranks(config) as ranks:
+        # Replicas that start together wait for each other. One that is started again must not let the others wait.
+        manager = None if restarted else _open_manager(connect, config, name)
+        folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
+        with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
+            inputs = read_inputs(config, folder)
+        with turn(config.out):
+            start = prepare(config, ranks, folder, inputs)
+        if start.ended:
+            say(f"thinwire: {start.ended}", sys.stderr)
+            return 0
+        manager = manager or _open_manager(connect, config, name)
+        trainer = ReplicaTrainer(start, ranks, manager, compress, log, restarted)
+        try:
+            return trainer.train()
+        finally:
+            trainer.manager.shutdown(wait=False)
+
+
+def _open_manager(connect: Connect, config: Config, name: str) -> Any:
+    longest = max(config.timeout, config.file_timeout)
+    try:
+        return connect(
+            name, os.environ["MASTER_ADDR"], min_replicas=config.min_replicas, timeout_s=config.timeout,
+            longest_s=longest,
+        )  # fmt: skip
+    except (RuntimeError, TimeoutError) as error:
+        raise _lighthouse_is_silent(error) from None
+
+
+def _lighthouse_is_silent(error: Exception) -> ThinwireError:
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    silent = ThinwireError(f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer: {line}")
+    silent.status = 1  # it may, when this replica is started again
+    return silent
+
+
+class ReplicaTrainer(Trainer):
+    """The run of one replica.
+
+    Attributes:
+        dropped: attempts at a step of this process that did not count.
+        first_loss: of the evaluation before the run's first step.
+    """
+
+    def __init__(
+        self, start: Start, ranks: Ranks, manager: Any, compress: Callable[..., Wire], log: ReplicaLog, restarted: bool
+    ) -> None:  # fmt: skip
+        self.manager, self.log, self._compress, self._restarted = manager, log, compress, restarted
+        self.dropped, self.first_loss = 0, math.nan
+        self._keeps = self._reopen = False  # the run's files
+        self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
+        self._evaluated = -1
+        self._number = -1  # of the membership
+        self._since = time.time()
+        super().__init__(start.config, ranks, start.inputs, start.checkpoints, start.bf16)
+        if start.resumed is not None:
+            self.restore(start.resumed)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        across = self.wire.engine.across
+        return across.rank, across.size
+
+    def start(self, method: str) -> Wire:
+        config = self.config
+        self.model = self.runner = self.net
+        self.wire = self._compress(
+            self.net, self.optimizers, method, manager=self.manager, steps=config.steps, seed=config.seed,
+            # The trainer counts skipped steps itself, together with losses that are not finite.
+            safety=Safety(guard=config.guard, max_skipped=None),
+        )  # fmt: skip
+        self.manager.register_state_dict_fn("trainer", functools.partial(setattr, self, "_news"), self._give)
+        return self.wire
+
+    def _give(self) -> dict[str, Any]:
+        return {"run": self.checkpoints.run, **{name: getattr(self, name) for name in COMMON}}
+
+    @property
+    def kept(self) -> SavedReplica:
+        return SavedReplica(self.wire, self.manager)
+
+    def train(self) -> int:
+        """Train to the last step. Return the exit status: 0, or 128 + the signal on which this replica leaves."""
+        config = self.config
+        with contextlib.ExitStack() as stack:
+            signals = stack.enter_context(note_signals(lambda: self.manager.asking))
+            self._files = stack.enter_context(contextlib.ExitStack())
+            self.display = self._files.enter_context(Display(config, 1, self.step))
+            if not self._restarted:
+                self.first_loss, self._evaluated = self.evaluate(), self.step
+            self.wire.reset_stats()
+            counted = True
+            try:
+                while self.step < config.steps and not signals:
+                    outcome = self.attempt_step(signals)
+                    counted = outcome is not None
+                    if outcome is not None:
+                        self._conclude_step(outcome, signals)
+            except Interrupted:
+                counted = False
+            except _Over:
+                self.log.write("ended", step=self.step, why="done")
+                return 0
+            if self.step < config.steps:
+                return self._leave(signals[0], counted)
+            if self._keeps:
+                self._conclude(self.first_loss)
+            self.log.write("ended", step=self.step, why="done")
+        self.wire.close()
+        return 0
+
+    def attempt_step(self, signals: list[int]) -> StepOutcome | None:
+        """Attempt one optimizer step; count it and log it, or return None if it does not count."""
+        began = time.perf_counter()
+        if not self._ask():
+            self._drop(began)
+            return None
+        first, skipped_before = self.sequences, self.wire.skipped
+        self._alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
+        loss, norm = self._take_step()
+        skipped = self.wire.skipped > skipped_before
+        if skipped and self.wire.engine.uncounted:
+            self.sequences = first
+            self._drop(began)
+            return None
+        # A replica that is told to end leaves alone.
+        return self._count_step(began, loss, norm, skipped, signals)._replace(stopped=bool(signals))
+
+    def _ask(self) -> bool:
+        """Ask who takes part in the next step, and take over what they have; return whether it can be taken."""
+        try:
+            if not self.wire.engine.ask():
+                self._news = None  # as the wire has not taken it over either
+                return False
+        except (RuntimeError, TimeoutError) as error:
+            raise _lighthouse_is_silent(error) from None
+        if self._news is not None:
+            for name in COMMON:
+                setattr(self, name, self._news[name])
+            self.checkpoints.run, self._news, self._reopen = self._news["run"], None, True
+        membership = self.wire.engine.across.membership
+        changed = membership.number != self._number
+        if changed:
+            if self._summary_s() > self._since:
+                raise _Over
+            self._number = membership.number
+            self._beside = ManagedComm(self.manager._pg, Ledger(), self.manager._timeout)  # its bytes are nobody's
+            self._beside.take(membership)
+            losses = [(_short(loss.name), loss.step, loss.norm) for loss in self.wire.turnover.losses.values()]
+            names = [_short(member) for member in membership.names]
+            self.log.write("members", step=self.step + 1, names=names, losses=losses)
+        self._keep_files()
+        if changed:
+            self.display.say(f"step {self.step + 1:>6}  replicas: {', '.join(names)}")
+        return True
+
+    def _summary_s(self) -> float:
+        """Return when summary.json was written, in seconds since 1970; 0: it is not there."""
+        path = self.config.out / "summary.json"
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    def _keep_files(self) -> None:
+        """Begin to keep the run's files if this replica is the first of those that take part, or leave them alone."""
+        keeps = self.place[0] == 0
+        if keeps == self._keeps and not (keeps and self._reopen):
+            return
+        self._files.close()
+        self.display = self._files.enter_context(Display(self.config, 0 if keeps else 1, self.step))
+        self._keeps, self._reopen = keeps, False
+        if not keeps:
+            return
+        self.wall_s = max(self.wall_s, self.display.wall_s)
+        self._write_plan()
+        if self._evaluated == self.step:
+            self.display.say(self._headline())
+            if self.config.eval_sequences:
+                row = {"step": self.step, "valid_loss": self.first_loss, "wall_s": self.wall_s}
+                self.display.evaluation(row)
+
+    def _drop(self, began: float) -> None:
+        """Note an attempt that does not count."""
+        self.wall_s += time.perf_counter() - began
+        self.dropped += 1
+        self.log.write("dropped", step=self.step + 1)
+
+    def _mean(self, row: Tensor) -> Tensor:
+        if self._alone:
+            return row
+        unshared = row.clone()
+        try:
+            self._beside.all_reduce(row, "mean")
+        except FailedExchange:  # which the next attempt will find, too
+            return unshared
+        return row
+
+    def _save(self, good: bool) -> None:
+        if not self._keeps:
+            if good:  # by the replica that keeps the files
+                self.checkpoints.latest = self._checkpoint_name
+            return
+        with turn(self.config.out):
+            super()._save(good)
+
+    @property
+    def _checkpoint_name(self) -> str:
+        return f"step-{self.step:06d}"
+
+    def _conclude_step(self, outcome: StepOutcome, signals: list[int]) -> None:
+        with contextlib.suppress(_Leaves):
+            super()._conclude_step(outcome, signals)
+
+    def _stop(self, number: int) -> NoReturn:
+        raise _Leaves  # ``train`` sees the signal
+
+    def _leave(self, number: int, counted: bool) -> int:
+        """Leave on a signal, whatever the others do. Return the exit status.
+
+        ``counted``: the last attempt did. If not, nobody may be left: this replica saves the run, unless it is saved.
+
+        Raises:
+            ThinwireError: a line that says what is saved, if this replica keeps the run's files.
+        """
+        name = signal.Signals(number).name
+        self.log.write("ended", step=self.step, why=name)
+        if not self.step:
+            stopped = ThinwireError(f"ended by {name} before the first step: nothing is saved")
+            stopped.status = 128 + number
+            raise stopped
+        if counted and not self._keeps:
+            return 128 + number
+        if self.config.checkpoints and not counted and self.streak == 0:
+            with turn(self.config.out):
+                if not format.is_good(self.checkpoints.path / self._checkpoint_name):
+                    super()._save(True)
+            self.checkpoints.latest = self._checkpoint_name
+        super()._stop(number)
+
+    def _ranks_in_words(self) -> str:
+        return f"{self.place[1]} replicas"
+
+    def _row(self, loss: float, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
+        row = super()._row(loss, norm, seconds, skipped)
+        return row | {"time": round(time.time(), 3), "replicas": self.place[1], "dropped": self.dropped}
+
+    def _summary(self, stats: dict[str, Any], first_loss: float, losses: Any) -> dict[str, Any]:
+        summary = super()._summary(stats, first_loss, losses)
+        return summary | {"dropped_attempts": self.dropped, "lost": stats["lost"]}
+
+
+class _Leaves(Exception):
+    """This replica was told to end."""
+
+
+class _Over(Exception):
+    """The others have come to the end of the run, and this replica has missed their last step."""
+
+
+class SavedReplica:
+    """A replica's exchange as a checkpoint holds it: what a replica that joins gets, and the manager's count of steps.
+
+    What waits on the replicas is in no checkpoint: only one of them writes it.
+    """
+
+    def __init__(self, wire: Wire, manager: Any) -> None:
+        assert wire.turnover is not None
+        self.engine, self._turnover, self._manager = wire.engine, wire.turnover, manager
+
+    def hand_over(self) -> None:
+        """Do nothing: moments of what the method steps are in its own state, which the run goes on with."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state, a flat dict of tensors."""
+        return {**self._turnover.saved(), "votes": torch.tensor(self._manager.current_step())}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], resize: None = None) -> None:
+        """Go on from ``state_dict()``, when this replica first asks who takes part."""
+        state = dict(state)
+        self._manager.load_state_dict({"step": int(state.pop("votes")), "batches_committed": 0})
+        self._turnover.resume(state)
+
+
+def _short(name: str) -> str:
+    """Return a replica's own name, without that of its process."""
+    return name.partition(":")[0]

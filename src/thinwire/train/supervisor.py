@@ -1,0 +1,282 @@
+"""The processes of an elastic run on this machine: torchft's lighthouse, and replicas that are started again.
+
+A replica that ends before its run does is started again after a second, and let in. It stays away if it ended because
+its input cannot be used (status 2), if it was told to end (SIGTERM, Ctrl-C), or if it has ended ``TRIES`` times in a
+row before it took part in a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from thinwire.base.errors import ThinwireError
+from thinwire.base.files import write
+from thinwire.base.processes import POLL_S, free_port
+from thinwire.base.terminal import begin_line, note, say
+from thinwire.train.cli import Stop, prepare_child, relay, show_cursor
+from thinwire.train.config import LIGHTHOUSE
+from thinwire.train.job.replica_log import ELASTIC, REPLICA, REPLICAS, STARTS, read_log
+from thinwire.train.job.run_folder import hold_run_folder
+
+if TYPE_CHECKING:
+    from thinwire.train.config import Config
+
+TRIES = 3
+AGAIN_S = 1.0
+"""Seconds until a replica that has ended is started again."""
+PATIENCE_S = 10.0
+"""Seconds that a replica has to end once the run's last files are written."""
+HEARTBEAT_S = 2.0
+"""Seconds without a sign of life after which the lighthouse takes a replica for dead."""
+_NOISE = re.compile(r"\S+ \[(INFO|WARN|ERROR)\] \[torchft")
+"""A line of torchft's own, of which each step has several."""
+UNUSABLE = 2  # ThinwireError.status
+LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
+_SERVE = """
+import sys, time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(
+    bind="127.0.0.1:0", min_replicas=int(sys.argv[1]), join_timeout_ms=int(sys.argv[2]), quorum_tick_ms=50,
+    heartbeat_timeout_ms=int(sys.argv[3]),
+)
+print(server.address().rsplit(":", 1)[1], flush=True)
+while True:
+    time.sleep(3600)
+"""
+
+
+@dataclass
+class Replica:
+    """A replica of this machine. ``start_at``: by the monotonic clock; None: it runs or is away.
+
+    ``tries``: starts in a row that did not lead to a step. ``status``: of its last end.
+    """
+
+    name: str
+    start_at: float | None = 0.0
+    process: subprocess.Popen[str] | None = None
+    starts: int = 0
+    tries: int = 0
+    status: int = 0
+
+    @property
+    def away(self) -> bool:
+        return self.process is None and self.start_at is None
+
+
+def supervise(words: list[str], config: Config) -> int:
+    """Run the replicas of this machine, which run ``thinwire`` with these words, to the end of the run.
+
+    Return the exit status: 0 if the run came to its end, 128 + signal if one ended it, else that of the replica that
+    was the last to fail. When this process ends in any way, its replicas and its lighthouse are ended.
+    """
+    shared = os.environ.get(LIGHTHOUSE)  # with other machines
+    names, address = replica_names(config.local_replicas, os.environ, shared=bool(shared)), _own_address(shared)
+    with ExitStack() as stack:
+        stack.enter_context(hold_run_folder(
+            config.out, shared, anew=config.overwrite, goes_on=config.resume is not None,
+        ))  # fmt: skip
+        lighthouse = None if shared else stack.enter_context(_serve_lighthouse(config))
+        url = shared or f"http://127.0.0.1:{_read_port(lighthouse)}"
+        facts = {"lighthouse": url, "min_replicas": config.min_replicas, "host": socket.gethostname()}
+        write(config.out / ELASTIC, json.dumps(facts) + "\n")
+        note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {url}")
+        interface = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(address) else {}
+        environment = {
+            "OMP_NUM_THREADS": "1", **interface, **os.environ,
+            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address,
+            LIGHTHOUSE: url,
+        }  # fmt: skip
+        return Supervisor(words, config, [Replica(name) for name in names], environment, lighthouse).run()
+
+
+def replica_names(number: int, environment: dict[str, str] | os._Environ[str], *, shared: bool) -> list[str]:
+    """Name the replicas of this machine: REPLICA_GROUP_ID, else its name where several machines share a run ("west-0"),
+    with a number; by number alone where the run is this machine's."""
+    base = environment.get("REPLICA_GROUP_ID") or (socket.gethostname().partition(".")[0] if shared else "")
+    if number == 1 and environment.get("REPLICA_GROUP_ID"):
+        return [base]
+    return [f"{base}-{index}" if base else str(index) for index in range(number)]
+
+
+def _own_address(lighthouse: str | None) -> str:
+    """Return this machine's address on the interface by which it reaches the lighthouse."""
+    if lighthouse is None:
+        return "127.0.0.1"
+    url = urlsplit(lighthouse)
+    try:
+        if url.scheme not in ("http", "https") or not url.hostname or not url.port:
+            raise ThinwireError(f"{LIGHTHOUSE} is '{lighthouse}': write http://HOST:PORT")
+        family, _, _, _, address = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise ThinwireError(f"{LIGHTHOUSE} is '{lighthouse}', which cannot be reached: {error}") from None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+@contextmanager
+def _serve_lighthouse(config: Config) -> Iterator[subprocess.Popen[str]]:
+    """Run a lighthouse on this machine's loopback, in a process of its own, since it writes down all that it does."""
+    limits = [config.min_replicas, round(1e3 * config.timeout), round(1e3 * HEARTBEAT_S)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, *map(str, limits)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, preexec_fn=prepare_child,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read_port(lighthouse: subprocess.Popen[str] | None) -> str:
+    assert lighthouse is not None and lighthouse.stdout is not None
+    port = lighthouse.stdout.readline().strip()
+    if not port.isdigit():
+        raise ThinwireError("torchft's lighthouse cannot be started: try torchft_lighthouse --help")
+    return port
+
+
+class Supervisor:
+    """The loop that starts replicas, and starts them again, until the run has ended.
+
+    Attributes:
+        completed: has a replica come to the end of the run?
+    """
+
+    def __init__(
+        self, words: Sequence[str], config: Config, replicas: Sequence[Replica], environment: dict[str, str],
+        lighthouse: subprocess.Popen[str] | None,
+    ) -> None:  # fmt: skip
+        self._command = [sys.executable, "-m", "thinwire", *words]
+        self._config, self._environment, self._lighthouse = config, environment, lighthouse
+        self.replicas, self.completed = replicas, False
+        self._running: list[subprocess.Popen[str]] = []
+        self._relays: list[threading.Thread] = []
+        self._shown, self._lock = set[str](), threading.Lock()
+        self._stop = Stop(self._running)
+        self._began, self._deadline = time.time(), inf
+
+    def run(self) -> int:
+        handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._stop.pass_on) for number in handled}
+        try:
+            while not all(replica.away for replica in self.replicas):
+                self._stop.check()
+                if self._lighthouse is not None and self._lighthouse.poll() is not None:
+                    raise ThinwireError("torchft's lighthouse has ended, and so does the run: --resume auto goes on")
+                for replica in self.replicas:
+                    self._look_at(replica)
+                self._end_late_ones()
+                time.sleep(POLL_S)
+            return self._status()
+        finally:
+            for process in self._running:
+                process.kill()
+                process.wait()
+            for thread in self._relays:
+                thread.join(timeout=5)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _look_at(self, replica: Replica) -> None:
+        """Start a replica that is due, and note the end of one that has ended."""
+        if replica.process is None:
+            if replica.start_at is not None and (self._stop.number or self.completed):
+                replica.start_at = None
+            elif replica.start_at is not None and time.monotonic() >= replica.start_at:
+                self._start(replica)
+            return
+        status = replica.process.poll()
+        if status is None:
+            return
+        process, replica.process, replica.status = replica.process, None, status
+        self._running.remove(process)
+        self.completed |= status == 0
+        if status < 0:
+            show_cursor()
+        if self._stop.number or self.completed or status in (0, UNUSABLE, *LEFT):
+            return
+        replica.tries = 0 if _took_part(self._config, replica.name, process.pid) else replica.tries + 1
+        begin_line(sys.stderr)
+        ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        if replica.tries == TRIES:
+            line = f"replica {replica.name} {ending}, {TRIES} times before its first step: it stays away"
+            say(f"thinwire: {line}", sys.stderr)
+            return
+        say(f"thinwire: replica {replica.name} {ending}; it is started again", sys.stderr)
+        replica.start_at = time.monotonic() + AGAIN_S
+
+    def _start(self, replica: Replica) -> None:
+        environment = self._environment | {
+            REPLICA: replica.name, STARTS: str(replica.starts), "MASTER_PORT": str(free_port())
+        }  # fmt: skip
+        replica.process = subprocess.Popen(
+            self._command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            preexec_fn=prepare_child, start_new_session=True,
+        )  # fmt: skip
+        replica.starts, replica.start_at = replica.starts + 1, None
+        self._running.append(replica.process)
+        self._relays.append(relay(replica.process, self._shown, self._lock, _NOISE))
+        if self._stop.number:  # it came before this replica was there
+            replica.process.send_signal(self._stop.number)
+
+    def _end_late_ones(self) -> None:
+        """End who still waits for others when the run's last files are written, or when too few are left to go on."""
+        present = sum(not replica.away for replica in self.replicas)
+        too_few = self._lighthouse is not None and present < self._config.min_replicas and not self.completed
+        if too_few and present and not self._stop.number:
+            say(f"thinwire: {present} replicas are left, fewer than --min-replicas: the run ends", sys.stderr)
+            self._stop.pass_on(signal.SIGTERM, None)
+        if self.completed and self._deadline == inf and self._summary_s() > self._began:
+            self._deadline = time.monotonic() + PATIENCE_S
+        if time.monotonic() > self._deadline:
+            for process in self._running:
+                process.kill()
+
+    def _summary_s(self) -> float:
+        """Return when summary.json was written, in seconds since 1970; 0: there is none."""
+        path = self._config.out / "summary.json"
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    def _status(self) -> int:
+        if self.completed:
+            if self._lighthouse is not None and not self._summary_s():
+                raise ThinwireError("the replica that wrote the run's files was lost as the run ended: no summary.json")
+            return 0
+        statuses = [replica.status for replica in self.replicas]
+        failed = [status for status in statuses if status not in LEFT]
+        if self._stop.number and not failed:
+            if -self._stop.number in statuses:  # it came before the run began to note signals
+                begin_line(sys.stderr)
+                say("thinwire: interrupted", sys.stderr)
+            return 128 + self._stop.number
+        code = next((status for status in failed if status > 0), (failed or statuses)[0])
+        return code if code >= 0 else 128 - code
+
+
+def _took_part(config: Config, name: str, pid: int) -> bool:
+    """Has the replica's process ``pid`` taken part in a step?"""
+    events = read_log(config.out / REPLICAS / f"{name}.jsonl")
+    starts = [number for number, event in enumerate(events) if event.get("pid") == pid]
+    return bool(starts) and any(event["event"] == "members" for event in events[starts[-1] :])

@@ -1,0 +1,381 @@
+"""``thinwire train --elastic`` and ``thinwire status``: refusals, who is started again; with torchft, whole runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patience import PATIENCE
+from thinwire.base.errors import ThinwireError
+from thinwire.cli import program as cli
+from thinwire.train import supervisor
+from thinwire.train.checkpoint.format import checkpoint_names, read_meta
+from thinwire.train.config import LIGHTHOUSE, Config
+from thinwire.train.job.replica_log import REPLICAS
+from thinwire.train.job.run_folder import hold_run_folder
+from thinwire.train.job.status import alive_on, goodput, read_run, shown
+from thinwire.train.supervisor import Replica, Supervisor, replica_names
+
+HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--replicas", "3"], "--replicas and --min-replicas are for --elastic"),
+        (["--min-replicas", "2"], "--replicas and --min-replicas are for --elastic"),
+        (["--elastic", "--ranks", "2"], "--ranks does not go with --elastic"),
+        (["--elastic", "--engine", "fsdp2"], "--engine fsdp2 does not go with --elastic"),
+        (["--elastic", "--device", "cuda"], "--device cuda does not go with --elastic"),
+        (["--elastic", "--method", "auto"], "--method auto does not go with --elastic"),
+        (["--elastic", "--check-every", "5"], "--check-every does not go with --elastic"),
+        (["--elastic", "--min-replicas", "3"], "--min-replicas 3 is more than the 2 replicas that are started"),
+    ],
+)
+def test_what_does_not_go_with_elastic_is_refused_in_one_line(words, line, monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv(LIGHTHOUSE, raising=False)
+    monkeypatch.setattr("thinwire.train.supervisor.supervise", None)
+    assert cli.main(["train", "--preset", "tiny", "--out", f"{tmp_path}/run", *words]) == 2
+    printed = capsys.readouterr().err
+    assert line in printed and len(printed.splitlines()) == 1
+
+
+def test_a_machine_may_start_fewer_replicas_than_the_run_needs(monkeypatch):
+    monkeypatch.setenv(LIGHTHOUSE, "http://10.0.0.1:29510")
+    Config(elastic=True, replicas=1, min_replicas=3).check()
+
+
+@pytest.mark.skipif(HAS_TORCHFT, reason="torchft is installed")
+def test_the_command_that_installs_torchft_is_named(capsys, tmp_path):
+    assert cli.main(["train", "--elastic", "--preset", "tiny", "--out", f"{tmp_path}/run"]) == 2
+    assert capsys.readouterr().err == (
+        "thinwire: the package 'torchft' is not installed: pip install 'thinwire[elastic]'\n"
+    )
+
+
+def test_torchrun_does_not_start_replicas(monkeypatch, capsys, tmp_path):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--elastic", "--preset", "tiny", "--out", f"{tmp_path}/run"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
+
+
+def test_replicas_are_named_by_number_or_by_machine():
+    assert replica_names(3, {}, shared=False) == ["0", "1", "2"]
+    assert replica_names(2, {"REPLICA_GROUP_ID": "west"}, shared=True) == ["west-0", "west-1"]
+    assert replica_names(1, {"REPLICA_GROUP_ID": "west"}, shared=True) == ["west"]
+    (name,) = replica_names(1, {}, shared=True)
+    assert name == f"{os.uname().nodename.partition('.')[0]}-0"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:29510", "http://nowhere", "http://256.1.1.1:5"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ThinwireError, match=LIGHTHOUSE):
+        supervisor._own_address(address)
+    assert supervisor._own_address("http://127.0.0.1:29510") == supervisor._own_address(None) == "127.0.0.1"
+
+
+def test_machines_of_one_run_share_its_folder_and_others_do_not(tmp_path):
+    here, there = "http://10.0.0.1:29510", "http://10.0.0.2:29510"
+    with hold_run_folder(tmp_path, here, anew=False, goes_on=False):
+        (tmp_path / "metrics.jsonl").write_text("")
+        with hold_run_folder(tmp_path, here, anew=False, goes_on=False):
+            assert (tmp_path / "metrics.jsonl").exists()
+        for other in (there, None):
+            with (
+                pytest.raises(ThinwireError, match="is in use by"),
+                hold_run_folder(tmp_path, other, anew=False, goes_on=False),
+            ):
+                pass
+    with (
+        pytest.raises(ThinwireError, match="holds a run already"),
+        hold_run_folder(tmp_path, None, anew=False, goes_on=False),
+    ):
+        pass
+    with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
+        assert not (tmp_path / "metrics.jsonl").exists()
+
+
+# ------------------------------------------------------------------------------------------- who is started again
+
+
+def supervised(tmp_path: Path, programs: dict[str, str], **settings: Any) -> Supervisor:
+    """A supervisor of shell scripts in place of replicas: each knows its name, and how often it was started before."""
+    script = tmp_path / "replica"
+    cases = "\n".join(f"{name}) {text} ;;" for name, text in programs.items())
+    script.write_text(f"#!/bin/sh\ncase $THINWIRE_REPLICA in\n{cases}\nesac\n")
+    script.chmod(0o755)
+    (tmp_path / REPLICAS).mkdir(exist_ok=True)
+    config = Config(elastic=True, out=tmp_path, replicas=len(programs), **settings)
+    made = Supervisor([], config, [Replica(name) for name in programs], dict(os.environ), None)
+    made._command = [str(script)]
+    return made
+
+
+def test_a_replica_that_dies_is_started_again_and_the_run_ends_with_the_others(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(supervisor, "AGAIN_S", 0.1)
+    log = f"{tmp_path}/{REPLICAS}/1.jsonl"
+    members = f"""echo '{{"event": "members"}}' >> {log}"""
+    part = f'echo "{{\\"event\\": \\"started\\", \\"pid\\": $$}}" >> {log}; {members}'
+    dies = f"[ $THINWIRE_STARTS -gt 4 ] || {{ {part}; kill -9 $$; }}; touch {tmp_path}/done"
+    run = supervised(tmp_path, {"0": f"until [ -e {tmp_path}/done ]; do sleep 0.05; done", "1": dies})
+    assert run.run() == 0
+    assert [replica.starts for replica in run.replicas] == [1, 6]
+    assert capfd.readouterr().err.count("replica 1 was ended by SIGKILL; it is started again") == 5
+
+
+def test_a_replica_that_never_takes_part_stays_away_after_three_times(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(supervisor, "AGAIN_S", 0.05)
+    waits = f"until [ -e {tmp_path}/3 ]; do sleep 0.05; done; sleep 1"
+    run = supervised(tmp_path, {"0": waits, "1": f"touch {tmp_path}/$((THINWIRE_STARTS + 1)); exit 7"})
+    assert run.run() == 0 and run.replicas[1].starts == 3
+    assert "replica 1 ended with status 7, 3 times before its first step: it stays away" in capfd.readouterr().err
+    run = supervised(tmp_path, {"0": "exit 7", "1": "exit 7"})
+    assert run.run() == 7
+
+
+@pytest.mark.parametrize("status", [2, 143])
+def test_a_replica_with_unusable_input_or_told_to_end_is_not_started_again(tmp_path, status):
+    run = supervised(tmp_path, {"0": f"exit {status}", "1": f"exit {status}"})
+    assert run.run() == status and [replica.starts for replica in run.replicas] == [1, 1]
+
+
+def test_torchft_s_own_lines_are_not_shown(tmp_path, capfd):
+    line = "2026-11-25T23:29:29.504 [INFO] [torchft::manager] - [Replica 2] should_commit completed"
+    run = supervised(tmp_path, {"0": f"echo '{line}' >&2; echo 'thinwire: a line' >&2; echo other >&2"})
+    assert run.run() == 0 and capfd.readouterr().err == "thinwire: a line\nother\n"
+
+
+def test_a_signal_reaches_all_replicas_and_nobody_is_started_again(tmp_path):
+    run = supervised(tmp_path, {name: "trap 'exit 143' TERM; sleep 60 & wait" for name in "012"})
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert run.run() == 143
+    assert [replica.starts for replica in run.replicas] == [1, 1, 1] and all(replica.away for replica in run.replicas)
+
+
+# ------------------------------------------------------------------------------------------------------- status
+
+
+def a_run(path: Path) -> None:
+    """The files of a run of three replicas: 1 has died at step 4 and is back from step 6 on."""
+    (path / REPLICAS).mkdir(parents=True)
+    (path / "elastic.json").write_text(json.dumps({"lighthouse": "http://127.0.0.1:1", "min_replicas": 1}))
+    (path / "config.yaml").write_text("method: trickle\npreset: tiny\nsteps: 20\n")
+    rows, wall_s = [], 0.0
+    for step in range(1, 11):
+        wall_s += 1.1 if step == 4 else 0.1
+        rows.append(
+            {"step": step, "loss": 5 - step / 10, "wall_s": wall_s, "tokens": 1000 * step, "time": 100.0 + wall_s}
+        )
+    rows.insert(0, {"step": 0, "valid_loss": 5.1, "wall_s": 0.0})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"half')
+    for name in "012":
+        lines = [
+            {"time": 99.0, "event": "started", "pid": 100 + int(name), "host": "west"},
+            {"time": 100.0, "event": "members", "step": 1, "names": ["0", "1", "2"], "losses": []},
+        ]
+        if name == "1":
+            lines += [{"time": 101.5, "event": "started", "pid": 200, "host": "west"}]
+        else:
+            lines += [{"time": 100.4 + int(name) / 10, "event": "dropped", "step": 4}]
+            lines += [{"time": 101.4, "event": "members", "step": 4, "names": ["0", "2"], "losses": [["1", 3, 0.25]]}]
+        lines += [{"time": 102.0, "event": "members", "step": 6, "names": ["0", "1", "2"], "losses": [["1", 3, 0.25]]}]
+        (path / REPLICAS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_status_says_who_is_there_and_what_was_lost(tmp_path):
+    a_run(tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert run.dropped == 1
+    text = shown(run, 103.0, ["0", "2"])
+    assert "last step     10 of 20, 1 s ago; loss 4.0000, 10,000 tokens" in text
+    assert "goodput       47.4% of 2 s; longest gap 1.10 s" in text
+    assert "dropped       1 attempt at a step, to be taken again" in text
+    assert "what waited on replica 1 after step 3, of norm 0.25" in text
+    assert "hears of 0, 2" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[-3:]}
+    assert [rows[name][0] for name in "012"] == ["there", "away", "there"] and rows["1"][1:] == ["2", "west,", "200"]
+    assert max(map(len, text.splitlines()[1:])) <= 80  # the first has the folder
+    assert "does not answer" in shown(run, 103.0, None)
+
+
+def test_status_of_what_is_no_elastic_run_is_one_line(tmp_path, capsys):
+    (tmp_path / "fixed").mkdir()
+    (tmp_path / "fixed/metrics.jsonl").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/elastic.json").write_text("[")
+    lines = {"fixed": "was not started with --elastic", ".": "holds no run", "nothing": "there is no run in",
+             "broken": "cannot read"}  # fmt: skip
+    for name, line in lines.items():
+        assert cli.main(["status", str(tmp_path / name)]) == 2
+        printed = capsys.readouterr().err
+        assert line in printed and len(printed.splitlines()) == 1
+    assert cli.main(["status"]) == 2 and cli.main(["status", "--help"]) == 0
+    assert "usage: thinwire status RUN" in capsys.readouterr().out
+
+
+def test_goodput_of_steps_as_they_should_be_is_all_of_the_time():
+    assert goodput([{"wall_s": 0.1 * step} for step in range(9)]) == (1.0, pytest.approx(0.1))
+    assert goodput([{"wall_s": 1.0}, {"wall_s": 2.0}]) is None
+
+
+def test_the_page_of_a_lighthouse_is_read():
+    page = (
+        '<ul><li class="heartbeat "> 0:3f-9: seen 0.1s ago</li>\n <li class="heartbeat old">1:77: seen 9s ago</li></ul>'
+    )
+    assert alive_on(page) == ["0"] and alive_on("<html>") == []
+
+
+# ----------------------------------------------------------------------------------------------- runs, with torchft
+
+real = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installed")
+
+WATCHED = """
+import json, os, signal, sys, time
+from thinwire.cli import program
+from thinwire.train import replica
+
+out, victim, at, pause = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+name, first = os.environ.get("THINWIRE_REPLICA"), os.environ.get("THINWIRE_STARTS") == "0"
+take, count = replica.ReplicaTrainer._take_step, replica.ReplicaTrainer._count_step
+
+def take_step(self):
+    self.seen = self.sequences + self.place[0] * self.config.batch_size, self.config.batch_size
+    if name == victim and first and self.step + 1 == at:
+        os.kill(os.getpid(), signal.SIGKILL)  # in the middle of an attempt
+    time.sleep(pause)
+    return take(self)
+
+def count_step(self, *told):
+    with open(out, "a") as file:
+        weights = float(sum(weight.detach().double().sum() for weight in self.net.parameters()))
+        file.write(json.dumps([self.step + 1, name, *self.seen, repr(weights)]) + "\\n")
+    return count(self, *told)
+
+replica.ReplicaTrainer._take_step, replica.ReplicaTrainer._count_step = take_step, count_step
+sys.argv[1:] = sys.argv[5:]
+program.program()
+"""
+
+
+def words(tmp_path: Path, *more: str, steps: int = 100) -> list[str]:
+    text = tmp_path / "text"
+    if not text.exists():
+        text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(3000)))
+    return [
+        "train", "--elastic", "--replicas", "3", "--preset", "tiny", "--layers", "1", "--width", "64", "--heads", "2",
+        "--seq-len", "32", "--batch-size", "2", "--eval-sequences", "4", "--eval-every", "0", "--steps", str(steps),
+        "--corpus", str(text), "--out", f"{tmp_path}/run", *more,
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+
+
+def descendants(pid: int) -> list[int]:
+    children = defaultdict(list)
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        children[int(fields[1])].append(int(status.parent.name))
+    found = list(children[pid])
+    for child in found:
+        found += children[child]
+    return found
+
+
+@real
+@pytest.mark.parametrize("method", ["trickle(density=0.05, smallest=0)"])
+def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(method, tmp_path):
+    program, steps = tmp_path / "watched.py", 120
+    program.write_text(WATCHED)
+    seen = tmp_path / "seen"
+    launcher = textwrap.dedent(f"""
+        import sys
+        from thinwire.train import supervisor
+        begin = supervisor.Supervisor.__init__
+        def init(self, *given):
+            begin(self, *given)
+            self._command = [sys.executable, {str(program)!r}, {str(seen)!r}, "1", "8", "0.1", *self._command[3:]]
+        supervisor.Supervisor.__init__ = init
+        from thinwire.cli import program
+        program.program()
+    """)
+    command = [sys.executable, "-c", launcher, *words(tmp_path, "--method", method, steps=steps)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "replica 1 was ended by SIGKILL; it is started again" in done.stderr
+    counted = [json.loads(line) for line in seen.read_text().splitlines()]
+    # Each window of the stream once, and all replicas of a step with the same weights.
+    windows = sorted(number for _, _, first, size, _ in counted for number in range(first, first + size))
+    assert windows == list(range(len(windows)))
+    by_step = defaultdict(list)
+    for step, name, *_, weights in counted:
+        by_step[step].append((name, weights))
+    assert sorted(by_step) == list(range(1, steps + 1))
+    assert all(len({weights for _, weights in replicas}) == 1 for replicas in by_step.values())
+    assert {len(replicas) for replicas in by_step.values()} == {2, 3} and len(by_step[steps]) == 3
+    run = tmp_path / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert rows[-1]["tokens"] == 32 * len(windows)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["valid_loss"] < summary["first_valid_loss"] - 0.5
+    assert checkpoint_names(run / "checkpoints") == [f"step-{steps:06d}"]
+    status = subprocess.run(
+        [sys.executable, "-m", "thinwire", "status", str(run)], env=environment(), capture_output=True, text=True
+    )
+    assert f"last step     {steps} of {steps}, ended" in status.stdout, status.stdout + status.stderr
+    assert "what waited on replica 1 after step 7" in status.stdout
+    assert max(map(len, status.stdout.splitlines()[2:])) <= 80
+
+
+@real
+def test_ctrl_c_saves_leaves_nothing_behind_and_the_run_goes_on_from_there(tmp_path):
+    command = [sys.executable, "-m", "thinwire", *words(tmp_path, "--method", "int8(smallest=0)", steps=1_000_000)]
+    launcher = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120 * PATIENCE
+        while not metrics.exists() or metrics.read_text().count("\n") < 20:
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        processes = descendants(launcher.pid)
+        assert len(processes) >= 4  # three replicas, and the lighthouse
+        launcher.send_signal(signal.SIGINT)
+        out, err = launcher.communicate(timeout=60 * PATIENCE)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 130, out + err
+    (name,) = checkpoint_names(tmp_path / "run/checkpoints")
+    meta = read_meta(tmp_path / "run/checkpoints" / name).meta
+    assert f"ended by SIGINT after step {meta['step']}: {name} is saved" in err
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
+    assert not list((tmp_path / "run").glob(".*.partial"))
+    more = ["--method", "int8(smallest=0)", "--resume", "auto"]
+    command = [sys.executable, "-m", "thinwire", *words(tmp_path, *more, steps=meta["step"] + 20)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, meta["step"] + 21))
+    sizes = [row["replicas"] for row in rows if "loss" in row]
+    assert rows[-2]["tokens"] == 2 * 32 * sum(sizes)
