@@ -159,15 +159,15 @@ class ManagerMembers:
         counts = manager.state_dict()
         try:
             manager.start_quorum()
-        except (TimeoutError, RuntimeError) as failure:
-            words = (str(failure).splitlines() or [type(failure).__name__])[0]
+        except (TimeoutError, RuntimeError) as refusal:
+            words = (str(refusal).splitlines() or [type(refusal).__name__])[0]
             raise ThinwireError(
                 f"this replica has no quorum ({words}): is the lighthouse up, can it be reached from here, and are "
                 "there min_replicas?"
-            ) from failure
+            ) from refusal
         try:
-            if (failure := manager.errored()) is not None:
-                raise LostRank(membership.rank, [], "quorum", 0.0, str(failure).splitlines()[0])
+            if (reported := manager.errored()) is not None:
+                raise LostRank(membership.rank, [], "quorum", 0.0, str(reported).splitlines()[0])
             if manager._quorum_id != membership.number:
                 membership = self._meet(manager)
         except FailedExchange as failure:
