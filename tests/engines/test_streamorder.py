@@ -216,7 +216,7 @@ def test_a_launch_writes_where_its_kernel_stores():
 def test_streams_of_ours_go_before_those_that_compute():
     """As FSDP2's own do: else the model's large kernels fill the GPU, and a bucket's small ones wait behind them."""
     made = steps("ddp", methods.Dense).priorities
-    assert {place.partition(":")[0] for place in made} == {"road.py"} and set(made.values()) == {-1}
+    assert {place.partition(":")[0] for place in made} == {"worker.py"} and set(made.values()) == {-1}
 
 
 SETTABLE = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
