@@ -289,8 +289,8 @@ sys.exit(program.main(words))
 
 
 def watched(tmp_path: Path, *more: str, steps: int, **plan: Any) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    """A run of replicas of which some are ``killed``, in the attempt at step ``at``, and one may not come back; and what
-    each has counted: step, its name, its first window of the stream, how many, the sum of its weights."""
+    """A run of replicas of which some are ``killed``, in the attempt at step ``at``, and one may not come back. What each
+    has counted: step, its name, its first window of the stream, how many, the sum of its weights."""
     program, seen = tmp_path / "watched.py", tmp_path / "seen"
     program.write_text(WATCHED)
     plan = {"seen": str(seen), "stays away": None, **plan}
@@ -413,7 +413,7 @@ def test_a_run_with_too_few_replicas_waits_then_saves_and_ends(tmp_path):
     more = ["--method", "int8(smallest=0)", "--replicas", "2", "--min-replicas", "2"]
     done, counted = watched(tmp_path, *more, steps=100, **{"killed": ["1"], "at": 8, "stays away": "1"})
     assert done.returncode == 7, done.stdout + done.stderr
-    assert "1 replicas are left, fewer than --min-replicas: the run ends" in done.stderr
+    assert "too few replicas are left for --min-replicas 2: the run ends" in done.stderr
     assert "ended by SIGTERM after step 7: step-000007 is saved, --resume auto goes on from it" in done.stderr
     assert max(step for step, *_ in counted) == 7
 
