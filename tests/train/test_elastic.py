@@ -289,8 +289,8 @@ sys.exit(program.main(words))
 
 
 def watched(tmp_path: Path, *more: str, steps: int, **plan: Any) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    """A run of replicas of which some are ``killed``, in the attempt at step ``at``, and one may not come back. What each
-    has counted: step, its name, its first window of the stream, how many, the sum of its weights."""
+    """Run replicas of which some are ``killed``, in the attempt at step ``at``, and one may not come back. Return what
+    each has counted, too: step, its name, its first window of the stream, how many, the sum of its weights."""
     program, seen = tmp_path / "watched.py", tmp_path / "seen"
     program.write_text(WATCHED)
     plan = {"seen": str(seen), "stays away": None, **plan}
