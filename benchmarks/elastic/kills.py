@@ -48,6 +48,8 @@ server = LighthouseServer(
 print(server.address().rsplit(":", 1)[1], flush=True)
 time.sleep(1e6)
 """
+RETURN_S = 120.0
+"""How long, at the end, those that were killed last are waited for."""
 NOWHERE = "02:00:0a:00:00:fe"
 """A card that no node of the emulated network has."""
 
@@ -137,24 +139,31 @@ class Replicas:
         self._arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
         self.names = [f"r{number}" for number in range(options.replicas)]
         self.processes: dict[str, list[subprocess.Popen[bytes]]] = {}
-        self._starts, self._paths, self._joined = 0, dict[str, Path](), set[str]()
+        self._starts, self._joined = 0, set[str]()
+        self._outputs: dict[str, tuple[Path, int]] = {}  # a file of each, and what to skip of it
 
     def start(self, name: str) -> None:
         self._starts += 1
         node = self.names.index(name)
         pause = self._options.pause * (self._options.slow if node == 0 else 1)
         self.processes[name] = []
-        self._joined.discard(name)
         for shard in range(self._options.shards):
             path = self._folder / f"{name}-{self._starts}-{shard}"
             own = ["--address", self._cluster.address(node), "--pause", str(pause), "--shard", str(shard)]
             own += ["--meet", str(self._folder / f"{name}-{self._starts}.port")] if self._options.shards > 1 else []
-            self._paths[name] = path.with_suffix(".jsonl")
+            self._outputs[name] = path.with_suffix(".jsonl"), 0
             environment = {**_environment(self._cluster, node), "TORCHFT_LIGHTHOUSE": self._lighthouse}
             with path.with_suffix(".jsonl").open("wb") as out, path.with_suffix(".err").open("wb") as err:
                 command = [sys.executable, str(REPLICA), name, *self._arguments, *own]
                 process = self._cluster.popen(node, command, stdout=out, stderr=err, env=environment)
             self.processes[name].append(process)
+        self._joined.discard(name)
+
+    def is_back(self, name: str) -> None:
+        """Note that ``name`` may go on."""
+        path, _ = self._outputs[name]
+        self._outputs[name] = path, path.stat().st_size
+        self._joined.discard(name)
 
     def signal(self, name: str, number: int) -> None:
         for process in self.processes[name]:
@@ -173,11 +182,15 @@ class Replicas:
             process.wait()
 
     def have_joined(self, names: Sequence[str]) -> int:
-        """Count those of ``names`` that have counted a step since they were started."""
-        for name in set(names) - self._joined:
-            if '"counted": true' in self._paths[name].read_text():
+        """Count those of ``names`` that have counted a step since they were started or may go on."""
+        for name in set(names) & set(self.processes) - self._joined:
+            path, known = self._outputs[name]
+            if b'"counted": true' in path.read_bytes()[known:]:
                 self._joined.add(name)
         return len(self._joined & set(names))
+
+    def all_joined(self) -> bool:
+        return self.have_joined(self.names) == len(self.names)
 
     def lines(self) -> list[dict[str, Any]]:
         found = []
@@ -248,11 +261,12 @@ def run(method: str, options: argparse.Namespace) -> Outcome:
 
 
 def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[Event]:
-    """Let things happen to ``replicas`` until the time is over; return them."""
+    """Let things happen to ``replicas`` until the time is over and all are back; return them."""
     draw, events = random.Random(options.seed), list[Event]()
     back: list[tuple[float, Event]] = []
     next_event = began + options.every
-    while (now := time.time()) < began + options.seconds:
+    end = began + options.seconds
+    while (now := time.time()) < end or (now < end + RETURN_S and (back or not replicas.all_joined())):
         for due, event in [(due, event) for due, event in back if due <= now]:
             back.remove((due, event))
             event.end = now
@@ -262,10 +276,12 @@ def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[
                 replicas.signal(event.names[0], signal.SIGCONT)
             else:
                 replicas.cut(whole=True)
+            for name in event.names if event.kind != "killed" else ():
+                replicas.is_back(name)
         away = {name for _, event in back for name in event.names}
         present = sorted(set(replicas.names) - away)
-        if now >= next_event and replicas.have_joined(present) > max(1, options.min_replicas):
-            next_event += options.every
+        if end > now >= next_event and replicas.have_joined(present) > max(1, options.min_replicas):
+            next_event = max(next_event + options.every, now)
             if options.cut and not back:
                 events.append(Event("cut off", replicas.cut(whole=False), now))
                 back.append((now + options.cut, events[-1]))

@@ -383,7 +383,10 @@ class Rank:
         alone = self.method.card.alone(self.road.step)
         comms = [comm for comm in self.guard.comms if comm is not self.stage.exchange.comm] if alone else None
         finite, _ = self.guard.agree(norm.device, comms=comms)
-        step = Step(self.road.step, self.replica.optimizers, self.replica.weights, self.replica.factor, self._agree)
+        step = Step(
+            self.road.step, self.replica.optimizers, self.replica.weights, self.replica.factor, self._agree,
+            agree_inside=lambda values: self._agree(values, ()),
+        )  # fmt: skip
         if finite:
             self._commit()
             self.method.before_step(step)
@@ -404,9 +407,9 @@ class Rank:
         self.ledger.reset()
         return finite
 
-    def _agree(self, values: Iterable[Tensor]) -> bool:
+    def _agree(self, values: Iterable[Tensor], comms: Sequence[ThreadComm] | None = None) -> bool:
         self.guard.observe_all(values)
-        return self.guard.agree(torch.device("cpu"))[0]
+        return self.guard.agree(torch.device("cpu"), comms=comms)[0]
 
     def dump(self) -> dict[str, Tensor]:
         """What this rank has beside weights and moments, for :meth:`load`."""

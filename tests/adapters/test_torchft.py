@@ -119,6 +119,16 @@ def test_what_else_is_refused(manager):
         compress(manager, nn.Linear(8, 8, device="meta"))
 
 
+def test_a_quorum_that_never_comes_ends_the_replica_in_one_line(manager):
+    def never() -> None:
+        raise TimeoutError("status: DeadlineExceeded\nat some place")
+
+    manager.start_quorum = never
+    with pytest.raises(thinwire.ThinwireError, match="is the lighthouse up") as error:
+        adapter.ManagerMembers(manager).ask()
+    assert "\n" not in str(error.value)
+
+
 def test_a_run_of_one_replica(manager):
     """A step counts when the manager says so; else nothing has changed, and the next one does."""
     model = nn.Linear(8, 8)
@@ -163,7 +173,7 @@ def test_replicas_that_are_killed_and_come_back(method, given, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import kills
 
-    common = "--replicas 3 --seconds 20 --every 4 --least 1 --most 3 --hidden 32"
+    common = "--replicas 3 --seconds 8 --every 3 --least 1 --most 2 --hidden 32"
     options = kills.parse([*common.split(), *given.split()])
     outcome = kills.run(method, options)
     assert outcome.events and not outcome.failed

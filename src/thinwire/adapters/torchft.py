@@ -157,10 +157,17 @@ class ManagerMembers:
         """
         manager, membership, error = self._manager, self._membership, None
         counts = manager.state_dict()
-        manager.start_quorum()
         try:
-            if (failure := manager.errored()) is not None:
-                raise LostRank(membership.rank, [], "quorum", 0.0, str(failure).splitlines()[0])
+            manager.start_quorum()
+        except (TimeoutError, RuntimeError) as refusal:
+            words = (str(refusal).splitlines() or [type(refusal).__name__])[0]
+            raise ThinwireError(
+                f"this replica has no quorum ({words}): is the lighthouse up, can it be reached from here, and are "
+                "there min_replicas?"
+            ) from refusal
+        try:
+            if (reported := manager.errored()) is not None:
+                raise LostRank(membership.rank, [], "quorum", 0.0, str(reported).splitlines()[0])
             if manager._quorum_id != membership.number:
                 membership = self._meet(manager)
         except FailedExchange as failure:

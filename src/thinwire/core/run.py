@@ -131,6 +131,7 @@ class Step:
         number: optimizer steps taken before this one. weights: the trained parameters by name (DTensors on FSDP2).
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
         agree: (values) -> are they finite on every rank? Collective, waits for the device; True without a guard.
+        agree_inside: the same among the ranks that hold this replica together, where the replicas have agreed already.
     """
 
     number: int
@@ -139,6 +140,7 @@ class Step:
     clip_factor: Tensor | None = None
     agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
     around: Callable[[Callable[[int], Any]], Any] | None = None
+    agree_inside: Callable[[Iterable[Tensor]], bool] = lambda values: True
 
     def attempt(self, exchange: Callable[[int], Any]) -> Any:
         """Return ``exchange(number)``, which ``agree`` is to follow; None (``around``): a replica was lost in it."""

@@ -30,7 +30,7 @@ from thinwire.core.replica_check import ReplicaCheck
 from thinwire.core.road import Road
 from thinwire.core.safety import Safety
 from thinwire.core.state import State, next_exchange
-from thinwire.network.comm import local
+from thinwire.network.comm import Comm, local
 
 FRAMES = 16
 """The number of callers of ``optimizer.step()`` searched for a GradScaler."""
@@ -276,8 +276,7 @@ class StepLoop:
             self._replica_check.look_at_names(self.number, ())
         trouble = None if self.engine.void else self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
-        alone = self.method.card.alone(self.road.step)
-        comms = [comm for comm in self.guard.comms if comm is not self.road.last.exchange.comm] if alone else None
+        comms = self._inside if self.method.card.alone(self.road.step) else None
         with self.inside("optimizer.step()"):
             finite, somewhere = self.engine.agree(self.guard, self._device, trouble is not None, comms)
         if somewhere:
@@ -322,12 +321,22 @@ class StepLoop:
 
     def _step(self) -> Step:
         around, number = functools.partial(self.engine.attempt, self.road), self.road.step
-        return Step(number, self.optimizers, self.weights, self.clip_factor, self._agree, around)
+        return Step(number, self.optimizers, self.weights, self.clip_factor, self._agree, around, self._agree_inside)
 
     def _agree(self, values: Iterable[Tensor]) -> bool:
         """Agree, for a method, whether all ``values`` are finite on all ranks."""
         self.guard.observe_all(values)
         return self.engine.agree(self.guard, self._device, False)[0]
+
+    def _agree_inside(self, values: Iterable[Tensor]) -> bool:
+        """Agree among the ranks that hold this replica together."""
+        self.guard.observe_all(values)
+        return self.engine.agree(self.guard, self._device, False, self._inside)[0]
+
+    @property
+    def _inside(self) -> list[Comm]:
+        """The groups of ranks that hold this replica together."""
+        return [comm for comm in self.guard.comms if comm is not self.road.last.exchange.comm]
 
     @property
     def _device(self) -> torch.device:

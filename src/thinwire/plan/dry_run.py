@@ -260,6 +260,7 @@ class Playback:
         """
         self.ledger = Ledger()
         self._layout, self._device, self._guards, self._watch = layout, device, guards, watch or Watch()
+        self._across = road.last.exchange.comm
         self._comm, self._stage = functools.partial(double, ledger=self.ledger), stage
         self.weights = {name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()}
         doubles = {id(weight): self.weights[name] for name, weight in run.weights.items()}
@@ -331,7 +332,12 @@ class Playback:
             self.agree(self._guards)
             return True
 
-        step = Step(number, self.optimizers, self.weights, torch.ones((), device=self._device), agree)
+        def agree_inside(values: Iterable[Tensor]) -> bool:
+            self.agree(comm for comm in self._guards if comm is not self._across)
+            return True
+
+        clip_factor = torch.ones((), device=self._device)
+        step = Step(number, self.optimizers, self.weights, clip_factor, agree, agree_inside=agree_inside)
         for name, weight in self.weights.items():
             weight.grad = self.gradients[name]
         method.state.commit()

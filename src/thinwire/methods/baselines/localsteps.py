@@ -29,7 +29,7 @@ H / P. The run's last step ends all rounds at once, so that all ranks end with W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -74,7 +74,7 @@ class Averaged(NamedTuple):
 class Journey(NamedTuple):
     """The round ``number`` of a ``fragment``, under way on another thread over the group ``twin``.
 
-    ``norm``: of what this rank sends. ``mean``: a future. ``agree``: of the step that sent it (see ``Step``).
+    ``norm``: of what this rank sends. ``mean``: a future. ``agree``: ``agree_inside`` of the step that sent it.
     """
 
     fragment: Fragment
@@ -363,7 +363,7 @@ class LocalSteps(Method):
         """Count a step, taken or skipped; end the rounds that end with it."""
         past = self._local_step(step.number)
         last = self.first + past == self.run.steps
-        ending = self._fragments if last else self._due(past)
+        ending = range(len(self._fragments)) if last else self._due(past)
         arrives = self._merge_at != 0 and (last or past >= abs(self._merge_at))
         self._ranks_differ = not (last or (ending and len(self._fragments) == 1 and not self.delay))
         anchor = next((anchor for fragment in self._fragments for anchor in fragment.anchors.values()), None)
@@ -372,29 +372,31 @@ class LocalSteps(Method):
         with self.run.exchange.span("exposed", anchor):
             if arrives:
                 self._merge(step)
-            for fragment in ending:
+            for number in ending:
                 if last or not self.delay:
-                    self._end_round(step, fragment)
+                    self._end_round(step, number)
                 else:
-                    self._send(step, fragment, past)
+                    self._send(step, number, past)
 
-    def _due(self, past: int) -> list[Fragment]:
-        """List the fragments whose round the local step ``past`` ends: one at most."""
-        return [self._fragments[number] for number in self._timetable.due(past) if number < len(self._fragments)]
+    def _due(self, past: int) -> Sequence[int]:
+        """List the numbers of the fragments whose round the local step ``past`` ends: one at most."""
+        return [number for number in self._timetable.due(past) if number < len(self._fragments)]
 
     # A round.
 
-    def _end_round(self, step: Step, fragment: Fragment) -> None:
-        """Average D (l. 10-11), take the outer step (l. 12), and set w_n = W."""
+    def _end_round(self, step: Step, number: int) -> None:
+        """Average D of fragment ``number`` (l. 10-11), take the outer step (l. 12), and set w_n = W."""
 
-        def average(number: int) -> Averaged:
-            rounds = self._timetable.round(self._fragments.index(fragment), self._local_step(number))
+        def average(steps: int) -> Averaged:
+            fragment = self._fragments[number]  # a new one where replicas have just met
+            rounds = self._timetable.round(number, self._local_step(steps))
             moved = fragment.begin_round(step.weights)
             norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
             return Averaged(rounds, norm, fragment.average(moved, rounds, self.run.exchange))
 
-        self._conclude(fragment, step.attempt(average), step.agree)
-        self._set(step, fragment, 0.0)
+        averaged = step.attempt(average)
+        self._conclude(self._fragments[number], averaged, step.agree)
+        self._set(step, self._fragments[number], 0.0)
 
     def _conclude(self, fragment: Fragment, averaged: Averaged | None, agree: Callable[..., bool]) -> bool:
         """Take the outer step (l. 12) if the round counts; return whether it does."""
@@ -416,23 +418,24 @@ class LocalSteps(Method):
 
     # A round beside the next steps.
 
-    def _send(self, step: Step, fragment: Fragment, past: int) -> None:
-        """Let D of ``fragment`` leave, which is back ``delay`` steps after the local step ``past``."""
-        rounds, exchange = self._timetable.round(self._fragments.index(fragment), past), self.run.exchange
+    def _send(self, step: Step, number: int, past: int) -> None:
+        """Let D of fragment ``number`` leave, which is back ``delay`` steps after the local step ``past``."""
+        fragment, exchange = self._fragments[number], self.run.exchange
+        rounds = self._timetable.round(number, past)
         moved = fragment.begin_round(step.weights)
         norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
         self._merge_at = past + self.delay
         twin = exchange.comm.twin() if exchange.ranks > 1 else exchange.comm
         if twin is exchange.comm:
             with twin.beside():
-                mean = fragment.average(moved, rounds, exchange)
-            if not self._conclude(fragment, Averaged(rounds, norm, mean), step.agree):
+                mean = fragment.average_and_agree(moved, norm, rounds, exchange)
+            if not self._conclude(fragment, Averaged(rounds, norm, mean), step.agree_inside):
                 self._merge_at = -self._merge_at
             return
         fragment.state.leave(OWN_KINDS, self._outer.card.offloaded_kinds)
-        average = partial(fragment.average, moved, rounds, on_comm(exchange, twin))
+        average = partial(fragment.average_and_agree, moved, norm, rounds, on_comm(exchange, twin))
         future = self._worker.submit(average, moved.device, last=False)
-        self._journey = Journey(fragment, rounds, twin, norm, future, step.agree)
+        self._journey = Journey(fragment, rounds, twin, norm, future, step.agree_inside)
 
     def _land(self) -> None:
         """Wait for the round under way, if any, and take its outer step. Collective."""
@@ -452,8 +455,8 @@ class LocalSteps(Method):
     def _merge(self, step: Step) -> None:
         """Mix the merged weights of the round that was sent into this rank's own."""
         self._land()
-        for fragment in self._due(abs(self._merge_at) - self.delay):
-            self._set(step, fragment, self.mix if self._merge_at > 0 else 0.0)
+        for number in self._due(abs(self._merge_at) - self.delay):
+            self._set(step, self._fragments[number], self.mix if self._merge_at > 0 else 0.0)
         self._merge_at = 0
 
     # Taking a step back, saving and loading.

@@ -155,6 +155,15 @@ class Fragment:
                 bucket.release()
         return moved
 
+    def average_and_agree(self, moved: Tensor, norm: Tensor, number: int, exchange: Exchange) -> Tensor:
+        """Average as ``average`` does; NaN on all ranks if the ``norm`` of its own, or a mean, is not finite on one.
+
+        So no rank waits for the others once more as it takes up what has arrived.
+        """
+        mean = self.average(moved, number, exchange)
+        spoilt = ~torch.stack([norm, torch.linalg.vector_norm(mean)]).isfinite().all()
+        return mean.masked_fill_(exchange.all_max(spoilt.float().reshape(1)) > 0, torch.nan)
+
     def step(self, mean: Tensor, number: int) -> None:
         """Take the outer optimizer's step along ``mean`` (P,), with the method's hooks around it."""
         for name, values in self._views(mean):
