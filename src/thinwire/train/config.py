@@ -292,7 +292,7 @@ class Config:
             )
         if self.elastic and method is not None and method.name == "local-steps":
             raise ThinwireError(
-                "--method local-steps does not go with --elastic, whose replicas meet in every step: it is carried in a "
+                "--method local-steps does not go with --elastic, whose replicas meet in every step: take it in a "
                 "loop of your own (thinwire.adapters.torchft)"
             )
         if self.intra is not None:
