@@ -125,7 +125,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         decoded = {"SUM": bits > 4, "BITS": bits, "PER_SCALE": 64 if bits < 32 else 1}
         yield sparse._decode, of | {"codes": codes}, block | aligned | lines | decoded
         if bits < 32:
-            sent = {"KEEP": True, "GROUP": 64, "BLOCK": quant.PER_PROGRAM // 64, "FOUR": bits == 4}
+            sent = {"KEEP": True, "GROUP": 64, "BLOCK": sparse.QUANTIZED // 64, "FOUR": bits == 4}
             yield sparse._send, {"codes": codes}, sent
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}

@@ -21,7 +21,7 @@ from thinwire.ops import sparse as of
 from thinwire.ops.gpu import add_up, alignment, counters, is_last, kernel, launch, row_of, segment_of, zero_words
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
 from thinwire.ops.programs import programs_on
-from thinwire.ops.quant.triton import PER_PROGRAM, _encode, _group_elements
+from thinwire.ops.quant.triton import _encode, _group_elements
 
 if TYPE_CHECKING:
     from thinwire.ops.sparse import ListSegment, WireValues
@@ -31,6 +31,8 @@ BLOCK = of.BLOCK
 COUNTED, WARPS = 2048, 8
 """Columns per program that counts digits, and its warps. Triton 3.6 makes up to 199 registers of 4096 columns in 4
 warps, and 128 of these; 3.9 makes fewer than 64 of either (``tests/support/aot.py``)."""
+QUANTIZED = 1024
+"""Values that one program quantizes and keeps: of 4096, in 4 warps, Triton 3.6 makes 212 registers."""
 DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits."""
 
@@ -391,7 +393,7 @@ def send(
         launch(_send_whole, grid, payload, positions, values.codes, target, m, KEEP=keep, BLOCK=BLOCK)
         return
     group, groups = values.format.group, m // values.format.group
-    per_program = max(1, PER_PROGRAM // group)
+    per_program = max(1, QUANTIZED // group)
     launch(
         _send, (triton.cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
         groups, KEEP=keep, GROUP=group, BLOCK=per_program, FOUR=values.format.bits == 4,
