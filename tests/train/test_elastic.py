@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections import defaultdict
@@ -41,6 +40,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
         (["--elastic", "--engine", "fsdp2"], "--engine fsdp2 does not go with --elastic"),
         (["--elastic", "--device", "cuda"], "--device cuda does not go with --elastic"),
         (["--elastic", "--method", "auto"], "--method auto does not go with --elastic"),
+        (["--elastic", "--method", "local-steps"], "--method local-steps does not go with --elastic"),
         (["--elastic", "--check-every", "5"], "--check-every does not go with --elastic"),
         (["--elastic", "--min-replicas", "3"], "--min-replicas 3 is more than the 2 replicas that are started"),
     ],
@@ -245,30 +245,59 @@ real = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installed")
 
 WATCHED = """
 import json, os, signal, sys, time
+
+plan, name, starts = json.loads(sys.argv[1]), os.environ["THINWIRE_REPLICA"], int(os.environ["THINWIRE_STARTS"])
+if plan["stays away"] == name and starts:
+    sys.exit(7)
 from thinwire.cli import program
 from thinwire.train import replica
 
-out, victim, at, pause = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-name, first = os.environ.get("THINWIRE_REPLICA"), os.environ.get("THINWIRE_STARTS") == "0"
 take, count = replica.ReplicaTrainer._take_step, replica.ReplicaTrainer._count_step
 
 def take_step(self):
     self.seen = self.sequences + self.place[0] * self.config.batch_size, self.config.batch_size
-    if name == victim and first and self.step + 1 == at:
+    if name in plan["killed"] and not starts and self.step + 1 == plan["at"]:
         os.kill(os.getpid(), signal.SIGKILL)  # in the middle of an attempt
-    time.sleep(pause)
+    time.sleep(0.1)
     return take(self)
 
 def count_step(self, *told):
-    with open(out, "a") as file:
+    with open(plan["seen"], "a") as file:
         weights = float(sum(weight.detach().double().sum() for weight in self.net.parameters()))
         file.write(json.dumps([self.step + 1, name, *self.seen, repr(weights)]) + "\\n")
     return count(self, *told)
 
 replica.ReplicaTrainer._take_step, replica.ReplicaTrainer._count_step = take_step, count_step
-sys.argv[1:] = sys.argv[5:]
+sys.argv[1:] = sys.argv[2:]
 program.program()
 """
+LAUNCHER = """
+import sys
+from thinwire.train import supervisor
+
+begin = supervisor.Supervisor.__init__
+
+def init(self, *given):
+    begin(self, *given)
+    self._command = [sys.executable, *sys.argv[1:3], *self._command[3:]]
+
+supervisor.Supervisor.__init__ = init
+from thinwire.cli import program
+
+words, sys.argv[3:] = sys.argv[3:], []
+sys.exit(program.main(words))
+"""
+
+
+def watched(tmp_path: Path, *more: str, steps: int, **plan: Any) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+    """Run replicas of which some are ``killed``, in the attempt at step ``at``, and one may not come back. Return what
+    each has counted, too: step, its name, its first window of the stream, how many, the sum of its weights."""
+    program, seen = tmp_path / "watched.py", tmp_path / "seen"
+    program.write_text(WATCHED)
+    plan = {"seen": str(seen), "stays away": None, **plan}
+    command = [sys.executable, "-c", LAUNCHER, str(program), json.dumps(plan), *words(tmp_path, *more, steps=steps)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE)
+    return done, [json.loads(line) for line in seen.read_text().splitlines()]
 
 
 def words(tmp_path: Path, *more: str, steps: int = 100) -> list[str]:
@@ -301,27 +330,13 @@ def descendants(pid: int) -> list[int]:
 
 
 @real
-@pytest.mark.parametrize("method", ["trickle(density=0.05, smallest=0)"])
-def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(method, tmp_path):
-    program, steps = tmp_path / "watched.py", 120
-    program.write_text(WATCHED)
-    seen = tmp_path / "seen"
-    launcher = textwrap.dedent(f"""
-        import sys
-        from thinwire.train import supervisor
-        begin = supervisor.Supervisor.__init__
-        def init(self, *given):
-            begin(self, *given)
-            self._command = [sys.executable, {str(program)!r}, {str(seen)!r}, "1", "8", "0.1", *self._command[3:]]
-        supervisor.Supervisor.__init__ = init
-        from thinwire.cli import program
-        program.program()
-    """)
-    command = [sys.executable, "-c", launcher, *words(tmp_path, "--method", method, steps=steps)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE)
+@pytest.mark.parametrize(("method", "victim"), [("trickle(density=0.05, smallest=0)", "1"), ("int8(smallest=0)", "0")])
+def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(method, victim, tmp_path):
+    """Replica 0 keeps the run's files when it is killed."""
+    steps = 120
+    done, counted = watched(tmp_path, "--method", method, steps=steps, killed=[victim], at=8)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "replica 1 was ended by SIGKILL; it is started again" in done.stderr
-    counted = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert f"replica {victim} was ended by SIGKILL; it is started again" in done.stderr
     # Each window of the stream once, and all replicas of a step with the same weights.
     windows = sorted(number for _, _, first, size, _ in counted for number in range(first, first + size))
     assert windows == list(range(len(windows)))
@@ -343,7 +358,7 @@ def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(me
         [sys.executable, "-m", "thinwire", "status", str(run)], env=environment(), capture_output=True, text=True
     )
     assert f"last step     {steps} of {steps}, ended" in status.stdout, status.stdout + status.stderr
-    assert "what waited on replica 1 after step 7" in status.stdout
+    assert method.startswith("int8") or f"what waited on replica {victim} after step 7" in status.stdout
     assert max(map(len, status.stdout.splitlines()[2:])) <= 80
 
 
@@ -379,3 +394,26 @@ def test_ctrl_c_saves_leaves_nothing_behind_and_the_run_goes_on_from_there(tmp_p
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, meta["step"] + 21))
     sizes = [row["replicas"] for row in rows if "loss" in row]
     assert rows[-2]["tokens"] == 2 * 32 * sum(sizes)
+
+
+@real
+def test_a_run_of_which_all_replicas_are_killed_goes_on_from_its_checkpoint(tmp_path):
+    more = ["--method", "trickle(density=0.05, smallest=0)", "--checkpoint-every", "5", "--replicas", "2"]
+    done, counted = watched(tmp_path, *more, steps=14, killed=["0", "1"], at=8)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("it is started again") == 2
+    steps = [step for step, *_ in counted]
+    assert set(steps) == {*range(1, 15)} and steps.index(6) < steps.index(7) and steps.count(5) <= 2
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 15))
+    assert rows[-2]["tokens"] == 2 * 32 * sum(row["replicas"] for row in rows if "loss" in row)
+
+
+@real
+def test_a_run_with_too_few_replicas_waits_then_saves_and_ends(tmp_path):
+    more = ["--method", "int8(smallest=0)", "--replicas", "2", "--min-replicas", "2"]
+    done, counted = watched(tmp_path, *more, steps=100, **{"killed": ["1"], "at": 8, "stays away": "1"})
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "too few replicas are left for --min-replicas 2: the run ends" in done.stderr
+    assert "ended by SIGTERM after step 7: step-000007 is saved, --resume auto goes on from it" in done.stderr
+    assert max(step for step, *_ in counted) == 7

@@ -290,6 +290,11 @@ class Config:
             raise ThinwireError(
                 f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
             )
+        if self.elastic and method is not None and method.name == "local-steps":
+            raise ThinwireError(
+                "--method local-steps does not go with --elastic, whose replicas meet in every step: take it in a "
+                "loop of your own (thinwire.adapters.torchft)"
+            )
         if self.intra is not None:
             resolve(self.intra)
         if os.environ.get("RANK", "0") == "0":

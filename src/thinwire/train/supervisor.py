@@ -246,7 +246,8 @@ class Supervisor:
         present = sum(not replica.away for replica in self.replicas)
         too_few = self._lighthouse is not None and present < self._config.min_replicas and not self.completed
         if too_few and present and not self._stop.number:
-            say(f"thinwire: {present} replicas are left, fewer than --min-replicas: the run ends", sys.stderr)
+            least = self._config.min_replicas
+            say(f"thinwire: too few replicas are left for --min-replicas {least}: the run ends", sys.stderr)
             self._stop.pass_on(signal.SIGTERM, None)
         if self.completed and self._deadline == inf and self._summary_s() > self._began:
             self._deadline = time.monotonic() + PATIENCE_S
