@@ -92,7 +92,7 @@ def test_weights_stay_equal(text: str) -> None:
         run = Run(maker(text), seed, optimizer, conserves=False, steps=resolve(text).every if "local" in text else 1,
                   total=20)  # fmt: skip
         try:
-            run.play(10)
+            run.play(6)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 
