@@ -40,8 +40,8 @@ LIMITS: dict[str, float] = {
 
 Lines of source: 30,700 with prediction (4,200: package predict, commands simulate and doctor, trials); and since then
 500 for adapters on sharded models, 800 for help, env and selftest, 700 for replicas that come and go, 500 for kernels
-that save launches, 900 for evaluation, trackers, Muon and mends; 1,300 for ``thinwire train --elastic`` and ``status``, 400
-for replicas of several ranks and spares, 550 for rounds beside the steps, 250 for kernels that read less.
+that save launches, 900 for evaluation, trackers, Muon and mends; 1,300 for ``thinwire train --elastic`` and ``status``,
+400 for replicas of several ranks and spares, 550 for rounds beside the steps, 250 for kernels that read less.
 """
 
 TODAY: dict[str, float] = {}
