@@ -36,18 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.lab.cluster import Cluster
+from thinwire.train.job.status import share_of_steps
+from thinwire.train.supervisor import SERVE
 
 REPLICA = Path(__file__).with_name("replica.py")
-LIGHTHOUSE = """
-import sys, time
-from torchft.coordination import LighthouseServer
-server = LighthouseServer(
-    bind=sys.argv[2] + ":0", min_replicas=int(sys.argv[1]), join_timeout_ms=1000, quorum_tick_ms=50,
-    heartbeat_timeout_ms=1000,
-)
-print(server.address().rsplit(":", 1)[1], flush=True)
-time.sleep(1e6)
-"""
 RETURN_S = 120.0
 """How long, at the end, those that were killed last are waited for."""
 NOWHERE = "02:00:0a:00:00:fe"
@@ -96,9 +88,7 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        usual = statistics.median(self.gaps)
-        wasted = sum(gap - usual for gap in self.gaps if gap > 3 * usual)
-        return 1 - wasted / sum(self.gaps)
+        return share_of_steps(self.gaps)
 
     @property
     def loss(self) -> float:
@@ -233,7 +223,7 @@ def _environment(cluster: Cluster, node: int) -> dict[str, str]:
 
 def start_lighthouse(cluster: Cluster, node: int, min_replicas: int) -> str:
     """Start a lighthouse; return its address. It is a process of its own, since it writes down all that it does."""
-    command = [sys.executable, "-c", LIGHTHOUSE, str(min_replicas), cluster.address(node)]
+    command = [sys.executable, "-c", SERVE, cluster.address(node), str(min_replicas), "1000", "1000"]
     environment = _environment(cluster, node)
     process = cluster.popen(node, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert process.stdout is not None

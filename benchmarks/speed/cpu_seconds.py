@@ -15,11 +15,12 @@ import os
 import pstats
 import resource
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from typing import Any
+
+from starter import start_ranks
 
 RANKS, WIDTH, LAYERS, BATCH, CONTEXT = 2, 256, 4, 8, 128
 WARMUP = 5
@@ -108,15 +109,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank(options)
         return
-    from thinwire.base.processes import free_port
-
-    places = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **quiet, **places, "RANK": str(number)})
-        for number in range(RANKS)
-    ]
-    sys.exit(max(process.wait() for process in started))
+    sys.exit(start_ranks(RANKS))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+
+from starter import start_ranks
 
 RANKS = 2
 
@@ -117,16 +118,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank(given.steps, given.every, given.method)
         return
-    from thinwire.base.processes import free_port
-
-    port = str(free_port())
-    places = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **quiet, **places, "RANK": str(number)})
-        for number in range(RANKS)
-    ]
-    sys.exit(max(process.wait() for process in started))
+    sys.exit(start_ranks(RANKS))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
@@ -105,16 +105,9 @@ def start_ranks(words: list[str], ranks: int, per_node: int) -> int:
     """
     port = str(free_port())
     command = [sys.executable, "-m", "thinwire", *words]
-    processes: list[subprocess.Popen[str]] = []
-    relays: list[threading.Thread] = []
-    shown, lock = set[str](), threading.Lock()
-    stop = Stop(processes)
-
-    handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, stop.pass_on) for number in handled}
-    try:
+    with Children() as children:
         for rank in range(ranks):
-            environment = {
+            children.start(command, {
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 **os.environ,
@@ -124,37 +117,66 @@ def start_ranks(words: list[str], ranks: int, per_node: int) -> int:
                 "LOCAL_WORLD_SIZE": str(per_node),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
-            }
-            process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                # A terminal's Ctrl-C reaches the ranks only through this process.
-                preexec_fn=prepare_child, start_new_session=True,
-            )  # fmt: skip
-            processes.append(process)
-            if stop.number:  # it came before this rank was there
-                process.send_signal(stop.number)
-            relays.append(relay(process, shown, lock))
-        return _wait(processes, stop)
-    finally:
-        for process in processes:
-            process.kill()
-        if any(process.wait() < 0 for process in processes):
-            show_cursor()
-        for thread in relays:
-            thread.join(timeout=5)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            })  # fmt: skip
+        return _wait(children)
 
 
-class Stop:
-    """The end of a job that a signal asks for.
+class Children:
+    """The processes of a job that this one starts. Signals are passed on to them, their lines are relayed, and none is
+    left when the block ends.
 
     Attributes:
+        processes: those that were started; whoever has waited for one may remove it.
         number: the first SIGTERM or SIGINT that came; 0: none.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
-        self.processes, self.number, self._came, self._announced = processes, 0, 0.0, False
+    def __init__(self, noise: re.Pattern[str] = re.compile(r"(?!)")) -> None:
+        """``noise``: the beginnings of lines that are not relayed."""
+        self.processes: list[subprocess.Popen[str]] = []
+        self.number, self._came, self._announced, self._noise = 0, 0.0, False, noise
+        self._relays: list[threading.Thread] = []
+        self._shown, self._lock = set[str](), threading.Lock()
+
+    def __enter__(self) -> Self:
+        handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self.pass_on) for number in handled}
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for process in self.processes:
+            process.kill()
+        if any([process.wait() < 0 for process in self.processes]):  # all of them
+            show_cursor()
+        for thread in self._relays:
+            thread.join(timeout=5)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start a process, which gets a signal that came before it was there."""
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            # A terminal's Ctrl-C reaches it only through this process.
+            preexec_fn=prepare_child, start_new_session=True,
+        )  # fmt: skip
+        self.processes.append(process)
+        if self.number:
+            process.send_signal(self.number)
+        thread = threading.Thread(target=self._relay, args=(process.stderr,), daemon=True)
+        thread.start()
+        self._relays.append(thread)
+        return process
+
+    def _relay(self, stream: TextIO) -> None:
+        """Relay lines to standard error; show each of our own messages once, although several processes print it."""
+        for line in stream:
+            if self._noise.match(line):
+                continue
+            with self._lock:
+                if not line.startswith("thinwire:") or line not in self._shown:
+                    self._shown.add(line)
+                    with suppress(BrokenPipeError):  # a rank that cannot be heard goes on
+                        say(line.removesuffix("\n"), sys.stderr)
 
     def pass_on(self, number: int, frame: object) -> None:
         """Pass a first signal on to the ranks; end this process, and so them, at a second one."""
@@ -178,13 +200,13 @@ def prepare_child() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-def _wait(processes: list[subprocess.Popen[str]], stop: Stop) -> int:
-    failed = wait(processes, check=stop.check)
+def _wait(children: Children) -> int:
+    processes, failed = children.processes, wait(children.processes, check=children.check)
     if failed is None:
         return 0
-    if stop.number and failed[1] == -stop.number:  # before the run began to note signals, or after
-        say("thinwire: interrupted" if stop.number == signal.SIGINT else "thinwire: ended by SIGTERM", sys.stderr)
-        return 128 + stop.number
+    if children.number and failed[1] == -children.number:  # before the run began to note signals, or after
+        say("thinwire: interrupted" if children.number == signal.SIGINT else "thinwire: ended by SIGTERM", sys.stderr)
+        return 128 + children.number
     for rank, process in enumerate(processes):
         if (state := process.poll()) is not None and state < 0:
             say(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", sys.stderr)
@@ -201,25 +223,3 @@ def show_cursor() -> None:
     if columns() is not None:
         sys.stdout.write(SHOW_CURSOR)
         sys.stdout.flush()
-
-
-def relay(
-    process: subprocess.Popen[str], shown: set[str], lock: threading.Lock, noise: re.Pattern[str] = re.compile(r"(?!)")
-) -> threading.Thread:  # fmt: skip
-    """Begin to relay a rank's standard error, which is a pipe, through ``_relay``."""
-    thread = threading.Thread(target=_relay, args=(process.stderr, shown, lock, noise), daemon=True)
-    thread.start()
-    return thread
-
-
-def _relay(stream: TextIO, shown: set[str], lock: threading.Lock, noise: re.Pattern[str]) -> None:
-    """Relay lines to standard error, without ``noise``; show each of our own messages once, although several ranks
-    print it."""
-    for line in stream:
-        if noise.match(line):
-            continue
-        with lock:
-            if not line.startswith("thinwire:") or line not in shown:
-                shown.add(line)
-                with suppress(BrokenPipeError):  # a rank that cannot be heard goes on
-                    say(line.removesuffix("\n"), sys.stderr)

@@ -36,7 +36,7 @@ from thinwire.train.checkpoint import format
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
-from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, turn
+from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, summary_time, turn
 from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
 from thinwire.train.job.signals import Interrupted, note_signals
@@ -215,7 +215,7 @@ class ReplicaTrainer(Trainer):
         membership = self.wire.engine.across.membership
         changed = membership.number != self._number
         if changed:
-            if self._summary_s() > self._since:
+            if summary_time(self.config.out) > self._since:
                 raise _Over
             self._number = membership.number
             self._beside = ManagedComm(self.manager._pg, Ledger(), self.manager._timeout)  # its bytes are nobody's
@@ -227,11 +227,6 @@ class ReplicaTrainer(Trainer):
         if changed:
             self.display.say(f"step {self.step + 1:>6}  replicas: {', '.join(names)}")
         return True
-
-    def _summary_s(self) -> float:
-        """Return when summary.json was written, in seconds since 1970; 0: it is not there."""
-        path = self.config.out / "summary.json"
-        return path.stat().st_mtime if path.exists() else 0.0
 
     def _keep_files(self) -> None:
         """Begin to keep the run's files if this replica is the first of those that take part, or leave them alone."""

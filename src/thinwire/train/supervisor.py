@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,9 +26,9 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.processes import POLL_S, free_port
 from thinwire.base.terminal import begin_line, note, say
-from thinwire.train.cli import Stop, prepare_child, relay, show_cursor
+from thinwire.train.cli import Children, prepare_child, show_cursor
 from thinwire.train.config import LIGHTHOUSE
-from thinwire.train.job.replica_log import ELASTIC, REPLICA, REPLICAS, STARTS, read_log
+from thinwire.train.job.replica_log import ELASTIC, REPLICA, REPLICAS, STARTS, read_log, summary_time
 from thinwire.train.job.run_folder import hold_run_folder
 
 if TYPE_CHECKING:
@@ -46,17 +45,19 @@ _NOISE = re.compile(r"\S+ \[(INFO|WARN|ERROR)\] \[torchft")
 """A line of torchft's own, of which each step has several."""
 UNUSABLE = 2  # ThinwireError.status
 LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
-_SERVE = """
+SERVE = """
 import sys, time
 from torchft.coordination import LighthouseServer
 server = LighthouseServer(
-    bind="127.0.0.1:0", min_replicas=int(sys.argv[1]), join_timeout_ms=int(sys.argv[2]), quorum_tick_ms=50,
-    heartbeat_timeout_ms=int(sys.argv[3]),
+    bind=f"{sys.argv[1]}:0", min_replicas=int(sys.argv[2]), join_timeout_ms=int(sys.argv[3]), quorum_tick_ms=50,
+    heartbeat_timeout_ms=int(sys.argv[4]),
 )
 print(server.address().rsplit(":", 1)[1], flush=True)
 while True:
     time.sleep(3600)
 """
+"""A program that serves a lighthouse on an address, and prints its port: address, fewest replicas, ms to wait for more
+of them, ms without a sign of life."""
 
 
 @dataclass
@@ -136,9 +137,9 @@ def _is_loopback(address: str) -> bool:
 @contextmanager
 def _serve_lighthouse(config: Config) -> Iterator[subprocess.Popen[str]]:
     """Run a lighthouse on this machine's loopback, in a process of its own, since it writes down all that it does."""
-    limits = [config.min_replicas, round(1e3 * config.timeout), round(1e3 * HEARTBEAT_S)]
+    limits = ["127.0.0.1", config.min_replicas, round(1e3 * config.timeout), round(1e3 * HEARTBEAT_S)]
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, *map(str, limits)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [sys.executable, "-c", SERVE, *map(str, limits)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, text=True, preexec_fn=prepare_child,
         start_new_session=True,
     )  # fmt: skip
@@ -171,18 +172,13 @@ class Supervisor:
         self._command = [sys.executable, "-m", "thinwire", *words]
         self._config, self._environment, self._lighthouse = config, environment, lighthouse
         self.replicas, self.completed = replicas, False
-        self._running: list[subprocess.Popen[str]] = []
-        self._relays: list[threading.Thread] = []
-        self._shown, self._lock = set[str](), threading.Lock()
-        self._stop = Stop(self._running)
+        self._children = Children(_NOISE)
         self._began, self._deadline = time.time(), inf
 
     def run(self) -> int:
-        handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
-        previous = {number: signal.signal(number, self._stop.pass_on) for number in handled}
-        try:
+        with self._children as children:
             while not all(replica.away for replica in self.replicas):
-                self._stop.check()
+                children.check()
                 if self._lighthouse is not None and self._lighthouse.poll() is not None:
                     raise ThinwireError("torchft's lighthouse has ended, and so does the run: --resume auto goes on")
                 for replica in self.replicas:
@@ -190,19 +186,11 @@ class Supervisor:
                 self._end_late_ones()
                 time.sleep(POLL_S)
             return self._status()
-        finally:
-            for process in self._running:
-                process.kill()
-                process.wait()
-            for thread in self._relays:
-                thread.join(timeout=5)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def _look_at(self, replica: Replica) -> None:
         """Start a replica that is due, and note the end of one that has ended."""
         if replica.process is None:
-            if replica.start_at is not None and (self._stop.number or self.completed):
+            if replica.start_at is not None and (self._children.number or self.completed):
                 replica.start_at = None
             elif replica.start_at is not None and time.monotonic() >= replica.start_at:
                 self._start(replica)
@@ -211,11 +199,11 @@ class Supervisor:
         if status is None:
             return
         process, replica.process, replica.status = replica.process, None, status
-        self._running.remove(process)
+        self._children.processes.remove(process)
         self.completed |= status == 0
         if status < 0:
             show_cursor()
-        if self._stop.number or self.completed or status in (0, UNUSABLE, *LEFT):
+        if self._children.number or self.completed or status in (0, UNUSABLE, *LEFT):
             return
         replica.tries = 0 if _took_part(self._config, replica.name, process.pid) else replica.tries + 1
         begin_line(sys.stderr)
@@ -231,47 +219,35 @@ class Supervisor:
         environment = self._environment | {
             REPLICA: replica.name, STARTS: str(replica.starts), "MASTER_PORT": str(free_port())
         }  # fmt: skip
-        replica.process = subprocess.Popen(
-            self._command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            preexec_fn=prepare_child, start_new_session=True,
-        )  # fmt: skip
+        replica.process = self._children.start(self._command, environment)
         replica.starts, replica.start_at = replica.starts + 1, None
-        self._running.append(replica.process)
-        self._relays.append(relay(replica.process, self._shown, self._lock, _NOISE))
-        if self._stop.number:  # it came before this replica was there
-            replica.process.send_signal(self._stop.number)
 
     def _end_late_ones(self) -> None:
         """End who still waits for others when the run's last files are written, or when too few are left to go on."""
         present = sum(not replica.away for replica in self.replicas)
         too_few = self._lighthouse is not None and present < self._config.min_replicas and not self.completed
-        if too_few and present and not self._stop.number:
+        if too_few and present and not self._children.number:
             least = self._config.min_replicas
             say(f"thinwire: too few replicas are left for --min-replicas {least}: the run ends", sys.stderr)
-            self._stop.pass_on(signal.SIGTERM, None)
-        if self.completed and self._deadline == inf and self._summary_s() > self._began:
+            self._children.pass_on(signal.SIGTERM, None)
+        if self.completed and self._deadline == inf and summary_time(self._config.out) > self._began:
             self._deadline = time.monotonic() + PATIENCE_S
         if time.monotonic() > self._deadline:
-            for process in self._running:
+            for process in self._children.processes:
                 process.kill()
-
-    def _summary_s(self) -> float:
-        """Return when summary.json was written, in seconds since 1970; 0: there is none."""
-        path = self._config.out / "summary.json"
-        return path.stat().st_mtime if path.exists() else 0.0
 
     def _status(self) -> int:
         if self.completed:
-            if self._lighthouse is not None and not self._summary_s():
+            if self._lighthouse is not None and not summary_time(self._config.out):
                 raise ThinwireError("the replica that wrote the run's files was lost as the run ended: no summary.json")
             return 0
         statuses = [replica.status for replica in self.replicas]
         failed = [status for status in statuses if status not in LEFT]
-        if self._stop.number and not failed:
-            if -self._stop.number in statuses:  # it came before the run began to note signals
+        if self._children.number and not failed:
+            if -self._children.number in statuses:  # it came before the run began to note signals
                 begin_line(sys.stderr)
                 say("thinwire: interrupted", sys.stderr)
-            return 128 + self._stop.number
+            return 128 + self._children.number
         code = next((status for status in failed if status > 0), (failed or statuses)[0])
         return code if code >= 0 else 128 - code
 

@@ -51,6 +51,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def summary_time(path: Path) -> float:
+    """Return when the run in ``path`` has written its summary.json, in seconds since 1970; 0: there is none."""
+    summary = path / "summary.json"
+    return summary.stat().st_mtime if summary.exists() else 0.0
+
+
 @contextlib.contextmanager
 def turn(folder: Path) -> Iterator[None]:
     """Wait until no other process of this machine (or of the file system, if it locks) is inside, for ``folder``."""

@@ -18,7 +18,7 @@ import yaml
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import columns, fold
-from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log
+from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log, summary_time
 
 HELP = """usage: thinwire status RUN
 
@@ -113,8 +113,8 @@ def read_run(path: Path) -> Run:
         log.stem: [event for event in read_log(log) if "event" in event and "time" in event]
         for log in sorted((path / REPLICAS).glob("*.jsonl"))
     }
-    summary = path / "summary.json"
-    ended = summary.exists() and (not rows or summary.stat().st_mtime >= rows[-1]["time"] - SEEN_S)
+    summary_s = summary_time(path)
+    ended = summary_s > 0 and (not rows or summary_s >= rows[-1]["time"] - SEEN_S)
     return Run(path, lighthouse, settings if isinstance(settings, dict) else {}, rows, logs, ended)
 
 
@@ -128,9 +128,13 @@ def goodput(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
     gaps = [later["wall_s"] - earlier["wall_s"] for earlier, later in itertools.pairwise(rows)]
     if len(gaps) < 2 or sum(gaps) <= 0:
         return None
+    return share_of_steps(gaps), max(gaps)
+
+
+def share_of_steps(gaps: Sequence[float]) -> float:
+    """Return the goodput of a run whose steps that counted lie so far apart."""
     usual = statistics.median(gaps)
-    wasted = sum(gap - usual for gap in gaps if gap > USUAL * usual)
-    return 1 - wasted / sum(gaps), max(gaps)
+    return 1 - sum(gap - usual for gap in gaps if gap > USUAL * usual) / sum(gaps)
 
 
 def ask_lighthouse(address: str) -> list[str] | None:
