@@ -44,7 +44,7 @@ that save launches, 900 for evaluation, trackers, Muon and mends; 1,300 for ``th
 400 for replicas of several ranks and spares, 550 for rounds beside the steps, 250 for kernels that read less.
 """
 
-TODAY: dict[str, float] = {}
+TODAY: dict[str, float] = {"lines of source": 37_400}
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
 FLOORS: tuple[tuple[str, ...], ...] = (
