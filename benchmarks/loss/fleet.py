@@ -1,0 +1,244 @@
+"""Many of the ladder's runs in a few minutes of one machine with a GPU: stacks on it, ``ladder.py`` on its cores.
+
+    python benchmarks/loss/fleet.py --corpora DIR --list FILE --out DIR --minutes 5 --workers 2 --cores 12
+
+The list has a JSON object per line, the most important first. {"stack": {...}}: a run for each combination of the
+lists in it ("method", "optimizer", "lrs", "beside", "beta1s", "clips", "warmups", "seeds", "lengths", "model", "text",
+"ranks", "sequences", "owner"), all in one batch on the GPU (``stacked.py``); --workers processes share it. {"ladder": "..."}: the words of a ``ladder.py``, on one core;
+--cores of them run at a time. What has not begun when --minutes are over is left out, and what is under way stops.
+
+Each run and length is a line of OUT/rows.jsonl, as ladder.py writes it. Bytes are not played on a GPU:
+
+    python benchmarks/loss/fleet.py --add OUT/rows.jsonl     bytes from three steps of the library's method, into --data
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ladder
+import ladder_tables
+import regimes
+import stacked
+import virtual
+from thinwire.train.job import held_out
+
+
+@dataclass(frozen=True)
+class Order:
+    """A stack's runs: all that they share, and what differs."""
+
+    jobs: tuple[ladder.Job, ...]
+    way: stacked.Way
+    lengths: tuple[int, ...]
+
+
+def order_of(given: dict[str, Any]) -> Order:
+    of = {
+        "text": "peps", "ranks": 4, "sequences": 16, "optimizer": "adamw", "beside": [4e-3], "beta1s": [0.9],
+        "clips": [1.0], "warmups": [40], "seeds": [0], "owner": 0.0,
+    } | given  # fmt: skip
+    muon = of["optimizer"] == "muon"
+    settings = itertools.product(of["seeds"], of["beside"] if muon else [0.0], of["beta1s"], of["clips"],
+                                 of["warmups"], of["lrs"])  # fmt: skip
+    jobs = tuple(
+        ladder.Job(of["model"], of["text"], of["ranks"], of["sequences"], of["method"], of["optimizer"], lr, beside,
+                   beta1, clip, warmup, seed)
+        for seed, beside, beta1, clip, warmup, lr in settings
+    )  # fmt: skip
+    return Order(jobs, stacked.way_of(of["method"], of["owner"]), tuple(sorted(of["lengths"])))
+
+
+class Late(Exception):
+    """The time is over."""
+
+
+def play(order: Order, corpora: Path, device: torch.device, until: float) -> Iterator[dict[str, Any]]:
+    """The rows of an order's runs, length by length."""
+    first, longest, began = order.jobs[0], order.lengths[-1], time.monotonic()
+    config = first.config(longest)
+    train, valid = (
+        regimes.windows_of(corpora, name, config.sequence_length) for name in regimes.TEXTS[first.text]
+    )
+    members = [stacked.member(job, None) for job in order.jobs]
+    stack = stacked.Stack(config, order.way, members, train, longest, device, (ladder.BETA2, ladder.WEIGHT_DECAY))
+
+    def look() -> None:
+        if time.monotonic() > until:
+            raise Late
+
+    number = min(valid.count, held_out.LONGEST // valid.length)
+    each = max(number // ladder_tables.STRETCHES, 1)
+    indices = held_out.positions(valid, each * min(ladder_tables.STRETCHES, number))
+    for length in order.lengths:
+        stack.set_rates([job.rate(None) for job in order.jobs])
+        stack.run(ladder.branch(length), look)
+        trunk = stack.snapshot()
+        stack.set_rates([job.rate(length) for job in order.jobs])
+        stack.run(length, look)
+        spans = stack.stretches(valid, indices, each)
+        losses = stack.losses[:, max(length - 50, 0) : length].mean(1).tolist()
+        seconds = time.monotonic() - began
+        for job, own, ended in zip(order.jobs, spans, losses, strict=True):
+            loss = statistics.fmean(own)
+            compressed = sum(piece.numel for piece in stack.sent)
+            yield {
+                **asdict(job), "steps": length, "error": None, "valid": regimes._number(loss),
+                "spans": [regimes._number(value) for value in own], "train": regimes._number(ended),
+                "diverged": not math.isfinite(loss), "skipped": 0, "parameters": stack.numel,
+                "compressed": compressed or stack.numel,
+                "tokens_per_parameter": round(length * job.sequences * config.sequence_length / stack.numel, 2),
+                "bytes": None, "dense_bytes": None, "owner": order.way.owner,
+                "stack_seconds": round(seconds, 1), "stacked": len(order.jobs), "torch": torch.__version__,
+                "commit": regimes.commit(), **ladder.where(device),
+            }  # fmt: skip
+        stack.restore(trunk)
+
+
+def work(number: int, orders: Sequence[Order], taken: Any, args: argparse.Namespace, until: float) -> None:
+    """Play orders, the first that nobody has taken, until the time is over."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    device = torch.device(args.device)
+    while True:
+        with taken.get_lock():
+            mine, taken.value = taken.value, taken.value + 1
+        if mine >= len(orders) or time.monotonic() > until:
+            return
+        order, began = orders[mine], time.monotonic()
+        what = f"{order.jobs[0].model} {order.jobs[0].method} {order.jobs[0].optimizer} x {len(order.jobs)}"
+        say(f"[{number}] {what}: begins")
+        try:
+            for row in play(order, args.corpora, device, until):
+                regimes.append(args.out / "rows.jsonl", row)
+                say(f"[{number}] {what}: {line(row)}")
+        except Late:
+            say(f"[{number}] {what}: stopped after {time.monotonic() - began:.0f} s")
+            return
+        except Exception:  # the others go on
+            say(f"[{number}] {what}: failed\n{traceback.format_exc()}")
+        say(f"[{number}] {what}: {time.monotonic() - began:.1f} s")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def line(row: dict[str, Any]) -> str:
+    return f"lr {row['lr']:g} seed {row['seed']} {row['steps']} steps: {row['valid']}"
+
+
+_BEGAN = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"{time.monotonic() - _BEGAN:6.1f} {text}", flush=True)
+
+
+def on_cores(commands: Sequence[str], args: argparse.Namespace, until: float) -> None:
+    """Run ``ladder.py`` with the words of each command, ``args.cores`` at a time."""
+    waiting, running = list(commands), []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    log = (args.out / "ladder.log").open("a")
+    while waiting or running:
+        running = [one for one in running if one.poll() is None]
+        left = (until - time.monotonic()) / 60
+        if left <= 0:
+            waiting = []
+        while waiting and len(running) < args.cores:
+            words = [
+                sys.executable, str(Path(ladder.__file__)), "--corpora", str(args.corpora), "--data",
+                str(args.out / "rows.jsonl"), "--out", str(args.played), "--minutes", f"{left:.2f}",
+                *waiting.pop(0).split(),
+            ]  # fmt: skip
+            running.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+        time.sleep(0.2)
+    log.close()
+
+
+def add(args: argparse.Namespace) -> int:
+    """Put the rows of a fleet into the data, with their bytes; the number that was new."""
+    known, new = ladder_tables.read(args.data), 0
+    per_step: dict[str, tuple[float, float]] = {}
+    for key, row in ladder_tables.read(args.add).items():
+        if key in known or row["error"]:
+            continue
+        if row["bytes"] is None:
+            job = ladder.Job(**{name: row[name] for name in ladder.Job.__dataclass_fields__})
+            what = json.dumps([row[name] for name in ("model", "ranks", "sequences", "method", "optimizer")])
+            if what not in per_step:
+                per_step[what] = bytes_of(job, args.corpora)
+            sent, dense = per_step[what]
+            row["bytes"], row["dense_bytes"] = round(sent * row["steps"]), round(dense * row["steps"])
+        regimes.append(args.data, row)
+        new += 1
+    print(f"{new} rows are new")
+    return 0
+
+
+def bytes_of(job: ladder.Job, corpora: Path) -> tuple[float, float]:
+    """Bytes that a rank sends in a step, and those of dense: as the library's method is played for two steps."""
+    config = job.config(2)
+    train = regimes.windows_of(corpora, regimes.TEXTS[job.text][0], config.sequence_length, config.seed)
+    played = virtual.Played(config, train, batched=True)
+    played.run(2, job.rate(None))
+    return played.found.ranks[0].sent / 2, played.found.ranks[0].dense / 2
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpora", type=Path, required=True, help="the folder of the texts")
+    parser.add_argument("--list", type=Path, help="what to run")
+    parser.add_argument("--out", type=Path, default=regimes.ROOT / "runs" / "fleet")
+    parser.add_argument("--played", type=Path, default=Path("/tmp/fleet"), help="played ranks of ladder.py, and locks")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--workers", type=int, default=2, help="processes that share the GPU")
+    parser.add_argument("--cores", type=int, default=max((os.cpu_count() or 2) - 3, 1), help="ladder.py at a time")
+    parser.add_argument("--tf32", action="store_true", help="products of matrices in TF32")
+    parser.add_argument("--add", type=Path, help="rows of a fleet to put into --data")
+    parser.add_argument("--data", type=Path, default=ladder.DATA)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    args.corpora = args.corpora.resolve()
+    if args.add:
+        return add(args)
+    until = time.monotonic() + 60 * args.minutes
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    entries = [json.loads(line) for line in args.list.read_text().splitlines() if line.strip()]
+    orders = [order_of(entry["stack"]) for entry in entries if "stack" in entry]
+    context = multiprocessing.get_context("spawn")
+    taken = context.Value("i", 0)
+    workers = [
+        context.Process(target=work, args=(number, orders, taken, args, until)) for number in range(args.workers)
+    ]
+    for worker in workers:
+        worker.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        on_cores([entry["ladder"] for entry in entries if "ladder" in entry], args, until)
+    for worker in workers:
+        worker.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
