@@ -2,14 +2,18 @@
 
     python benchmarks/loss/fleet.py --corpora DIR --list FILE --out DIR --minutes 5 --workers 2 --cores 12
 
-The list has a JSON object per line, the most important first. {"stack": {...}}: a run for each combination of the
-lists in it ("method", "optimizer", "lrs", "beside", "beta1s", "clips", "warmups", "seeds", "lengths", "model", "text",
-"ranks", "sequences", "owner"), all in one batch on the GPU (``stacked.py``); --workers processes share it. {"ladder": "..."}: the words of a ``ladder.py``, on one core;
---cores of them run at a time. What has not begun when --minutes are over is left out, and what is under way stops.
+The list has a JSON object per line, the most important first. {"stack": {...}}: a run for each combination of its
+lists "lrs", "beside", "beta1s", "clips", "warmups" and "seeds" (or of those in each of "grids"), all in one batch on
+the GPU (``stacked.py``); they have "model", "text", "ranks", "sequences", "method", "optimizer", "lengths" and "owner"
+(the decay of a momentum of what arrives, which is no knob of the library) in common. --workers processes share the GPU.
+{"ladder": "..."}: the words of a ``ladder.py``, on one core; --cores of them run at a time. What has not begun when
+--minutes are over is left out, and what is under way stops.
 
 Each run and length is a line of OUT/rows.jsonl, as ladder.py writes it. Bytes are not played on a GPU:
 
-    python benchmarks/loss/fleet.py --add OUT/rows.jsonl     bytes from three steps of the library's method, into --data
+    python benchmarks/loss/fleet.py --corpora DIR --add OUT/rows.jsonl
+
+plays two steps of the library's method for them, and puts what is new into --data.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +55,24 @@ class Order:
 
 
 def order_of(given: dict[str, Any]) -> Order:
+    jobs = tuple(job for grid in given.pop("grids", [{}]) for job in _jobs_of(given | grid))
+    lengths = tuple(sorted(given["lengths"]))
+    return Order(jobs, stacked.way_of(given["method"], given.get("owner", 0.0)), lengths)
+
+
+def _jobs_of(given: dict[str, Any]) -> list[ladder.Job]:
     of = {
         "text": "peps", "ranks": 4, "sequences": 16, "optimizer": "adamw", "beside": [4e-3], "beta1s": [0.9],
-        "clips": [1.0], "warmups": [40], "seeds": [0], "owner": 0.0,
+        "clips": [1.0], "warmups": [40], "seeds": [0],
     } | given  # fmt: skip
     muon = of["optimizer"] == "muon"
     settings = itertools.product(of["seeds"], of["beside"] if muon else [0.0], of["beta1s"], of["clips"],
                                  of["warmups"], of["lrs"])  # fmt: skip
-    jobs = tuple(
+    return [
         ladder.Job(of["model"], of["text"], of["ranks"], of["sequences"], of["method"], of["optimizer"], lr, beside,
                    beta1, clip, warmup, seed)
         for seed, beside, beta1, clip, warmup, lr in settings
-    )  # fmt: skip
-    return Order(jobs, stacked.way_of(of["method"], of["owner"]), tuple(sorted(of["lengths"])))
+    ]  # fmt: skip
 
 
 class Late(Exception):
@@ -74,9 +83,7 @@ def play(order: Order, corpora: Path, device: torch.device, until: float) -> Ite
     """The rows of an order's runs, length by length."""
     first, longest, began = order.jobs[0], order.lengths[-1], time.monotonic()
     config = first.config(longest)
-    train, valid = (
-        regimes.windows_of(corpora, name, config.sequence_length) for name in regimes.TEXTS[first.text]
-    )
+    train, valid = (regimes.windows_of(corpora, name, config.sequence_length) for name in regimes.TEXTS[first.text])
     members = [stacked.member(job, None) for job in order.jobs]
     stack = stacked.Stack(config, order.way, members, train, longest, device, (ladder.BETA2, ladder.WEIGHT_DECAY))
 
@@ -95,21 +102,36 @@ def play(order: Order, corpora: Path, device: torch.device, until: float) -> Ite
         stack.run(length, look)
         spans = stack.stretches(valid, indices, each)
         losses = stack.losses[:, max(length - 50, 0) : length].mean(1).tolist()
-        seconds = time.monotonic() - began
+        shared = {"stack_seconds": round(time.monotonic() - began, 1), **ladder.where(device)}
         for job, own, ended in zip(order.jobs, spans, losses, strict=True):
-            loss = statistics.fmean(own)
-            compressed = sum(piece.numel for piece in stack.sent)
-            yield {
-                **asdict(job), "steps": length, "error": None, "valid": regimes._number(loss),
-                "spans": [regimes._number(value) for value in own], "train": regimes._number(ended),
-                "diverged": not math.isfinite(loss), "skipped": 0, "parameters": stack.numel,
-                "compressed": compressed or stack.numel,
-                "tokens_per_parameter": round(length * job.sequences * config.sequence_length / stack.numel, 2),
-                "bytes": None, "dense_bytes": None, "owner": order.way.owner,
-                "stack_seconds": round(seconds, 1), "stacked": len(order.jobs), "torch": torch.__version__,
-                "commit": regimes.commit(), **ladder.where(device),
-            }  # fmt: skip
+            yield _row(order, job, length, stack, own, ended) | shared
         stack.restore(trunk)
+
+
+def _row(
+    order: Order, job: ladder.Job, length: int, stack: stacked.Stack, spans: list[float], ended: float
+) -> dict[str, Any]:
+    """As ``ladder.py`` writes it, without bytes. ``ended``: the loss of training in the last steps."""
+    loss, tokens = statistics.fmean(spans), length * job.sequences * stack.length
+    return {
+        **asdict(job),
+        "method": named(job.method, order.way.owner),
+        "steps": length,
+        "error": None,
+        "valid": regimes._number(loss),
+        "spans": [regimes._number(value) for value in spans],
+        "train": regimes._number(ended),
+        "diverged": not math.isfinite(loss),
+        "skipped": 0,
+        "parameters": stack.numel,
+        "compressed": sum(piece.numel for piece in stack.sent) or stack.numel,
+        "tokens_per_parameter": round(tokens / stack.numel, 2),
+        "bytes": None,
+        "dense_bytes": None,
+        "stacked": len(order.jobs),
+        "torch": torch.__version__,
+        "commit": regimes.commit(),
+    }
 
 
 def work(number: int, orders: Sequence[Order], taken: Any, args: argparse.Namespace, until: float) -> None:
@@ -137,6 +159,14 @@ def work(number: int, orders: Sequence[Order], taken: Any, args: argparse.Namesp
         say(f"[{number}] {what}: {time.monotonic() - began:.1f} s")
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+OWNER = " + owner momentum "
+"""Between the library's method and the decay of a momentum that is not in it, in the name of a row's method."""
+
+
+def named(method: str, owner: float) -> str:
+    return f"{method}{OWNER}{owner:g}" if owner else method
 
 
 def line(row: dict[str, Any]) -> str:
@@ -178,8 +208,10 @@ def add(args: argparse.Namespace) -> int:
     for key, row in ladder_tables.read(args.add).items():
         if key in known or row["error"]:
             continue
+        row["commit"] = row["commit"] or regimes.commit()  # there was no repository
         if row["bytes"] is None:
             job = ladder.Job(**{name: row[name] for name in ladder.Job.__dataclass_fields__})
+            job = replace(job, method=job.method.partition(OWNER)[0])
             what = json.dumps([row[name] for name in ("model", "ranks", "sequences", "method", "optimizer")])
             if what not in per_step:
                 per_step[what] = bytes_of(job, args.corpora)

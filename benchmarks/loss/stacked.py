@@ -227,11 +227,13 @@ class Stack:
 
     def _take_text(self, train: Windows, steps: int) -> None:
         self._text = torch.as_tensor(train.tokens).to(torch.uint8).to(self.device)
-        starts = []
-        for member in self.members:
-            windows = Windows(train.tokens, train.length, member.seed)
-            starts.append(torch.tensor(list(windows.indices(0, steps * self.batch))).view(steps, self.batch))
-        self._starts = (torch.stack(starts) * self.length).to(self.device)
+        seeds = dict.fromkeys(member.seed for member in self.members)
+        starts = {
+            seed: torch.tensor(list(Windows(train.tokens, train.length, seed).indices(0, steps * self.batch)))
+            for seed in seeds
+        }
+        of_runs = torch.stack([starts[member.seed].view(steps, self.batch) for member in self.members])
+        self._starts = (of_runs * self.length).to(self.device)
         self._span = torch.arange(self.length + 1, device=self.device)
         self._rates = torch.zeros(self.runs, steps, device=self.device)
         self.losses = torch.zeros(self.runs, steps, device=self.device)
@@ -424,8 +426,6 @@ class Stack:
 
     def _largest(self, h: Tensor, density: float) -> Tensor:
         """What a sparse codec makes of each row of (R, Q)."""
-        if density == 1:
-            return h.clone()
         result, rows = torch.zeros_like(h), self.ranks if self.way.merged else 1
         for block in self._sent_blocks:
             values = block.of(h).unflatten(2, (rows, -1)).flatten(0, 2)  # (R * count * rows, n)
