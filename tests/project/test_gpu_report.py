@@ -49,8 +49,9 @@ def test_what_is_run_is_there():
 
 def test_cases_are_rehearsed_on_a_cpu_and_their_report_becomes_tables(tmp_path, capsys):
     """A NaN step, a skipped step and a resume; a hang that ends, with the stacks of its threads; speed and memory."""
-    words = ["--device", "cpu", "--jobs", "2", "--engines", "ddp", "fsdp2", "--methods", "int8(smallest=0)", "--timed", "int8"]
-    command = [sys.executable, "tests/support/gpu_cases.py", *words, "--preset", "tiny", "--hang-after", "4"]
+    words = ["--device", "cpu", "--engines", "ddp", "fsdp2", "--methods", "int8(smallest=0)", "--timed", "int8"]
+    more = ["--jobs", "2", "--preset", "tiny", "--hang-after", "4"]
+    command = [sys.executable, "tests/support/gpu_cases.py", *words, *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # with no module but its own imported
     assert done.returncode == 0, done.stderr
     lines = done.stdout
