@@ -1,11 +1,11 @@
 """Many of the ladder's runs in a few minutes of one machine with a GPU: stacks on it, ``ladder.py`` on its cores.
 
-    python benchmarks/loss/fleet.py --corpora DIR --list FILE --out DIR --minutes 5 --workers 2 --cores 12
+    python benchmarks/loss/fleet.py --corpora DIR --list FILE --out DIR --minutes 5 --tf32 --cores 12
 
 The list has a JSON object per line, the most important first. {"stack": {...}}: a run for each combination of its
 lists "lrs", "beside", "beta1s", "clips", "warmups" and "seeds" (or of those in each of "grids"), all in one batch on
 the GPU (``stacked.py``); they have "model", "text", "ranks", "sequences", "method", "optimizer", "lengths" and "owner"
-(the decay of a momentum of what arrives, which is no knob of the library) in common. --workers processes share the GPU.
+(the decay of a momentum of what arrives, which is no knob of the library) in common. --together stacks share the GPU.
 {"ladder": "..."}: the words of a ``ladder.py``, on one core; --cores of them run at a time. What has not begun when
 --minutes are over is left out, and what is under way stops.
 
@@ -28,10 +28,11 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,31 +76,22 @@ def _jobs_of(given: dict[str, Any]) -> list[ladder.Job]:
     ]  # fmt: skip
 
 
-class Late(Exception):
-    """The time is over."""
-
-
-def play(order: Order, corpora: Path, device: torch.device, until: float) -> Iterator[dict[str, Any]]:
-    """The rows of an order's runs, length by length."""
+def play(order: Order, corpora: Path, device: torch.device) -> Iterator[Any]:
+    """The rows of an order's runs, length by length, and, where others may go on, what ``stacked.Stack.go`` yields."""
     first, longest, began = order.jobs[0], order.lengths[-1], time.monotonic()
     config = first.config(longest)
     train, valid = (regimes.windows_of(corpora, name, config.sequence_length) for name in regimes.TEXTS[first.text])
     members = [stacked.member(job, None) for job in order.jobs]
     stack = stacked.Stack(config, order.way, members, train, longest, device, (ladder.BETA2, ladder.WEIGHT_DECAY))
-
-    def look() -> None:
-        if time.monotonic() > until:
-            raise Late
-
     number = min(valid.count, held_out.LONGEST // valid.length)
     each = max(number // ladder_tables.STRETCHES, 1)
     indices = held_out.positions(valid, each * min(ladder_tables.STRETCHES, number))
     for length in order.lengths:
         stack.set_rates([job.rate(None) for job in order.jobs])
-        stack.run(ladder.branch(length), look)
+        yield from stack.go(ladder.branch(length))
         trunk = stack.snapshot()
         stack.set_rates([job.rate(length) for job in order.jobs])
-        stack.run(length, look)
+        yield from stack.go(length)
         spans = stack.stretches(valid, indices, each)
         losses = stack.losses[:, max(length - 50, 0) : length].mean(1).tolist()
         shared = {"stack_seconds": round(time.monotonic() - began, 1), **ladder.where(device)}
@@ -134,31 +126,73 @@ def _row(
     }
 
 
-def work(number: int, orders: Sequence[Order], taken: Any, args: argparse.Namespace, until: float) -> None:
-    """Play orders, the first that nobody has taken, until the time is over."""
+@dataclass
+class UnderWay:
+    """A stack that is played on a stream of its own (None: on the CPU). event: what it waits for; None: nothing."""
+
+    number: int
+    stream: Any
+    steps: Iterator[Any]
+    event: Any = None
+    began: float = field(default_factory=time.monotonic)
+
+    def go_on(self) -> dict[str, Any] | None:
+        """The row that is finished, if one is. Raises StopIteration at the end."""
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            made = next(self.steps)
+        row = made if isinstance(made, dict) else None
+        self.event = None if row is not None else made
+        return row
+
+
+def work(orders: Sequence[Order], done: Any, args: argparse.Namespace, together: int, until: float) -> None:
+    """Play what is not ``done``, ``together`` stacks at a time on a stream each; end at the first failure."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     device = torch.device(args.device)
-    while True:
-        with taken.get_lock():
-            mine, taken.value = taken.value, taken.value + 1
-        if mine >= len(orders) or time.monotonic() > until:
-            return
-        order, began = orders[mine], time.monotonic()
-        what = f"{order.jobs[0].model} {order.jobs[0].method} {order.jobs[0].optimizer} x {len(order.jobs)}"
-        say(f"[{number}] {what}: begins")
-        try:
-            for row in play(order, args.corpora, device, until):
-                regimes.append(args.out / "rows.jsonl", row)
-                say(f"[{number}] {what}: {line(row)}")
-        except Late:
-            say(f"[{number}] {what}: stopped after {time.monotonic() - began:.0f} s")
-            return
-        except Exception:  # the others go on
-            say(f"[{number}] {what}: failed\n{traceback.format_exc()}")
-        say(f"[{number}] {what}: {time.monotonic() - began:.1f} s")
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    waiting = [number for number in range(len(orders)) if not done[number]]
+    under_way: list[UnderWay] = []
+    while (waiting or under_way) and time.monotonic() < until:
+        while waiting and len(under_way) < together:
+            number = waiting.pop(0)
+            stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+            under_way.append(UnderWay(number, stream, play(orders[number], args.corpora, device)))
+            say(f"{what(orders[number])}: begins")
+        ready = [one for one in under_way if one.event is None or one.event.query()]
+        for one in ready:
+            try:
+                row = one.go_on()
+                if row is not None:
+                    regimes.append(args.out / "rows.jsonl", row)
+                    say(f"{what(orders[one.number])}: {line(row)}")
+            except StopIteration:
+                done[one.number] = True
+                under_way.remove(one)
+                say(f"{what(orders[one.number])}: {time.monotonic() - one.began:.1f} s")
+            except Exception:
+                done[one.number] = together == 1  # alone it gets another try
+                say(f"{what(orders[one.number])}: failed\n{traceback.format_exc()}")
+                sys.exit(1)
+        if not ready:
+            time.sleep(0.001)
+    say(f"left out: {len(waiting)}; under way: {', '.join(what(orders[one.number]) for one in under_way) or 'nothing'}")
+
+
+def on_device(orders: Sequence[Order], args: argparse.Namespace, until: float) -> None:
+    """Have the orders played in a process, and after a failure in another one, which plays one at a time."""
+    context, together = multiprocessing.get_context("spawn"), args.together
+    done = context.Array("b", len(orders))
+    while not all(done) and time.monotonic() < until:
+        process = context.Process(target=work, args=(orders, done, args, together, until))
+        process.start()
+        process.join()
+        together = 1
+
+
+def what(order: Order) -> str:
+    first = order.jobs[0]
+    name = f"{named(first.method, order.way.owner)} {first.optimizer} x {len(order.jobs)}"
+    return f"{first.model} {first.text} N={first.ranks} batch={first.sequences} {name}"
 
 
 OWNER = " + owner momentum "
@@ -240,7 +274,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--played", type=Path, default=Path("/tmp/fleet"), help="played ranks of ladder.py, and locks")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--workers", type=int, default=2, help="processes that share the GPU")
+    parser.add_argument("--together", type=int, default=3, help="stacks that share the GPU at a time")
     parser.add_argument("--cores", type=int, default=max((os.cpu_count() or 2) - 3, 1), help="ladder.py at a time")
     parser.add_argument("--tf32", action="store_true", help="products of matrices in TF32")
     parser.add_argument("--add", type=Path, help="rows of a fleet to put into --data")
@@ -258,17 +292,10 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     entries = [json.loads(line) for line in args.list.read_text().splitlines() if line.strip()]
     orders = [order_of(entry["stack"]) for entry in entries if "stack" in entry]
-    context = multiprocessing.get_context("spawn")
-    taken = context.Value("i", 0)
-    workers = [
-        context.Process(target=work, args=(number, orders, taken, args, until)) for number in range(args.workers)
-    ]
-    for worker in workers:
-        worker.start()
-    with contextlib.suppress(KeyboardInterrupt):
-        on_cores([entry["ladder"] for entry in entries if "ladder" in entry], args, until)
-    for worker in workers:
-        worker.join()
+    device = threading.Thread(target=on_device, args=(orders, args, until))
+    device.start()
+    on_cores([entry["ladder"] for entry in entries if "ladder" in entry], args, until)
+    device.join()
     return 0
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -23,16 +23,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import seed_of
 from thinwire.core.method import count_of
 from thinwire.core.names import describe
 from thinwire.methods import resolve
 from thinwire.methods.ours.trickle import Trickle
+from thinwire.ops.quant.reference import SMALLEST_SCALE
 from thinwire.train.config import Config
 from thinwire.train.data.windows import Windows
 from thinwire.train.model.decoder import Decoder
 
+CHUNK = 50
+"""Steps that are handed to a device at once."""
 OUTLIER, LEFT, NORM_DECAY = 10.0, 2.0, 0.9
 """Of ``core/outliers.py``: times the usual norm that is cut, times it that a cut leaves, decay of the usual norm."""
 SAMPLE, R_DECAY, MOMENTUM = 64, 0.9, 0.95
@@ -140,7 +144,7 @@ class Stack:
         self.batch, self.length = config.batch_size * self.ranks, config.sequence_length
         self.beta2, self.decay = decays
         self.shape = config.shape(256)
-        self.turn, self._graph = 0, None
+        self.turn, self._graph = 0, None  # type: int, Any
         self._lay_out()
         self._make_state()
         self._take_text(train, steps)
@@ -259,35 +263,43 @@ class Stack:
 
     # A step.
 
-    def run(self, until: int, look: Callable[[], object] = lambda: None) -> None:
-        """Go on until ``until`` steps are done; ``look`` is called every 50 steps, and may raise."""
+    def run(self, until: int) -> None:
+        """Go on until ``until`` steps are done."""
+        for _ in self.go(until):
+            pass
+        devices.wait(self.device)
+
+    def go(self, until: int) -> Iterator[Any]:
+        """Go on until ``until`` steps are handed to the device, CHUNK at a time, so that others can go on beside it.
+
+        Yields the event that has to be over before it goes on; None: at once. On CUDA all is done on the current
+        stream, the same each time, with up to two chunks under way."""
         if self.device.type == "cuda" and self._graph is None:
             self._capture()
+        under_way: list[Any] = []
         while self.turn < until:
-            self._step() if self._graph is None else self._graph.replay()
-            self.turn += 1
-            if self.turn % 50 == 0:
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                look()
+            for _ in range(min(CHUNK, until - self.turn)):
+                self._step() if self._graph is None else self._graph.replay()
+                self.turn += 1
+            under_way.append(devices.mark(self.device))
+            chunk = under_way.pop(0) if len(under_way) > 1 else None
+            yield chunk
+            if chunk is not None:
+                chunk.synchronize()
 
     def _capture(self) -> None:
         """Make the graph; the steps that warm it up do not count."""
+        stream = torch.cuda.current_stream(self.device)
         saved = self.snapshot()
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        torch.cuda.synchronize(self.device)
-        self.restore(saved)
+        for _ in range(3):
+            self._step()
+        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             self._step()
         self._graph = graph
         self.restore(saved)
-        torch.cuda.synchronize(self.device)
+        stream.synchronize()
 
     def _step(self) -> None:
         turn = self.state["turn"]
@@ -513,6 +525,7 @@ def rounded(values: Tensor, group: int, bits: int) -> Tensor:
     """What integers of ``bits`` with a scale per ``group`` make of (R, k) values."""
     k, levels = values.shape[1], 127 if bits == 8 else 7
     whole = F.pad(values, (0, -k % group)).unflatten(1, (-1, group))
-    step = whole.abs().amax(2, keepdim=True) / levels
-    step = step.masked_fill(step == 0, 1.0)
-    return ((whole / step).round().clamp(-levels, levels) * step).flatten(1)[:, :k]
+    largest = whole.abs().amax(2, keepdim=True)
+    step = (largest * (1 / levels)).clamp_min(SMALLEST_SCALE).masked_fill(largest == 0, 1.0)
+    # As the library's: a server's sums of integers are often halves of a step, which rounding alone decides.
+    return ((whole * step.reciprocal()).round() * step).flatten(1)[:, :k]

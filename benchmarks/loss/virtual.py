@@ -89,7 +89,7 @@ def reduced(values: Sequence[Tensor], op: str) -> Tensor:
     """
     size, numel = len(values), values[0].numel()
     if values[0].is_cuda and op != "max":  # where gloo has no ring to agree with, few launches
-        total = torch.stack([value.view(-1) for value in values]).sum(0)
+        total = torch.stack(list(values)).sum(0)
         return total.div_(size) if op == "mean" else total
     if op == "max":
         return torch.stack(list(values)).amax(0)

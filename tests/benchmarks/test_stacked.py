@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from dataclasses import replace
@@ -50,8 +49,9 @@ def test_a_run_of_a_stack_is_the_librarys(job, windows, monkeypatch):
     monkeypatch.setattr(ladder, "MODELS", {"smallest": SMALLEST})
     jobs = [job, replace(job, lr=job.lr / 2, beside=job.beside / 4, seed=1, beta1=0.8, clip=0.3)]
     members = [stacked.member(of, WARM + STEPS) for of in jobs]
-    way = stacked.way_of(job.method)
-    stack = stacked.Stack(job.config(9), way, members, windows, WARM + STEPS, torch.device("cpu"))
+    stack = stacked.Stack(
+        job.config(9), stacked.way_of(job.method), members, windows, WARM + STEPS, torch.device("cpu")
+    )
     stack.set_rates([member.rate for member in members])
     played = []
     for at, of in enumerate(jobs):
@@ -62,18 +62,16 @@ def test_a_run_of_a_stack_is_the_librarys(job, windows, monkeypatch):
         played.append(one)
     stack.turn = WARM
     stack.state["turn"].fill_(WARM)
+    starts = stack.weights.clone()
     stack.run(WARM + STEPS)
     for at, one in enumerate(played):
         assert stack.losses[at, WARM:].tolist() == pytest.approx(one.found.losses[WARM:], rel=2e-5)
         model = dict(one.replicas[0].model.named_parameters())
-        for piece in stack.pieces:
-            if piece.name.endswith("key.bias"):  # its gradient is rounding alone: softmax does not see it
-                continue
-            mine = stack.weights[at, piece.start : piece.start + piece.numel]
-            theirs = model[piece.name].detach().reshape(-1)
-            moved = float((mine - theirs).norm() / theirs.norm())
-            # torch's Muon iterates in bfloat16, whose sums depend on how products are batched
-            assert moved < (2e-2 if way.density == 0 and job.optimizer == "muon" else 5e-3), (piece.name, moved)
+        ends = torch.cat([model[piece.name].detach().reshape(-1) for piece in stack.pieces])
+        apart, way = float((stack.weights[at] - ends).norm()), float((ends - starts[at]).norm())
+        # A value at the edge of being chosen, or of a rounding, goes another way now and then, as sums are rounded;
+        # torch's Muon iterates in bfloat16.
+        assert apart < 0.05 * way, apart / way
 
 
 def transplant(saved: dict[str, torch.Tensor], stack: stacked.Stack, at: int) -> None:
@@ -116,7 +114,7 @@ def test_a_fleets_rows_are_the_ladders(tmp_path, monkeypatch, capsys):
         "grids": [{"lrs": [4e-3], "seeds": [0, 1]}, {"lrs": [2e-3]}],
     }  # fmt: skip
     order = fleet.order_of(dict(given))
-    rows = list(fleet.play(order, tmp_path, torch.device("cpu"), math.inf))
+    rows = [row for row in fleet.play(order, tmp_path, torch.device("cpu")) if row]
     assert [(row["lr"], row["seed"], row["steps"]) for row in rows] == [
         (4e-3, 0, 5), (4e-3, 1, 5), (2e-3, 0, 5), (4e-3, 0, 10), (4e-3, 1, 10), (2e-3, 0, 10),
     ]  # fmt: skip
