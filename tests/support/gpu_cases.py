@@ -223,7 +223,7 @@ def _watched(run: _Run, device: torch.device) -> dict[str, Any]:
         run.step(STEPS + 1)
         torch.cuda.synchronize(device)
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return {"waits": len(waits), "where": collections.Counter(waits), "launches": len(kernels)}
+    return {"waits": len(waits), "where": dict(collections.Counter(waits)), "launches": len(kernels)}
 
 
 def _speed(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
