@@ -201,7 +201,8 @@ def run_doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
                "--out", str(folder / "cluster.toml"), "--", "--device", "cpu", *words]  # fmt: skip
     (folder / "temporary").mkdir()
     (folder / "text").write_text("a line of text\n" * 3000)
-    environment = os.environ | {"TMPDIR": str(folder / "temporary")}
+    # torch's own folder, made as torch._dynamo is imported, is not the doctor's
+    environment = os.environ | {"TMPDIR": str(folder / "temporary"), "TORCHINDUCTOR_CACHE_DIR": str(folder.parent)}
     command += ["--corpus", str(folder / "text")]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240 * PATIENCE)
 
