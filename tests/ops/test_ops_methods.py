@@ -31,7 +31,10 @@ def exchanges(name: str, setup: Setup, device: str) -> list[list[StepRecord]]:
     def make():
         return resolve(name) if "(" in name else small(next(cls for cls in TABLE if cls.name == name))
 
-    run, normal = ranks.Threads.run, record._normal
+    run = ranks.Threads.run
+
+    def normal(seed, numel):
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
 
     def on_device(threads, function):
         def body(rank):
@@ -42,7 +45,7 @@ def exchanges(name: str, setup: Setup, device: str) -> list[list[StepRecord]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks.Threads, "run", on_device)
-        patch.setattr(record, "_normal", lambda seed, numel: normal(seed, numel).to(device))
+        patch.setattr(record, "_normal", normal)
         return play(make, setup, STEPS).ranks
 
 

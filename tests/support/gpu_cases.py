@@ -131,8 +131,7 @@ def _rank(rank: int, world: int, fields: dict[str, Any], folder: str) -> dict[st
             torch.cuda.set_device(device)
         store = dist.PrefixStore("case", dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
-        backend = f"cpu:gloo,cuda:{case.backend}" if case.backend == "staged" else case.backend
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        dist.init_process_group(case.backend, store=store, rank=rank, world_size=world)
         try:
             return {"steps": _steps, "hang": _hang, "speed": _speed}[case.what](case, device, rank)
         finally:

@@ -1,7 +1,7 @@
 """A stand-in for NCCL where ranks share a GPU, which NCCL refuses: every message goes through the host, by gloo.
 
     import staged                            # knows the backend "staged" from now on
-    torch.distributed.init_process_group("cpu:gloo,cuda:staged")
+    torch.distributed.init_process_group("staged")
 
 gloo's own collectives of GPU tensors end in a segmentation fault under FSDP2. Here a call waits for the current stream,
 copies what is handed in to the host, and what arrived back on the current stream, before it returns.
@@ -44,7 +44,7 @@ class StagedGroup(dist.ProcessGroup):
         """Run ``name`` on copies; what it writes, its first argument, is copied back."""
         options = arguments[-1]
         averages = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG
-        host = [_map(argument, lambda tensor: tensor.cpu()) for argument in arguments]
+        host = [_map(argument, lambda tensor: tensor.cpu()) for argument in arguments]  # a CPU's tensor is itself
         if averages:  # which gloo lacks
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         getattr(self._inner, name)(*host).wait()
