@@ -1,14 +1,15 @@
-"""A stranger types what README and docs/start.md name, in an empty folder, from the built wheel, at a terminal of 80 columns.
+"""A stranger types what README and docs/start.md name: from the built wheel, in an empty folder, in 80 columns.
 
     python benchmarks/proofs/stranger.py                    # all of it (half an hour on two cores)
     python benchmarks/proofs/stranger.py train compare      # these commands alone
     python benchmarks/proofs/stranger.py --keys             # without the runs to their end
 
-The wheel is built of this checkout and installed beside the packages of the Python that runs this; the checkout itself is not on the
-path. Of each command: seconds until its first line and until its end, the longest time in which nothing was printed, the widest
-line, the status. Then the same command with Ctrl-C after 0.2, 1, 3 and 8 seconds, and into ``| head -1``. Wrong: a first line after
-more than 10 s, a line of more than 80 columns, a traceback, a hidden cursor, a process that is left, a status that is not the
-command's own or 130. Exit status 1 if anything is wrong. Evaluation needs ``pip install 'thinwire[eval]'``.
+The wheel is built of this checkout and installed beside the packages of the Python that runs this; the checkout itself
+is not on the path. Of each command: seconds until its first line and until its end, the longest time in which nothing
+was printed, the widest line, the status. Then the same command with Ctrl-C after 0.2, 1, 3 and 8 seconds, and into
+``| head -1``. Wrong, with exit status 1: a first line after more than 10 s, a line of more than 80 columns, a
+traceback, a hidden cursor, a process that is left, a status that is not the command's own or 130. A Ctrl-C that meets
+Python itself before it has started is Python's to answer. Evaluation needs ``pip install 'thinwire[eval]'``.
 """
 
 from __future__ import annotations
@@ -73,18 +74,33 @@ metric_list: [{metric: acc}]
 
 
 class Typed(NamedTuple):
-    """What became of a command. ``first_s``: seconds until its first line; None: it printed none. ``silent_s``: see above."""
+    """What became of a command. ``first_s``: seconds until its first line; None: it printed none.
+
+    ``silent_s``: the longest time in which nothing was printed.
+    """
 
     seen: Seen
     first_s: float | None
     silent_s: float
     seconds: float
     left: list[str]
+    key_typed: bool = False
 
 
 def install(folder: Path) -> Path:
     """Build the wheel and install it into a new environment in ``folder``; return the environment's programs."""
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True)
     venv.create(folder / "venv", with_pip=False)
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
@@ -95,7 +111,7 @@ def install(folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "pip", "install", *target, str(wheel)], check=True)
     program = folder / "venv" / "bin" / "thinwire"
     python = folder / "venv" / "bin" / "python"
-    program.write_text(f"#!{python}\nfrom thinwire.cli.program import program\nprogram()\n")
+    program.write_text(f"#!{python}\nfrom thinwire.__main__ import start\nstart()\n")
     program.chmod(0o755)
     return program.parent
 
@@ -161,11 +177,13 @@ def type_in(words: Sequence[str], bin_: Path, folder: Path, key_s: float | None 
     seen = terminals.on_terminal(start, after=after, limit=limit)._replace(words=tuple(words))
     seconds = time.monotonic() - began
     first_s = first[0] if first else (seconds if seen.output else None)
-    return Typed(seen, first_s, max(silences), seconds, left_of(mark))
+    return Typed(seen, first_s, max(silences), seconds, left_of(mark), bool(typed))
 
 
 def faults(typed: Typed, statuses: Sequence[int], wide: bool = False) -> Iterator[str]:
     seen = typed.seen
+    if "Fatal Python error: init_import_site" in seen.output:
+        return
     if "Traceback" in seen.output:
         yield "a traceback"
     if len(seen.widest) > COLUMNS and not wide:
@@ -183,10 +201,8 @@ def head(words: Sequence[str], bin_: Path, folder: Path) -> list[str]:
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     environment = {**os.environ, MARK: mark, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
     environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        ["bash", "-c", f"{shlex.join(words)} | head -1; exit ${{PIPESTATUS[0]}}"], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=900,
-    )  # fmt: skip
+    piped = ["bash", "-c", f"{shlex.join(words)} | head -1; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(piped, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     found = [f"left behind: {left}"] if (left := left_of(mark)) else []
     said = done.stdout + done.stderr
     if "Traceback" in said or "BrokenPipe" in said:
@@ -217,7 +233,7 @@ def interrupted(text: str, number: int, bin_: Path, folder: Path) -> list[str]:
             resumes = "--resume" in words
             words = [*words[:place], words[place] if resumes else f"keys/{number}-{key_s}", *words[place + 1 :]]
         typed = type_in(words, bin_, folder, key_s)
-        over = typed.seconds < key_s + 0.1  # before the key, or as it was typed
+        over = not typed.key_typed or (typed.seen.status != 130 and typed.seconds < key_s + 0.1)  # before, or just then
         wrong = list(faults(typed, (0, 2, 130) if over else (130,)))
         if wrong:
             found += [f"Ctrl-C after {key_s} s: {fault}" for fault in wrong]
@@ -236,7 +252,9 @@ def main() -> int:
     parser.add_argument("commands", nargs="*", help="words of thinwire, such as train: only their commands")
     parser.add_argument("--keys", action="store_true", help="Ctrl-C and head alone")
     parser.add_argument("--no-keys", action="store_true", help="no Ctrl-C and no head")
-    parser.add_argument("--folder", type=Path, help="go on in this folder, where an earlier call has installed the wheel")
+    parser.add_argument(
+        "--folder", type=Path, help="go on in this folder, where an earlier call has installed the wheel"
+    )
     options = parser.parse_args()
     place = options.folder or Path(tempfile.mkdtemp(prefix="thinwire-stranger-"))
     place.mkdir(exist_ok=True)
