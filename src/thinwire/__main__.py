@@ -1,4 +1,4 @@
-"""What the installed ``thinwire`` and ``python -m thinwire`` call: the program, which Ctrl-C ends from here on."""
+"""Entry of the ``thinwire`` program, also as ``python -m thinwire``: from here on Ctrl-C ends it without a traceback."""
 
 import signal
 
