@@ -1,4 +1,4 @@
-"""Entry of the ``thinwire`` program, also as ``python -m thinwire``: from here on Ctrl-C ends it without a traceback."""
+"""Entry of the ``thinwire`` program, also as ``python -m thinwire``: from here on Ctrl-C leaves no traceback."""
 
 import signal
 
