@@ -107,14 +107,17 @@ class Selftest:
 
     def check(self, name: str, work: Callable[[], str]) -> None:
         """Run ``work`` on both ranks; print its line, or the first rank's failure. Collective."""
+        trace = ""
         try:
             outcome = True, work()
         except (AssertionError, ThinwireError) as error:
             outcome = False, str(error)
         except Exception as error:
             outcome = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
-            traceback.print_exc()
-        outcomes = self.ranks.share(outcome)
+            trace = traceback.format_exc()
+        outcomes = self.ranks.share(outcome)  # raises where the other rank has gone, which explains the error
+        if trace:
+            print(trace, file=sys.stderr)
         well = all(fine for fine, _ in outcomes)
         self.passed, self.failed = self.passed + well, self.failed + (not well)
         if self.ranks.rank == 0:
