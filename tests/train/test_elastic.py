@@ -40,7 +40,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
         (["--elastic", "--engine", "fsdp2"], "--engine fsdp2 does not go with --elastic"),
         (["--elastic", "--device", "cuda"], "--device cuda does not go with --elastic"),
         (["--elastic", "--method", "auto"], "--method auto does not go with --elastic"),
-        (["--elastic", "--method", "local-steps"], "--method local-steps does not go with --elastic"),
+        (["--elastic", "--method", "local-steps(delay=1)"], "--method local-steps with fragments or a delay"),
         (["--elastic", "--check-every", "5"], "--check-every does not go with --elastic"),
         (["--elastic", "--min-replicas", "3"], "--min-replicas 3 is more than the 2 replicas that are started"),
     ],
