@@ -131,8 +131,8 @@ class ReplicaTrainer(Trainer):
         self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
         self._healed = 0  # how often it was taken over
         self._stepping, self._first = False, 0  # is a step under way? the place in the text where it began
-        self._rows: list[dict[str, Any]] = []  # of steps since the last vote, which nobody else may have written
-        self._votes = 0
+        self._rows: list[dict[str, Any]] = []  # of steps since the last vote but one, which may be in no file yet
+        self._votes = self._voted = 0  # votes that counted, and the step at the last one
         self._newcomers: set[str] = set()  # who have no rows of the round under way
         self._evaluated = -1
         self._number = -1  # of the membership
@@ -156,6 +156,9 @@ class ReplicaTrainer(Trainer):
 
     def _give(self) -> dict[str, Any]:
         """Return what a replica that joins needs. One that joins in a step, as a round ends, joins after that step."""
+        assert self.wire.turnover is not None
+        if self._news is not None and self.wire.turnover.healed > self._healed:  # in the step under way, by another
+            return dict(self._news)
         common = {name: getattr(self, name) for name in COMMON}
         return {"run": self.checkpoints.run, **common, "step": self.step + self._stepping}
 
@@ -278,7 +281,8 @@ class ReplicaTrainer(Trainer):
             self._newcomers = set()
         self._keep_files()
         if votes != self._votes:
-            self._rows, self._votes = [], votes
+            self._rows = [row for row in self._rows if row["step"] > self._voted]
+            self._votes, self._voted = votes, self.step
         if changed:
             self.display.say(f"step {self.step + 1:>6}  replicas: {', '.join(names)}")
 
