@@ -101,9 +101,13 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """The mean loss of the last twenty steps."""
-        steps = sorted(self.counted)[-20:]
-        return statistics.fmean(line["loss"] for step in steps for line in self.counted[step])
+        """The mean loss of the last hundred steps, without that of a replica that joined, before it had the weights."""
+        counted, seen = self.counted, set[int]()
+        steps, losses = sorted(counted), list[float]()
+        for step in steps:
+            losses += [line["loss"] for line in counted[step] if line["process"] in seen and step >= steps[-100:][0]]
+            seen |= {line["process"] for line in counted[step]}
+        return statistics.fmean(losses)
 
     def told(self, event: Event) -> str:
         """Say when the others, and those that the event fell on, took their next step."""
@@ -346,8 +350,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of computing in a step")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--keep", type=Path, help="a folder for a file of each method: its events and its steps")
-    parser.add_argument("--books", action="store_true", help="check that what was taken is delivered, waits or is lost")
-    parser.add_argument("--calm", action="store_true", help="print the loss of a run without events, after as much data")
+    parser.add_argument("--books", action="store_true", help="check that all that is taken is delivered or lost")
+    parser.add_argument("--calm", action="store_true", help="the loss of a run without events, too, after as much data")
     parser.add_argument("--events", action="store_true", help="print a line for each event")
     parser.add_argument("--seed", type=int, default=1, help="whom it falls on, and when who is back")
     options = parser.parse_args(arguments)

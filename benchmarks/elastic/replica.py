@@ -101,7 +101,7 @@ def meet(options: argparse.Namespace) -> Any:
 
 def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: argparse.Namespace) -> None:
     name = f"{options.name}/{options.shard}" if options.shard else options.name
-    generator, stream = torch.Generator(), int.from_bytes(name.encode(), "big")
+    generator = torch.Generator()
     target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9))
     wire = books = None
 
@@ -125,7 +125,7 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
             manager.start_quorum()
         # An attempt that did not count is taken again on the same data, by a new process, too.
         taken = before if wire is None else wire.step - wire.skipped
-        generator.manual_seed((stream + taken * 2**32) % 2**63)
+        generator.manual_seed(int.from_bytes(hashlib.sha1(f"{name} {taken}".encode()).digest()[:4], "big"))
         x = torch.randn(32, WIDTH, generator=generator)
         optimizer.zero_grad()
         noise = torch.randn(32, WIDTH, generator=generator)  # without it, a long run's loss is 0

@@ -2,9 +2,10 @@
 
     Lighthouse(seed=7, begin=begin).run()
 
-``begin(replica)`` returns the program of a replica, which runs to its end, is killed, or loses messages. One thread runs
-at a time. Where all wait, the lighthouse goes on: messages that all have sent arrive; who waits for one that is lost, or
-has gone on, gets an error; and when all that live ask who takes part, it says so, after it has let somebody join.
+``begin(replica)`` returns the program of a replica, which runs to its end, is killed, or loses messages. One thread
+runs at a time. Where all wait, the lighthouse goes on: messages that all have sent arrive; who waits for one that is
+lost, or of one that has gone on, gets an error; and when all that live ask who takes part, it says so, after it has let
+somebody join.
 """
 
 from __future__ import annotations

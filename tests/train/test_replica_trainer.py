@@ -25,8 +25,8 @@ from thinwire.wire import Options, Wire, join
 
 STEPS, SEEDS = 20, 12
 METHODS = (
-    "local-steps(every=4)", "local-steps(every=3, start=4)", "local-steps(every=2, outer='int8(feedback=\"gradients\")')",
-    "int8(smallest=0)",
+    "local-steps(every=4)", "local-steps(every=3, start=4)", "int8(smallest=0)",
+    "local-steps(every=2, outer='int8(feedback=\"gradients\")')",
 )  # fmt: skip
 
 

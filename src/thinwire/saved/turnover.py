@@ -87,6 +87,7 @@ class Turnover:
         membership = self._members.ask()
         received, self._received = self._received, None
         from_peer, resumed, self._resumed = received is not None, self._resumed, None
+        self.behind = received is not None and received["ends_round"]
         received = resumed if received is None else received
         changed = not self.met or membership.number != self._comm.membership.number or received is not None
         if unsent is not None and not changed:
@@ -97,7 +98,6 @@ class Turnover:
         stale = changed and self._change(membership, received)
         self.met = self.asked = True
         self.healed += from_peer
-        self.behind = from_peer and received["ends_round"]
         return stale
 
     @property
@@ -132,7 +132,8 @@ class Turnover:
         """Return what a replica that joins needs of this one."""
         bound = self._stage.bound
         return {
-            "ends_round": self._ends_round, "about": self._header.dump(), "history": list(self._history), "step": self._stage.step,
+            "about": self._header.dump(), "history": list(self._history), "step": self._stage.step,
+            "ends_round": self._ends_round,
             "values": {k: value for k, value in dump_state(self._method.state).items() if not self._is_own(k)},
             "skipped": self._loop.skipped, "flush": self._stage.flush_at,
             "bound": {} if bound is None else bound.state_dict(),

@@ -292,8 +292,8 @@ class Config:
             )
         if self.elastic and (getattr(method, "fragments", 1) > 1 or getattr(method, "delay", 0)):
             raise ThinwireError(
-                "--method local-steps with fragments or a delay does not go with --elastic, whose replicas come and go: "
-                "leave them out"
+                "--method local-steps with fragments or a delay does not go with --elastic, whose replicas come and "
+                "go: leave them out"
             )
         if self.intra is not None:
             resolve(self.intra)
