@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +360,26 @@ def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(me
     assert f"last step     {steps} of {steps}, ended" in status.stdout, status.stdout + status.stderr
     assert method.startswith("int8") or f"what waited on replica {victim} after step 7" in status.stdout
     assert max(map(len, status.stdout.splitlines()[2:])) <= 80
+
+
+@real
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_local_steps_whose_replica_is_killed_in_a_round_stay_in_step(victim, tmp_path):
+    """The others end the round without it, and it joins at the end of another one. Replica 0 keeps the files."""
+    steps, every = 180, 6
+    done, counted = watched(tmp_path, "--method", f"local-steps(every={every})", steps=steps, killed=[victim], at=9)
+    assert done.returncode == 0, done.stdout + done.stderr
+    windows = Counter(number for _, _, first, size, _ in counted for number in range(first, first + size))
+    assert max(windows.values()) == 1
+    ends = defaultdict(dict)
+    for step, name, *_, weights in counted:
+        if step % every == 0:
+            ends[step][name] = weights
+    assert sorted(ends) == list(range(every, steps + 1, every))
+    assert all(len(set(weights.values())) == 1 for weights in ends.values())
+    assert {len(weights) for weights in ends.values()} == {2, 3} and len(ends[steps]) == 3
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
 
 
 @real
