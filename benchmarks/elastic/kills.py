@@ -23,6 +23,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -264,7 +265,10 @@ def run(method: str, options: argparse.Namespace) -> Outcome:
         seconds, every_line = time.time() - began, replicas.lines()
         lines = [line for line in every_line if line.get("time", 0) >= began]
         if options.keep:
-            keep(options.keep / re.sub(r"\W+", "-", method).strip("-"), every_line, events, began)
+            stem = options.keep / re.sub(r"\W+", "-", method).strip("-")
+            keep(stem, every_line, events, began)
+            if failed:
+                shutil.copytree(folder, stem, dirs_exist_ok=True)
         steps = {line["step"]: line["replicas"] for line in every_line if line.get("counted")}
         books = balance(every_line) if options.books and method != "torchft" else None
         return Outcome(lines, seconds, events, failed, sum(steps.values()), books, statistics.fmean(loads))

@@ -23,7 +23,7 @@ from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job.replica_log import REPLICAS
-from thinwire.train.job.run_folder import hold_run_folder
+from thinwire.train.job.run_folder import hold_run_folder, settle_previous
 from thinwire.train.job.status import alive_on, goodput, read_run, shown
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
@@ -107,6 +107,33 @@ def test_machines_of_one_run_share_its_folder_and_others_do_not(tmp_path):
         pass
     with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
         assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_overwrite_removes_a_run_only_when_the_new_one_has_begun(begins, tmp_path):
+    """An input that cannot be used, which replicas find out, must not cost the run that was there."""
+    (tmp_path / "checkpoints/step-000007").mkdir(parents=True)
+    for name in ("metrics.jsonl", "summary.json", "checkpoints/step-000007/model.safetensors"):
+        (tmp_path / name).write_text("old")
+    with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
+        assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name[0] != ".") == [REPLICAS]
+        settle_previous(tmp_path, over=False)
+        if begins:
+            (tmp_path / "metrics.jsonl").write_text("new")
+    assert (tmp_path / "metrics.jsonl").read_text() == ("new" if begins else "old")
+    assert (tmp_path / "checkpoints/step-000007/model.safetensors").exists() is not begins
+    assert not (tmp_path / ".previous").exists() and (tmp_path / REPLICAS).exists() is begins
+
+
+def test_each_replica_has_a_port_of_its_own(tmp_path, monkeypatch, capsys):
+    """With one TORCHFT_MANAGER_PORT for all of them only the first could open its manager."""
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "29600")
+    run = supervised(tmp_path, {name: f"echo $TORCHFT_MANAGER_PORT > {tmp_path}/port-{name}" for name in "01"})
+    assert run.run() == 0
+    assert [(tmp_path / f"port-{name}").read_text() for name in "01"] == ["29600\n", "29601\n"]
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "any")
+    with pytest.raises(ThinwireError, match="TORCHFT_MANAGER_PORT is 'any'"):
+        supervisor.supervise([], Config(elastic=True, out=tmp_path / "run"))
 
 
 # ------------------------------------------------------------------------------------------- who is started again
