@@ -194,7 +194,7 @@ class ManagerMembers:
         late = self._late or self._received is not None
         text = f"{self._name}{' late' * late:5}"
         name = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
-        rows = torch.zeros(size, len(name), dtype=torch.uint8)
+        rows = torch.zeros(size, len(name), dtype=torch.uint8, device="cpu")
         comm.all_gather(rows, name)
         texts = [bytes(row.tolist()).decode() for row in rows]
         behind = tuple(rank for rank, text in enumerate(texts) if text.endswith(" late"))
