@@ -24,7 +24,7 @@ from thinwire.train.job.collective import Collective
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS
 
 _PREVIOUS = ".previous"
-"""Where --overwrite --elastic sets an earlier run aside until the new one has begun."""
+"""The folder in which --overwrite --elastic sets an earlier run aside until the new one has begun."""
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
               "valid_losses.csv", ELASTIC)  # fmt: skip
