@@ -32,11 +32,13 @@ class Books:
             for seed, (name, weight) in enumerate(model.named_parameters())
         }
         self.delivered = 0.0
-        stage = wire._road.last
-        if wire.method.card.promise.of == "weights":
+        promise = wire.method.card.promise
+        if promise.kind not in ("exact", "conserves"):  # of what is rounded off there are no books
+            return
+        if promise.of == "weights":
             self._watch_rounds()
         else:
-            self._watch(stage)
+            self._watch(wire._road.last)
         self._norm_of_waiting, wire.turnover.waiting = wire.turnover.waiting, self._waiting
 
     @property

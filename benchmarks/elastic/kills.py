@@ -270,7 +270,7 @@ def run(method: str, options: argparse.Namespace) -> Outcome:
             if failed:
                 shutil.copytree(folder, stem, dirs_exist_ok=True)
         steps = {line["step"]: line["replicas"] for line in every_line if line.get("counted")}
-        books = balance(every_line) if options.books and method != "torchft" else None
+        books = balance(every_line) if any("takes" in line for line in every_line) else None
         return Outcome(lines, seconds, events, failed, sum(steps.values()), books, statistics.fmean(loads))
 
 
@@ -380,7 +380,7 @@ def main() -> None:
         texts += [f"{max(outcome.gaps):9.2f} s {outcome.loss:8.4f}"]
         texts += [f"{undisturbed(method, options, outcome.batches):11.4f}"] if options.calm else []
         if options.books:
-            texts += ["        -" if outcome.balance is None else f"{outcome.balance.gap:9.1e}"]
+            texts += [f"{outcome.balance.gap:9.1e}" if outcome.balance else "        -"]
         print(" ".join([*texts, f"{outcome.load:5.1f}"]), "", equal, " ".join(outcome.failed), flush=True)
         for event in outcome.events if options.events else ():
             print(f"    {outcome.told(event)}", flush=True)

@@ -154,10 +154,10 @@ class Lighthouse:
     def run(self) -> None:
         self.pass_on()
         assert self._over.wait(60), "the replicas have not come to an end"
+        if self.errors:  # the others wait for ever, as daemons
+            raise self.errors[0]
         for thread in self._threads:
             thread.join()
-        if self.errors:
-            raise self.errors[0]
 
     def _start(self) -> None:
         self._born += 1

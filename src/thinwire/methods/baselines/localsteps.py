@@ -259,7 +259,10 @@ class LocalSteps(Method):
             OWN_WEIGHT: replace(MEAN if streams else SHARD, own="anchor"), f"{OWN_MOMENT}*": replace(MEAN, own="none"),
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
-        kinds |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
+        kinds |= {f"{START}{kind}": word for kind, word in {**start.state_kinds, "*": StateKind()}.items()}
+        kinds |= {
+            kind: replace(word, one_row=start.summed_by_network) for kind, word in kinds.items() if kind[:6] == START
+        }
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
             outer, promise=self._promise(outer.promise), group=start.group,
@@ -274,9 +277,11 @@ class LocalSteps(Method):
         )  # fmt: skip
 
     def _promise(self, outer: Promise) -> Promise:
+        waits = {f"{START}{kind}": weight for kind, weight in self._starter.card.promise.waits.items()}
         replaced = f"{1 - self.mix:.0%} of how far a rank moves in the delay, which what arrives replaces"
         lost = "; ".join(filter(None, (outer.lost, replaced if self.delay else "")))
-        return replace(CONSERVES if outer.kind == "exact" else outer, of="weights", lost=lost)
+        outer = CONSERVES if outer.kind == "exact" else outer
+        return replace(outer, of="weights", lost=lost, waits={**outer.waits, **(waits if self.start else {})})
 
     @property
     def rank_equal(self) -> bool:
