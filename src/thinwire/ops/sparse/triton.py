@@ -9,7 +9,7 @@ mostly a few of a hundred: only these are read again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from thinwire.base.alignment import viewable
 from thinwire.ops import sparse as of
-from thinwire.ops.gpu import add_up, alignment, counters, is_last, kernel, launch, row_of, segment_of, zero_words
+from thinwire.ops.gpu import add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, zero_words
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
-from thinwire.ops.programs import programs_on
+from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
 if TYPE_CHECKING:
@@ -339,6 +339,28 @@ def _decode(
     tl.store(row_of(out + start, stride, row, ALIGN) + column, total, mask=inside)
 
 
+class _Tables(NamedTuple):
+    """What all launches for the same segments read: their table, and which programs take how much of which.
+
+    ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``: of ``COUNTED`` columns. ``high``: of
+    ``BLOCK`` of the wire's high bits.
+    """
+
+    table: Tensor
+    programs: Tensor
+    counted: Tensor
+    high: Tensor
+    blocks: int
+
+
+@per_stream
+def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
+    widths, high_bits = [segment.width for segment in segments], [8 * segment.high_bytes for segment in segments]
+    programs, counted = (programs_on(device, widths, columns) for columns in (BLOCK, COUNTED))
+    table = of.wire_table(segments, device).view(-1)
+    return _Tables(table, programs, counted, programs_on(device, high_bits, BLOCK), programs.shape[0] // 2)
+
+
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None,
@@ -350,23 +372,21 @@ def largest(
     counts = counters(device, entries * (DIGITS[0][1] + 1))
     ends = counts[entries * DIGITS[0][1] :]
     marks = torch.empty((2 * count, rows.shape[1] // 64), dtype=torch.int64, device=device)
-    widths, table = [segment.width for segment in segments], of.wire_table(segments, device)
-    programs = programs_on(device, widths, COUNTED)
+    table, programs, counted, _, _ = _tables(device, segments)
     for shift, bins in DIGITS:
         first = (shift, bins) == DIGITS[0]
         source = rows if first else total
         launch(
-            _count, (len(programs) // 2, count), programs, table.view(-1), source, addend, total, state, counts, ends,
+            _count, (counted.shape[0] // 2, count), counted, table, source, addend, total, state, counts, ends,
             marks, len(segments), shift, FIRST=first, ALL=shift > 0, FEEDBACK=first and residual is not None,
             KEEP=first and total_out is not None, BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
             num_warps=WARPS,
         )  # fmt: skip
-    programs = programs_on(device, widths, BLOCK)
-    grid = len(programs) // 2, count
+    grid = programs.shape[0] // 2, count
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
-    words = table if wire is None else viewable(wire).view(torch.int64)
+    words = marks if wire is None else viewable(wire).view(torch.int64)
     constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": BLOCK, "FIELDS": of.FIELDS}
-    values = programs, table.view(-1), total, state, marks, tallies
+    values = programs, table, total, state, marks, tallies
     launch(_tally, grid, *values, ends, words, len(segments), words.shape[1], **constants)
     launch(_list, grid, *values, positions, payload, words, len(segments), positions.shape[1], **constants)
 
@@ -379,7 +399,7 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
 
 
 def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
-    grid = triton.cdiv(positions.shape[1], BLOCK), len(positions)
+    grid = cdiv(positions.shape[1], BLOCK), len(positions)
     launch(_put, grid, payload, positions, out, positions.shape[1], BLOCK=BLOCK)
 
 
@@ -389,13 +409,13 @@ def send(
     count, m = payload.shape
     keep, target = remainder is not None, payload if remainder is None else remainder
     if values.format is None:
-        grid = triton.cdiv(m, BLOCK), count
+        grid = cdiv(m, BLOCK), count
         launch(_send_whole, grid, payload, positions, values.codes, target, m, KEEP=keep, BLOCK=BLOCK)
         return
     group, groups = values.format.group, m // values.format.group
     per_program = max(1, QUANTIZED // group)
     launch(
-        _send, (triton.cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
+        _send, (cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
         groups, KEEP=keep, GROUP=group, BLOCK=per_program, FOUR=values.format.bits == 4,
     )  # fmt: skip
 
@@ -407,9 +427,9 @@ def decode(
     words = torch.empty((len(wire), out.shape[1] // 64), dtype=torch.int64, device=out.device)
     offsets = _read(wire, segments, words)
     bits, group = (32, 1) if values.format is None else (values.format.bits, values.format.group)
-    programs = programs_on(out.device, (segment.width for segment in segments), BLOCK)
+    table, programs, _, _, _ = _tables(out.device, segments)
     launch(
-        _decode, (len(programs) // 2, len(out)), programs, of.wire_table(segments, out.device).view(-1), words, offsets,
+        _decode, (programs.shape[0] // 2, len(out)), programs, table, words, offsets,
         values.codes, values.codes if values.scales is None else values.scales, out, scale or 1.0,
         len(wire) // len(out), SUM=scale is not None, BITS=bits, PER_SCALE=group, BLOCK=BLOCK, FIELDS=of.FIELDS,
         ALIGN=alignment(out),
@@ -422,14 +442,12 @@ def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positio
 
 def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
     """Make ``words`` masks of the positions; return how many lie before each ``BLOCK`` columns, in their segment."""
-    bits, table = viewable(wire).view(torch.int64), of.wire_table(segments, wire.device).view(-1)
-    programs = programs_on(wire.device, (8 * segment.high_bytes for segment in segments), BLOCK)
+    bits, (table, _, _, programs, blocks) = viewable(wire).view(torch.int64), _tables(wire.device, segments)
     constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
-    grid = len(programs) // 2, len(wire)
+    grid = programs.shape[0] // 2, len(wire)
     tallies = torch.empty((len(wire), 1 + grid[0]), dtype=torch.int32, device=wire.device)
     ends = counters(wire.device, len(wire))
     launch(_ones, grid, programs, table, bits, tallies, ends, words, words.shape[1], **constants)
-    blocks = sum(-(-segment.width // BLOCK) for segment in segments)
     offsets = torch.empty((len(wire), blocks), dtype=torch.int32, device=wire.device)
     launch(_spread, grid, programs, table, bits, tallies, words, offsets, **constants)
     return offsets
