@@ -3,16 +3,21 @@
     python tests/support/gpu_cases.py                           # all cases, a line of JSON each
     python tests/support/gpu_cases.py --device cpu --engines ddp --methods int8      # a rehearsal without a GPU
 
-Ranks that share one GPU talk by gloo, ranks with one each by NCCL. A case has processes of its own and a limit of its
-own: one that hangs is ended, with the stacks of its threads, and the next one begins.
+Ranks that share one GPU talk by gloo, ranks with one each by NCCL; with one GPU, one rank talks to itself by NCCL too:
+all that a step does is done but for the network. A case has processes of its own and a limit of its own: one that hangs
+is ended, with the stacks of its threads, and the next one begins. ``--jobs`` of them run at once; speed is measured
+alone, after them.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import copy
 import faulthandler
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -35,6 +40,7 @@ import ranks
 import thinwire
 from engines import same_on_all_ranks
 from models import Net, batch
+from thinwire import methods as method_table
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 
@@ -68,7 +74,7 @@ class Case:
     what: str = "steps"
     sets_device: bool = True
     preset: str = "gpt-125m"
-    limit: float = 45
+    limit: float = 90
     result: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,20 +82,21 @@ def cases(
     device: str, gpus: int, engines: Sequence[str], methods: Sequence[str], timed: Sequence[str]
 ) -> Iterator[Case]:
     """All cases on so many GPUs, the cheapest proof first."""
-    backend = "nccl" if gpus > 1 else "gloo"
+    several = min(gpus, 8) // 2 * 2
     for engine in engines:
-        world = 4 if engine == "hsdp" else 2
-        if backend == "nccl":
-            world = min(gpus, 8) // 2 * 2
-        if backend == "nccl" and engine == "hsdp" and world < 4:
-            continue
+        least = 4 if engine == "hsdp" else 2
+        worlds = [(least, "gloo")] if several < least else [(several, "nccl")]
+        if device == "cuda" and several < 2 and engine != "hsdp":
+            worlds.append((1, "nccl"))
         for method in methods:
-            if engine in thinwire.methods.resolve(method).engines:
-                yield Case(engine, method, world, device, backend)
+            if engine in method_table.resolve(method).engines:
+                yield from (Case(engine, method, world, device, backend) for world, backend in worlds)
+    backend = "nccl" if several else "gloo"
     yield Case("ddp", "int8(smallest=0)", 2, device, backend, sets_device=False)
     yield Case("ddp", "int8(smallest=0)", 2, device, backend, "hang", limit=20)
-    for method in timed if backend == "nccl" or device == "cpu" else ():
-        yield Case("ddp", method, min(gpus, 8) if gpus > 1 else 2, device, backend, "speed", limit=90)
+    for method in timed:
+        world = several or (2 if device == "cpu" else 1)
+        yield Case("ddp", method, world, device, "gloo" if device == "cpu" else "nccl", "speed")
 
 
 def run(case: Case) -> Case:
@@ -113,6 +120,7 @@ def _rank(rank: int, world: int, fields: dict[str, Any], folder: str) -> dict[st
     with open(f"{folder}/stacks-{rank}", "w") as stacks:
         faulthandler.dump_traceback_later(case.limit, exit=True, file=stacks)
         warnings.simplefilter("ignore")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits on whichever stream
         cuda = case.device == "cuda"
         device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda and case.sets_device:
@@ -149,7 +157,7 @@ class _Run:
 
     def __init__(self, case: Case, device: torch.device, rank: int) -> None:
         torch.manual_seed(0)
-        method = thinwire.methods.resolve(case.method)
+        method = method_table.resolve(case.method)
         self.model, self.device, self.rank = wrapped(case.engine, Net(), device), device, rank
         self.optimizer = method.OPTIMIZER(self.model.parameters(), lr=3e-3)
         self.wire = thinwire.compress(self.model, self.optimizer, method, steps=1000)
@@ -203,19 +211,19 @@ def _steps(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
 def _watched(run: _Run, device: torch.device) -> dict[str, Any]:
     """Of one more step: how often the host waited, as torch warns, and what was launched, as its profiler says."""
     if device.type != "cuda":
-        return {"waits": None, "launches": None}
+        return {"waits": None, "where": {}, "launches": None}
     torch.cuda.synchronize(device)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         run.step(STEPS)
         torch.cuda.set_sync_debug_mode("default")
-    waits = sum("synchroniz" in str(warning.message) for warning in said)
+    waits = [f"{Path(of.filename).name}:{of.lineno}" for of in said if "synchroniz" in str(of.message)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run.step(STEPS + 1)
         torch.cuda.synchronize(device)
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return {"waits": waits, "launches": len(kernels)}
+    return {"waits": len(waits), "where": collections.Counter(waits), "launches": len(kernels)}
 
 
 def _speed(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
@@ -223,7 +231,7 @@ def _speed(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
     cuda = device.type == "cuda"
     torch.manual_seed(0)
     shape = PRESETS[case.preset]
-    method = thinwire.methods.resolve(case.method)
+    method = method_table.resolve(case.method)
     bare = Decoder(shape)
     tokens = torch.randint(shape.vocabulary, (max(4096 // shape.context, 1), shape.context), device=device)
     model = wrapped(case.engine, bare, device)
@@ -264,21 +272,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--engines", nargs="*", default=ENGINES)
     parser.add_argument("--methods", nargs="*", default=METHODS)
-    parser.add_argument("--timed", nargs="*", default=TIMED, help="methods whose speed is measured, with several GPUs")
+    parser.add_argument("--timed", nargs="*", default=TIMED, help="methods whose speed is measured")
     parser.add_argument("--preset", default="gpt-125m", help="the model of which speed is measured")
     parser.add_argument("--hang-after", type=float, default=20, help="seconds until the case that hangs is ended")
+    parser.add_argument("--jobs", type=int, default=1, help="cases that run at once")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees no CUDA device on this machine", file=sys.stderr)
         return 2
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a hang is ours to end, with stacks
     gpus, failed = torch.cuda.device_count() if options.device == "cuda" else 1, False
-    for case in cases(options.device, gpus, options.engines, options.methods, options.timed):
+    waiting = list(cases(options.device, gpus, options.engines, options.methods, options.timed))
+    for case in waiting:
         case.preset = options.preset
         case.limit = options.hang_after if case.what == "hang" else case.limit
-        print(json.dumps(asdict(run(case))), flush=True)
+    for case in _at_once(options.jobs, waiting):
+        print(json.dumps(asdict(case)), flush=True)
         failed |= case.result["ended"] != ("hung" if case.what == "hang" else "passed")
     return int(failed)
+
+
+def _at_once(jobs: int, waiting: Sequence[Case]) -> Iterator[Case]:
+    """Run ``jobs`` cases at a time, and those whose speed is measured one by one at the end."""
+    alone = [case for case in waiting if jobs == 1 or case.what == "speed"]
+    if jobs > 1:
+        together = [case for case in waiting if case.what != "speed"]
+        with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            yield from pool.map(run, together)
+    yield from map(run, alone)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -37,9 +38,10 @@ class Part(NamedTuple):
 
 def parts(capability: int) -> list[Part]:
     """What is run from the root of the checkout, on GPUs of this compute capability (90: an H100)."""
+    jobs = max(1, min((os.cpu_count() or 1) // 2, 8))
     return [
         Part("operations beside the CPU's", ("-m", "pytest", "tests/ops", "-m", "gpu", "-q", "-rfEs"), 180),
-        Part("engines and methods", ("tests/support/gpu_cases.py",), 480),
+        Part("engines and methods", ("tests/support/gpu_cases.py", "--jobs", str(jobs)), 480),
         Part("codecs", ("benchmarks/speed/codecs.py", "--device", "cuda", "--sizes", "8"), 60),
         Part("kernels as compiled", ("tests/support/aot.py", str(capability)), 180),
         Part("the other tests", ("-m", "pytest", "-m", "gpu", "-q", "-rfEs", "--ignore", "tests/ops"), 180),
