@@ -249,8 +249,8 @@ def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
             reason = f"nothing is {WORTH - 1:.0%} faster (the best is {gain:.2f} times as fast: {best.method})"
     final = [Option(DENSE, measured=baseline, reason="" if method == DENSE else "slower")]
     for option in options:
-        reason = option.reason or ("slower" if option.measured else "not tried")
-        final.append(option.dropped("" if option.method == method else reason))
+        fate = option.reason or ("slower" if option.measured else "not tried")
+        final.append(option.dropped("" if option.method == method else fate))
     return Choice(method, reason, str(auto), tuple(final))
 
 
