@@ -191,7 +191,7 @@ def _launch(
     fused: bool,
 ) -> None:  # fmt: skip
     key = (*kinds, *constants, *constants.values())
-    if (bound := _bound.get(key)) is not None:
+    if (bound := _bound.get(key)) is not None and not every_variant.get():
         try:
             bound.compiled[(*grid, 1, 1)](*arguments, *bound.constants)
         except TypeError as error:
