@@ -19,12 +19,15 @@ from torch import Tensor
 
 from thinwire.base.alignment import viewable
 from thinwire.ops import sparse as of
+from thinwire.ops.direction import triton as direction
+from thinwire.ops.direction.triton import second_of, step_along
 from thinwire.ops.gpu import add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, zero_words
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
 if TYPE_CHECKING:
+    from thinwire.ops.direction import Adam
     from thinwire.ops.sparse import ListSegment, WireValues
 
 BLOCK = of.BLOCK
@@ -57,16 +60,45 @@ def _mark(words, column, flags, width, BLOCK: tl.constexpr):
 
 
 @kernel
-def _count(
-    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, ends, marks,
-    marks_stride, segment_count, shift, FIRST: tl.constexpr, ALL: tl.constexpr, FEEDBACK: tl.constexpr,
-    KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+def _first(
+    programs, segments, rows, stride, residual, residual_stride, total, total_stride, second, second_stride, second_out,
+    second_out_stride, lr, scale, factor, adam, largest, state, counts, ends, segment_count, shift, STEP: tl.constexpr,
+    FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    STEP_FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Count the digits at ``shift`` of sizes that begin as ``state``. The first launch makes ``total``.
+    """Make ``total``, with Adam's step along the rows if ``STEP``, and begin ``state`` with its first digits."""
+    row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
+    width, start = tl.load(segment + 1), tl.load(segment)
+    inside = column < width // 16 * 16
+    values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
+    if STEP:
+        adam += number * STEP_FIELDS
+        old = tl.load(row_of(second + start, second_stride, row, ALIGN) + column, mask=inside, other=0)
+        new = second_of(values, old, adam, largest)
+        tl.store(row_of(second_out + start, second_out_stride, row, ALIGN) + column, new, mask=inside)
+        values = step_along(values, new, adam, lr, scale, factor, inside)
+    if FEEDBACK:
+        values += tl.load(row_of(residual + start, residual_stride, row, ALIGN) + column, mask=inside, other=0)
+    if KEEP:
+        tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
+    entry = row * segment_count + number
+    counts += entry * BINS
+    histogram = tl.histogram(_size(values) >> shift, BINS, mask=inside)
+    tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0, sem="relaxed")
+    if is_last(ends + entry, tl.cdiv(width, BLOCK)):
+        _digit(segment, state + entry * 2, counts, shift, True, BINS)
 
-    The others mark the sizes above ``state`` and those that begin as it, in two lines of ``marks`` (2 R, n / 64), of
-    which the third one reads the latter alone. A segment's last program adds the k-th size's digit to ``state``, and
-    leaves zeros in ``counts``.
+
+@kernel
+def _count(
+    programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
+    ALL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Count the digits at ``shift`` of sizes that begin as ``state``.
+
+    Mark the sizes above ``state`` and those that begin as it, in two lines of ``marks`` (2 R, n / 64), of which the
+    second launch reads the latter alone. A segment's last program adds the k-th size's digit to ``state``, and leaves
+    zeros in ``counts``.
     """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
@@ -74,27 +106,19 @@ def _count(
     if not ALL:
         larger = _bits(marks, column, inside) != 0
         inside = _bits(marks + marks_stride, column, inside) != 0
-    values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
-    if FEEDBACK:
-        values += tl.load(row_of(residual + start, residual_stride, row, ALIGN) + column, mask=inside, other=0)
-    if KEEP:
-        tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
+    values = tl.load(row_of(total + start, stride, row, ALIGN) + column, mask=inside, other=0)
     size, entry = _size(values), row * segment_count + number
-    counts, digit = counts + entry * BINS, (size >> shift) % BINS
-    if FIRST:
-        histogram = tl.histogram(digit, BINS, mask=inside)
-        tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0, sem="relaxed")
-    else:
-        prefix, wanted = (size >> shift) // BINS, (tl.load(state + entry * 2) >> shift) // BINS
-        above = inside & (prefix > wanted)
-        if not ALL:
-            above = above | larger
-        inside = inside & (prefix == wanted)
-        _mark(marks, column, above, width, BLOCK)
-        _mark(marks + marks_stride, column, inside, width, BLOCK)
-        _count_one_by_one(counts, digit, inside, BINS)
+    counts, state = counts + entry * BINS, state + entry * 2
+    prefix, wanted = (size >> shift) // BINS, (tl.load(state) >> shift) // BINS
+    above = inside & (prefix > wanted)
+    if not ALL:
+        above = above | larger
+    inside = inside & (prefix == wanted)
+    _mark(marks, column, above, width, BLOCK)
+    _mark(marks + marks_stride, column, inside, width, BLOCK)
+    _count_one_by_one(counts, (size >> shift) % BINS, inside, BINS)
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
-        _digit(segment, state + entry * 2, counts, shift, FIRST, BINS)
+        _digit(segment, state, counts, shift, False, BINS)
 
 
 @triton.jit
@@ -380,29 +404,39 @@ def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
 ) -> None:  # fmt: skip
     count, total, device = len(rows), rows if total_out is None else total_out, rows.device
     addend = rows if residual is None else residual
-    aligned, entries = alignment(rows, addend, total), count * len(segments)
+    entries = count * len(segments)
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
     counts = counters(device, entries * (BINS + 1))
     ends = counts[entries * BINS :]
     marks = torch.empty((2 * count, rows.shape[1] // 64), dtype=torch.int64, device=device)
     table, _, counted, listed, _, _ = _tables(device, segments)
-    for shift, bins in DIGITS:
-        first = (shift, bins) == DIGITS[0]
-        source = rows if first else total
+    grid = counted.shape[0] // 2, count
+    constants: dict[str, Any] = {"BLOCK": COUNTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
+    (shift, bins), *others = DIGITS
+    if adam is None:
+        moments, factors = (rows, rows), (state, state, state, table)  # not touched
+    else:
+        moments = adam.second, adam.second_out
+        factors = adam.lr, adam.scale, adam.factor, direction.tables(device, tuple(adam.segments))[1]
+    launch(
+        _first, grid, counted, table, rows, addend, total, *moments, *factors, direction.LARGEST, state, counts, ends,
+        len(segments), shift, STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None,
+        BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **constants,
+    )  # fmt: skip
+    aligned = alignment(total)
+    for shift, bins in others:
         launch(
-            _count, (counted.shape[0] // 2, count), counted, table, source, addend, total, state, counts, ends,
-            marks, len(segments), shift, FIRST=first, ALL=shift > 0, FEEDBACK=first and residual is not None,
-            KEEP=first and total_out is not None, BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
-            num_warps=WARPS,
+            _count, grid, counted, table, total, state, counts, ends, marks, len(segments), shift, ALL=shift > 0,
+            BINS=bins, ALIGN=aligned, **constants,
         )  # fmt: skip
     grid = listed.shape[0] // 2, count
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
     words = marks if wire is None else viewable(wire).view(torch.int64)
-    constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": LISTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
+    constants |= {"PACK": wire is not None, "BLOCK": LISTED}
     values = listed, table, total, state, marks, tallies
     launch(_tally, grid, *values, ends, words, len(segments), words.shape[1], **constants)
     launch(_list, grid, *values, positions, payload, words, len(segments), positions.shape[1], **constants)
