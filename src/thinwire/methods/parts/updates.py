@@ -55,7 +55,7 @@ from thinwire.core.state import State
 from thinwire.methods.parts.muon import Orthogonal
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
-from thinwire.ops.direction import DirectionSegment, direction
+from thinwire.ops.direction import Adam, DirectionSegment, direction
 from thinwire.ops.norms import sample
 from thinwire.ops.steps import take
 
@@ -132,14 +132,14 @@ class UpdateSpace:
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
         self._precondition(bucket, values, torch.ones((), device=bucket.device))
 
-    def enter(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n."""
+    def enter(self, bucket: Bucket, exchange: Exchange, *, late: bool = False) -> None:
+        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``late``: if possible, as they are encoded."""
         self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
             r = self._ratio([segment.name for segment in bucket.segments])
         with exchange.span("encode", bucket.rows):
-            self._precondition(bucket, bucket.rows, r)
+            self._precondition(bucket, bucket.rows, r, late=late)
 
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin."""
@@ -290,7 +290,7 @@ class UpdateSpace:
             self._measured.pop(name, None)
             self._beginnings.pop(name, None)
 
-    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
+    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor, *, late: bool = False) -> None:
         """Replace g in ``values`` (R, n) by u, and write v'."""
         second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
         first = first_out = None
@@ -306,6 +306,9 @@ class UpdateSpace:
             group, index = self._run.holders[segment.name].group, indices[segment.name]
             beta2 = float(group["betas"][1])
             segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
+        if late and first is None and len(segments) == len(bucket.segments):
+            bucket.adam = Adam(second, second_out, segments, lrs, unbias, r)
+            return
         direction(
             values, second, second_out, first, first_out, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum
         )  # fmt: skip

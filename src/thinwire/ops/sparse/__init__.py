@@ -125,11 +125,7 @@ def largest(
     b = 4. A segment's string comes first, then its lower bits; bytes fill from the lowest bit.
     """
     _check(rows, residual, total_out)
-    module, arguments = _backend(rows), (rows, residual, segments, total_out, positions, payload, wire)
-    if adam is not None and (total_out is None or not getattr(module, "TAKES_STEPS", False)):
-        adam.take(rows)
-        adam = None
-    module.largest(*arguments, *(() if adam is None else (adam,)))
+    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
