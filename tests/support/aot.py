@@ -111,10 +111,13 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     of, lines = {"parts": "*i64", "segments": "*i64"}, {"FIELDS": sparse_parts.FIELDS}
     yield mask._tally, {}, block | lines | {"START": 4, "COUNT": 5}
     counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
-    for number, (_, bins) in enumerate(sparse.DIGITS):
-        first = number == 0
-        digit = {"FIRST": first, "ALL": number < 2, "FEEDBACK": first, "KEEP": first, "BINS": bins}
-        yield sparse._count, of, counted | digit
+    loaded = dict.fromkeys(("second", "second_out", "lr", "scale", "factor"), "*fp32") | {"adam": "*i32"}
+    (_, bins), *others = sparse.DIGITS
+    for step in (False, True):
+        how = {"STEP": step, "STEP_FIELDS": direction.FIELDS, "FEEDBACK": True, "KEEP": True, "BINS": bins}
+        yield sparse._first, of | loaded, counted | how
+    for shift, bins in others:
+        yield sparse._count, of, counted | {"ALL": shift > 0, "BINS": bins}
     for kernel in (sparse._tally, sparse._list):
         yield kernel, of, lines | {"BLOCK": sparse.LISTED, "num_warps": sparse.WARPS, "PACK": True}
     for kernel in (sparse._ones, sparse._spread):
