@@ -112,14 +112,15 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield mask._tally, {}, block | lines | {"START": 4, "COUNT": 5}
     counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
     loaded = dict.fromkeys(("second", "second_out", "lr", "scale", "factor"), "*fp32") | {"adam": "*i32"}
-    (_, bins), *others = sparse.DIGITS
+    bins, second, third = (bins for _, bins in sparse.DIGITS)
     for step in (False, True):
         how = {"STEP": step, "STEP_FIELDS": direction.FIELDS, "FEEDBACK": True, "KEEP": True, "BINS": bins}
         yield sparse._first, of | loaded, counted | how
-    for shift, bins in others:
-        yield sparse._count, of, counted | {"ALL": shift > 0, "BINS": bins}
+    found = {"marks": "*i32"} | of
+    yield sparse._second, found, counted | {"BINS": second}
+    yield sparse._third, found, lines | {"BLOCK": sparse.MARKED, "BINS": third}
     for kernel in (sparse._tally, sparse._list):
-        yield kernel, of, lines | {"BLOCK": sparse.LISTED, "num_warps": sparse.WARPS, "PACK": True}
+        yield kernel, found, lines | {"BLOCK": sparse.MARKED, "PACK": True}
     for kernel in (sparse._ones, sparse._spread):
         yield kernel, of | {"wire": "*i64"}, block | lines
     yield sparse._put, {}, block

@@ -220,11 +220,11 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sparse._first": (
         _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP"), lambda of: {"counts": 0.0},
     ),
-    "sparse._count": (lambda of: {
-        "counts": 0.0, "marks": nbytes_of(of["marks"]) * (1 if of["ALL"] else 2),
-        "total": nbytes_of(of["total"]) * (1 if of["ALL"] else READ_AGAIN),
-    },),
-    "sparse._tally": (_where(words="PACK"), lambda of: {"total": 0.0}),
+    "sparse._second": (lambda of: {"counts": 0.0},),
+    "sparse._third": (_twice("marks"), lambda of: {
+        "counts": 0.0, "total": nbytes_of(of["total"]) * READ_AGAIN,
+    }),
+    "sparse._tally": (_where(words="PACK"), _twice("marks"), lambda of: {"total": 0.0}),
     "sparse._list": (_where(words="PACK"), lambda of: {"total": nbytes_of(of["total"]) * LISTED}),
     "sparse._send": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
     "sparse._send_whole": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
