@@ -73,7 +73,7 @@ def _set_bits(words):
 @triton.jit
 def _lowest(words):
     """Return the lowest set bit of each of ``words`` (uint32), and its place: the exponent of a power of two."""
-    bit = words & (~words + 1)
+    bit = words ^ (words & (words - 1))
     return bit, (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
