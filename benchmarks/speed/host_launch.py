@@ -1,11 +1,11 @@
 """Host time of an operation's launches, which a small model on a fast GPU is bound by: Triton's own way, and ours.
 
-    python benchmarks/speed/host_launch.py               # on a GPU, if there is one; else with a driver that does nothing
+    python benchmarks/speed/host_launch.py              # on a GPU, if there is one, or with a driver that does nothing
     python benchmarks/speed/host_launch.py --profile largest
 
 Of each operation as the steps of `int8` and `trickle` call it: microseconds of the calling thread, per launch of ours,
 without waiting for the device. "As Triton launches" goes through ``kernel[grid](...)`` in every call, "bound" through
-``ops/gpu.py`` as it is. Without a GPU it needs Triton; what the driver's own launch takes (2 to 4 us) is not in it then.
+``ops/gpu.py`` as it is. Without a GPU it needs Triton, and the driver's own part (2 to 4 us) is not in it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def a_device() -> Any:
         yield torch.device("cuda", torch.cuda.current_device())
         return
     triton.runtime.driver.set_active(StubDriver())
-    load = functools.cache(lambda family, module, needs: importlib.import_module(f"{family}.triton"))  # noqa: E731
+    load = functools.cache(lambda family, module, needs: importlib.import_module(f"{family}.triton"))
     with mock.patch.object(backends, "_load", load), mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext):
         yield torch.device("cpu")
 
@@ -99,8 +99,9 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     wire = torch.zeros(count, sparse.packed_bytes(lists), dtype=torch.uint8, device=device)
     sent = torch.zeros(count, m, dtype=torch.int8, device=device), torch.zeros(count, m // 64, **of)
     quantized = sparse.WireValues(*sent, quant.Format(8, 64))
-    segments = [rows.CopySegment(i * width, width * count, width, i * width, width, width, n, count) for i in range(tensors)]
-    table, flat = rows.CopyTable(segments, device), torch.zeros(count * n, **of)
+    starts = range(0, n, width)
+    copies = [rows.CopySegment(start, width * count, width, start, width, width, n, count) for start in starts]
+    table, flat = rows.CopyTable(copies, device), torch.zeros(count * n, **of)
     adam = [direction.DirectionSegment(i * width, width, i, 0.999, 1e-8) for i in range(tensors)]
     lr, factor = torch.ones(tensors, **of), torch.ones((), **of)
     weights, changes = list(flat.split(width * count)), list(out.view(-1).split(width * count))

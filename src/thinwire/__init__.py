@@ -2,17 +2,18 @@
 
     wire = thinwire.compress(model, optimizer, thinwire.Int8())
 
-Names are imported when first used, so that the command line can set torch's environment before torch is there.
+Names are imported when first used, so that the command line can set torch's environment before torch is there. Nor is
+anything of Python's own library imported before: the program must soon be able to answer a Ctrl-C.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from thinwire.base.version import __version__ as __version__
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from thinwire.base.errors import LostRank as LostRank
     from thinwire.base.errors import ThinwireError as ThinwireError
     from thinwire.base.errors import ThinwireWarning as ThinwireWarning
@@ -38,8 +39,14 @@ _HOME = {
 """The names that are not those of methods, and where they live. The methods are those of ``thinwire.methods.TABLE``."""
 
 
+def _import(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(f"thinwire.{name}")
+
+
 def _methods() -> dict[str, Any]:
-    return {cls.__name__: cls for cls in importlib.import_module("thinwire.methods").TABLE}
+    return {cls.__name__: cls for cls in _import("methods").TABLE}
 
 
 def __dir__() -> list[str]:
@@ -50,7 +57,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
     if name in _HOME:
-        value = getattr(importlib.import_module(f"thinwire.{_HOME[name]}"), name)
+        value = getattr(_import(_HOME[name]), name)
         globals()[name] = value
         return value
     if name[:1].isupper() and name in (found := _methods()):

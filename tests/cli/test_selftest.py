@@ -13,7 +13,7 @@ import pytest
 
 from breadth import ALL
 from ranks import run
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.cli.selftest import Selftest, main
 from thinwire.methods import Int8
 
@@ -46,6 +46,25 @@ def test_what_works_and_what_does_not_has_a_line_each_and_both_ranks_know() -> N
     assert "bit for bit" in lines[0] and "of dense's bytes" in lines[1] and "its loss fell by" in lines[2]
     assert all(len(line) <= 80 for line in lines if line.startswith("ok"))
     assert lines[-1].startswith("3 FAILED, 5 well, ")
+
+
+def _loses_the_other(rank: int, world: int) -> tuple[str, str]:
+    """Rank 0 goes, as a rank whose reader has gone does; rank 1's exchange with it fails."""
+    tested = Selftest()
+    if rank == 0:
+        return "", ""
+
+    def work() -> str:
+        raise RuntimeError("Connection closed by peer")
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(LostRank) as caught:
+        tested.check("ddp    int8", work)
+    return printed.getvalue(), str(caught.value)
+
+
+def test_a_rank_that_was_left_alone_says_so_without_a_traceback() -> None:
+    printed, said = run(_loses_the_other, 2)[1]
+    assert printed == "" and "rank 0" in said
 
 
 def test_help_and_unknown_words(capsys: pytest.CaptureFixture[str]) -> None:

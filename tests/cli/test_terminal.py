@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import fields
@@ -18,6 +19,7 @@ import tyro
 
 import ranks
 import terminals
+import thinwire
 from patience import PATIENCE
 from terminals import COLUMNS, Seen
 from thinwire.base.errors import ThinwireError
@@ -37,6 +39,7 @@ from thinwire.train.config import Config
 from thinwire.train.data.token_files import Options as TokenizeOptions
 
 CTRL_C = 3
+SOURCE = Path(thinwire.__file__).resolve().parents[1]
 SETTINGS = (
     Config, Comparison, Doctor, SimulateOptions, LabRun, TokenizeOptions, SampleOptions, ExportOptions, EvalOptions,
 )  # fmt: skip
@@ -204,6 +207,43 @@ def test_ctrl_c_in_a_step_saves_and_gives_the_cursor_back(tmp_path: Path, text: 
 
 
 # A run as a person starts it, which starts its ranks
+
+
+EARLIEST = """
+import signal, sys
+
+class Key:
+    def find_spec(name, *_):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Key)
+from thinwire.__main__ import start
+sys.argv = ["thinwire", "--version"]
+start()
+"""
+
+
+@pytest.mark.parametrize("module", ["thinwire.cli.program", "difflib", "thinwire.base.extras"])
+def test_ctrl_c_while_the_program_itself_is_imported_is_silent(module: str) -> None:
+    words = [sys.executable, "-c", EARLIEST.format(module=module)]
+    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=_hears_ctrl_c)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def _hears_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs of a shell in the background begin without it
+
+
+def test_the_package_imports_nothing_of_pythons_own() -> None:
+    """Each import is a time in which a Ctrl-C meets Python alone, and a traceback."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(SOURCE)!r}); before = {{*sys.modules}}; import thinwire; "
+        "print(*{*sys.modules} - before)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
+    found = [name for name in done.stdout.split() if not name.startswith("thinwire")]
+    assert (found, done.stderr) == (["__future__"], "")
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.6, 2.5])

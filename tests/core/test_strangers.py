@@ -629,7 +629,9 @@ def _plain_dcp(rank, world, kind, folder):
 
     warnings.simplefilter("ignore")
     broken = []
-    for name in [name for name in dealt(NAMES, kind) if runs(kind, name)] + ["trickle"]:
+    # One copy of the weights is written: "none", whose ranks each have their own, has none that is all of them.
+    names = [name for name in dealt(NAMES, kind) if runs(kind, name) and name != "none"]
+    for name in [*names, "trickle"]:
         model, optimizer, wire = begun(kind, world, name)
         for step in range(STEPS // 2):
             advance(model, optimizer, wire, rank, step)

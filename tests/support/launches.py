@@ -26,9 +26,9 @@ TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 JOINED = 128
 """Tensors that one launch of ``torch.cat`` joins (ATen/native/cuda/Shape.cu)."""
 READ_AGAIN, LISTED = 0.44, 0.08
-"""The shares of all 32-byte sectors that hold a value with the exponent of the k-th, and one that is listed: of one value
-in a hundred sent, and a normal distribution, whose k-th lies anywhere between two powers of two. (Mean of 1 - (1 - p)^8.)
-"""
+"""The shares of all 32-byte sectors that hold a value with the exponent of the k-th, and one that is listed: of one
+value in a hundred sent, and a normal distribution, whose k-th lies anywhere between two powers of two: the mean of
+1 - (1 - p)^8."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
 

@@ -74,6 +74,7 @@ def on_terminal(
             os.environ |= {"TERM": "xterm-256color"}
             for name in ("COLUMNS", "LINES", "NO_COLOR"):
                 os.environ.pop(name, None)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
             _open_streams()
             status = run()
             sys.stdout.flush()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 __version__ = "0.2.0.dev0"
 NEWEST_TORCH = (2, 15)
 """Major and minor version. Engines hook private names of FSDP2, which may change with each."""
@@ -11,8 +9,8 @@ NEWEST_TORCH = (2, 15)
 
 def torch_warning(torch_version: str) -> str | None:
     """Return one line if ``torch_version``, such as "2.13.0+cpu", is newer than what was tried; else None."""
-    found = re.match(r"(\d+)\.(\d+)", torch_version)
-    if found is None or (int(found[1]), int(found[2])) <= NEWEST_TORCH:
+    numbers = torch_version.split(".")[:2]
+    if not all(map(str.isdecimal, numbers)) or tuple(map(int, numbers)) <= NEWEST_TORCH:
         return None
     newest = ".".join(map(str, NEWEST_TORCH))
     return (

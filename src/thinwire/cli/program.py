@@ -97,6 +97,8 @@ def run_command(argv: list[str]) -> int:
 
 def program() -> NoReturn:
     """Run :func:`main` and end the process with its status."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # thinwire/__main__.py has set it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     status = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):

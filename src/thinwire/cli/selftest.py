@@ -107,14 +107,17 @@ class Selftest:
 
     def check(self, name: str, work: Callable[[], str]) -> None:
         """Run ``work`` on both ranks; print its line, or the first rank's failure. Collective."""
+        trace = ""
         try:
             outcome = True, work()
         except (AssertionError, ThinwireError) as error:
             outcome = False, str(error)
         except Exception as error:
             outcome = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
-            traceback.print_exc()
-        outcomes = self.ranks.share(outcome)
+            trace = traceback.format_exc()
+        outcomes = self.ranks.share(outcome)  # raises where the other rank has gone, which explains the error
+        if trace:
+            print(trace, file=sys.stderr)
         well = all(fine for fine, _ in outcomes)
         self.passed, self.failed = self.passed + well, self.failed + (not well)
         if self.ranks.rank == 0:
@@ -150,7 +153,7 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
     rank = dist.get_rank()
     torch.default_generator.manual_seed(0)
     model: Any = Decoder(ModelConfig(layers=1, width=64, heads=2, context=16, vocabulary=64).check())
-    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(rank + 1))
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(rank + 1), device="cpu")
     if engine == "ddp":
         model = DistributedDataParallel(model)
     else:

@@ -175,8 +175,8 @@ class Bucket:
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
-        self.rows: Tensor = torch.empty(0)
-        self.mean: Tensor = torch.empty(0)
+        self.rows: Tensor = torch.empty(0, device="cpu")
+        self.mean: Tensor = torch.empty(0, device="cpu")
         self.norms: Tensor | None = None
         self.adam: Adam | None = None
         self.copies = BucketCopies(self.segments, self.shape, device)
@@ -246,8 +246,13 @@ class Bucket:
 
     def release(self) -> None:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
+<<<<<<< HEAD
         self.rows = self.mean = torch.empty(0)
         self.norms = self.adam = None
+=======
+        self.rows = self.mean = torch.empty(0, device="cpu")
+        self.norms = None
+>>>>>>> h-kernels
 
     def lies_in(self, flat: Tensor) -> bool:
         """Has the engine's buffer the form of rows, or, with ``apart``, rows whose columns are the bucket's?"""

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def per_stream(make: Callable[..., T]) -> Callable[..., T]:
-    """Cache what ``make(device, *hashable)`` copies to ``device``, for the current stream: another cannot rely on it."""
+    """Cache what ``make(device, *hashable)`` copies to ``device``, for one stream: another cannot rely on it."""
     made = functools.lru_cache(maxsize=256)(lambda stream, *arguments: make(*arguments))
 
     @functools.wraps(make)
