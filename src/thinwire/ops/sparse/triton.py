@@ -438,7 +438,7 @@ def _decode(
 
 
 class _Tables(NamedTuple):
-    """What all launches for the same segments read: their table, and which programs take how much of which.
+    """The table of some segments, which all launches for them read, and which programs take how much of which.
 
     ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``: of ``COUNTED`` columns. ``high``: of
     ``BLOCK`` of the wire's high bits.
