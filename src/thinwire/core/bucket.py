@@ -246,13 +246,8 @@ class Bucket:
 
     def release(self) -> None:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
-<<<<<<< HEAD
-        self.rows = self.mean = torch.empty(0)
-        self.norms = self.adam = None
-=======
         self.rows = self.mean = torch.empty(0, device="cpu")
-        self.norms = None
->>>>>>> h-kernels
+        self.norms = self.adam = None
 
     def lies_in(self, flat: Tensor) -> bool:
         """Has the engine's buffer the form of rows, or, with ``apart``, rows whose columns are the bucket's?"""
