@@ -58,8 +58,9 @@ def _size(values):
 
 @triton.jit
 def _word(flags):
-    """Return ``flags`` (W, 32) as W words."""
-    return tl.sum(flags.to(tl.int32) << tl.arange(0, WORDS)[None, :], axis=1)
+    """Return 32 W ``flags`` as W words."""
+    bits = tl.reshape(flags.to(tl.int32), (flags.shape[0] // WORDS, WORDS))
+    return tl.sum(bits << tl.arange(0, WORDS)[None, :], axis=1)
 
 
 @triton.jit
@@ -128,20 +129,18 @@ def _second(
 ):  # fmt: skip
     """Count the digits at ``shift`` of sizes that begin as ``state``, and add the k-th's, which a segment's last program
     finds. Mark sizes above ``state``, and those that begin as it, in two lines of ``marks`` (2 R, n / 32)."""
-    row, number, segment, _ = segment_of(programs, segments, BLOCK, FIELDS)
+    row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
-    first, word = tl.load(programs + 2 * tl.program_id(0) + 1) * BLOCK, tl.arange(0, BLOCK // WORDS)
-    column = first + word[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     inside = column < width // 16 * 16
     size = _size(tl.load(row_of(total + start, stride, row, ALIGN) + column, mask=inside, other=0))
     entry = row * segment_count + number
     counts, state = counts + entry * BINS, state + entry * 2
     prefix, wanted, digit = (size >> shift) // BINS, (tl.load(state) >> shift) // BINS, (size >> shift) % BINS
     above, alike = inside & (prefix > wanted), inside & (prefix == wanted)
-    marks += 2 * row * marks_stride + start // WORDS + first // WORDS
-    exists = first + word * WORDS < width
-    tl.store(marks + word, _word(above), mask=exists)
-    tl.store(marks + marks_stride + word, _word(alike), mask=exists)
+    word = tl.min(column, 0) // WORDS + tl.arange(0, BLOCK // WORDS)
+    marks += 2 * row * marks_stride + start // WORDS + word
+    tl.store(marks, _word(above), mask=word * WORDS < width)
+    tl.store(marks + marks_stride, _word(alike), mask=word * WORDS < width)
     _count_zeros(counts, alike & (digit == 0))
     tl.atomic_add(counts + digit, digit * 0 + 1, mask=alike & (digit != 0), sem="relaxed")
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
