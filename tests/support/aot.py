@@ -147,7 +147,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield adams._adams, pointers, {"HAS_NEXT": True, "BLOCK": adams.BLOCK} | aligned
     loaded = dict.fromkeys(("m", "lr", "scale", "factor"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
-        yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK, "FIELDS": direction.FIELDS} | aligned
+        block = {"BLOCK": direction.BLOCK, "FIELDS": direction.FIELDS}
+        yield direction._direction, loaded, block | {"MOMENTUM": momentum} | aligned
     yield steps._take, {}, {"BLOCK": steps.BLOCK} | aligned
     tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned
     yield projection._project, {}, tile | {"FEEDBACK": True, "KEEP": True}

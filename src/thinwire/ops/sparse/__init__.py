@@ -114,7 +114,7 @@ def largest(
     """List the ``positions`` of the ``k`` largest |h| of each segment, and h there in ``payload``.
 
     h = ``rows`` + ``residual``, or ``rows`` alone; with ``adam``, whose segments are these, the rows are gradients, of
-    which it makes steps first: afterwards they are either. Ties go to the lowest columns; a NaN is larger than everything.
+    which it makes steps first: afterwards they are either. Ties go to the lowest columns; a NaN is larger than all.
     ``payload`` (R, m) float32 has zeros between the lists. ``total_out`` = h, and may be ``rows`` or ``residual``; None
     does not store h, and needs ``residual`` to be None.
 

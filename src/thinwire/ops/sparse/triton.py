@@ -3,9 +3,9 @@
 
 The k-th size of each segment is found digit by digit, from the highest: count the values of each digit, take the digit
 whose values include the k-th, go on with these alone. A chosen column's list index is the number chosen before it.
-The first digit, the exponent, is read off all values, by histograms of each program's. The pass of the second one marks
-which values are above the first and which have it, mostly fewer than one in ten: only these are read again, word by word
-of the marks, bit by bit. The pass of the third one marks anew, by both digits, and leaves next to nothing to be read.
+The first digit, the exponent, is read off all values, by histograms of each program's. The pass of the second one
+marks which values are above the first and which have it, mostly fewer than one in ten: only these are read again, word
+by word of the marks, bit by bit. The pass of the third one marks anew, by both digits, and leaves next to nothing.
 """
 
 from __future__ import annotations
@@ -127,8 +127,10 @@ def _second(
     programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Count the digits at ``shift`` of sizes that begin as ``state``, and add the k-th's, which a segment's last program
-    finds. Mark sizes above ``state``, and those that begin as it, in two lines of ``marks`` (2 R, n / 32)."""
+    """Count the digits at ``shift`` of sizes that begin as ``state``; a segment's last program adds the k-th's to it.
+
+    Mark sizes above ``state``, and those that begin as it, in two lines of ``marks`` (2 R, n / 32).
+    """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = column < width // 16 * 16
