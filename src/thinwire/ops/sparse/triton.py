@@ -473,7 +473,7 @@ def largest(
     marks = torch.empty((2 * count, rows.shape[1] // 32), dtype=torch.int32, device=device)
     table, _, counted, _, _ = _tables(device, segments)
     grid = counted.shape[0] // 2, count
-    wide = {"BLOCK": COUNTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
+    wide: dict[str, Any] = {"BLOCK": COUNTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
     if adam is None:
         moments, factors = (rows, rows), (state, state, state, table)  # not touched
     else:
@@ -487,14 +487,14 @@ def largest(
     )  # fmt: skip
     found = counted, table, total, state, counts, ends, marks, len(segments)
     launch(_second, grid, *found, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
-    marked = {"BLOCK": MARKED, "FIELDS": of.FIELDS}
-    launch(_third, grid, *found, third[0], BINS=third[1], **marked)
+    by_word: dict[str, Any] = {"BLOCK": MARKED, "FIELDS": of.FIELDS}
+    launch(_third, grid, *found, third[0], BINS=third[1], **by_word)
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
     words = table.view(1, -1) if wire is None else viewable(wire).view(torch.int64)
     values = counted, table, total, state, marks, tallies
     size, m, packs = words.shape[1], positions.shape[1], wire is not None
-    launch(_tally, grid, *values, ends, words, len(segments), size, PACK=packs, **marked)
-    launch(_list, grid, *values, positions, payload, words, len(segments), m, PACK=packs, **marked)
+    launch(_tally, grid, *values, ends, words, len(segments), size, PACK=packs, **by_word)
+    launch(_list, grid, *values, positions, payload, words, len(segments), m, PACK=packs, **by_word)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
