@@ -225,7 +225,6 @@ def _launch(
                 kernel.warmup(*arguments, grid=grid, **{**options, name: value})
     compiled = kernel[grid](*arguments, **options)
     if compiled is not None and key not in _bound:  # interpreted, or in a dry run, there is nothing compiled
-        behind = kernel.arg_names[len(arguments) :]
-        last = tuple(constants[name] for name in behind)
-        parts = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
-        _bound[key] = _Bound(kernel, compiled, last, *parts)
+        behind = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        launcher = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+        _bound[key] = _Bound(kernel, compiled, behind, *launcher)

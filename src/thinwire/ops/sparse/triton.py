@@ -170,18 +170,18 @@ def _third(
     marks += 2 * row * marks_stride + start // WORDS
     total += start + row * stride + word * WORDS
     wanted = (tl.load(state) >> shift) // BINS
-    above, left = _marks(marks, marks_stride, word, inside)
-    alike, zeros = left ^ left, word * 0
-    for _ in range(tl.max(_set_bits(left), 0)):
-        bit, place = _lowest(left)
-        size = _size(tl.load(total + place, mask=left != 0, other=0))
+    above, unread = _marks(marks, marks_stride, word, inside)
+    alike, zeros = unread ^ unread, word * 0
+    for _ in range(tl.max(_set_bits(unread), 0)):
+        bit, place = _lowest(unread)
+        size = _size(tl.load(total + place, mask=unread != 0, other=0))
         prefix, digit = (size >> shift) // BINS, (size >> shift) % BINS
         above |= tl.where(prefix > wanted, bit, 0)
-        counted = (left != 0) & (prefix == wanted)
+        counted = (unread != 0) & (prefix == wanted)
         alike |= tl.where(counted, bit, 0)
         zeros += (counted & (digit == 0)).to(tl.int32)
         tl.atomic_add(counts + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
-        left ^= bit
+        unread ^= bit
     _store_marks(marks, marks_stride, word, above, alike, inside)
     _count_zeros(counts, zeros)
     if is_last(ends + entry, tl.cdiv(width, BLOCK * WORDS)):
@@ -221,14 +221,14 @@ def _tally(
     marks += 2 * row * marks_stride + start // WORDS
     total += start + row * stride + word * WORDS
     threshold = tl.load(state + (row * segment_count + number) * 2)
-    above, left = _marks(marks, marks_stride, word, inside)
-    equal = left ^ left
-    for _ in range(tl.max(_set_bits(left), 0)):
-        bit, place = _lowest(left)
-        of = _size(tl.load(total + place, mask=left != 0, other=0))
-        above |= tl.where(of > threshold, bit, 0)
-        equal |= tl.where(of == threshold, bit, 0)
-        left ^= bit
+    above, unread = _marks(marks, marks_stride, word, inside)
+    equal = unread ^ unread
+    for _ in range(tl.max(_set_bits(unread), 0)):
+        bit, place = _lowest(unread)
+        size_here = _size(tl.load(total + place, mask=unread != 0, other=0))
+        above |= tl.where(size_here > threshold, bit, 0)
+        equal |= tl.where(size_here == threshold, bit, 0)
+        unread ^= bit
     _store_marks(marks, marks_stride, word, above, equal, inside)
     tallies += 2 * row * tallies_stride
     first = tl.program_id(0) == 0
@@ -286,13 +286,13 @@ def _list(
     above, equal = _marks(marks + 2 * row * marks_stride + start // WORDS, marks_stride, word, inside)
     equals = count_before(tallies + tallies_stride, word, _set_bits(equal))  # before this word, then this column
     i = count_before(tallies, word, _set_bits(above)) + tl.minimum(equals, ties)
-    left = above | tl.where(equals < ties, equal, 0)
+    unread = above | tl.where(equals < ties, equal, 0)
     positions, payload = positions + row * positions_stride, payload + row * payload_stride
     first = tl.load(segment + 3)
-    for _ in range(tl.max(_set_bits(left), 0)):
-        bit, place = _lowest(left)
+    for _ in range(tl.max(_set_bits(unread), 0)):
+        bit, place = _lowest(unread)
         ties_here = (equal & bit) != 0
-        chosen = (left != 0) & ((equals < ties) | ~ties_here)
+        chosen = (unread != 0) & ((equals < ties) | ~ties_here)
         column = word * WORDS + place
         values = tl.load(total + start + row * stride + column, mask=chosen, other=0)
         tl.store(positions + first + i, (start + column).to(tl.int32), mask=chosen)
@@ -301,7 +301,7 @@ def _list(
             _pack(words + row * words_stride, segment, i, column.to(tl.int64), chosen)
         i += chosen.to(tl.int32)
         equals += ties_here.to(tl.int32)
-        left ^= bit
+        unread ^= bit
     if tl.program_id(0) == 0:
         _clear(positions, payload, 0, first, BLOCK)
     if tl.min(word, 0) == 0:
@@ -485,10 +485,10 @@ def largest(
         len(segments), shift, STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None,
         BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
     )  # fmt: skip
-    found = counted, table, total, state, counts, ends, marks, len(segments)
-    launch(_second, grid, *found, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
+    shared = counted, table, total, state, counts, ends, marks, len(segments)
+    launch(_second, grid, *shared, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
     by_word: dict[str, Any] = {"BLOCK": MARKED, "FIELDS": of.FIELDS}
-    launch(_third, grid, *found, third[0], BINS=third[1], **by_word)
+    launch(_third, grid, *shared, third[0], BINS=third[1], **by_word)
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
     words = table.view(1, -1) if wire is None else viewable(wire).view(torch.int64)
     values = counted, table, total, state, marks, tallies
