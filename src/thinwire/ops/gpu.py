@@ -111,9 +111,9 @@ def _counters(device: torch.device, stream: Any, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
-def cdiv(size: int, of: int) -> int:
-    """Return how many parts ``of`` a size there are; Triton's own is for kernels, and slow on the host."""
-    return -(-size // of)
+def cdiv(size: int, block: int) -> int:
+    """Return the number of blocks of ``size``; Triton's own is for kernels, and slow on the host."""
+    return -(-size // block)
 
 
 def alignment(*values: Tensor) -> int:

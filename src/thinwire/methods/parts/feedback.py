@@ -239,7 +239,7 @@ class Lossy(Method):
             exchange.mean(bucket)
             return
         if self.update_space is not None:
-            self.update_space.enter(bucket, exchange, late=self.encodes_steps and send == self.compress)
+            self.update_space.enter(bucket, exchange, as_encoded=self.encodes_steps and send == self.compress)
         send(bucket, exchange)
         if self.update_space is not None:
             self.update_space.leave(bucket)

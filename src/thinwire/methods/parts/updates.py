@@ -132,14 +132,14 @@ class UpdateSpace:
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
         self._precondition(bucket, values, torch.ones((), device=bucket.device))
 
-    def enter(self, bucket: Bucket, exchange: Exchange, *, late: bool = False) -> None:
-        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``late``: if possible, as they are encoded."""
+    def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
+        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, as they are encoded."""
         self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
             r = self._ratio([segment.name for segment in bucket.segments])
         with exchange.span("encode", bucket.rows):
-            self._precondition(bucket, bucket.rows, r, late=late)
+            self._precondition(bucket, bucket.rows, r, as_encoded=as_encoded)
 
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin."""
@@ -157,7 +157,7 @@ class UpdateSpace:
 
         Raises:
             ThinwireError: something, such as ``torch.nn.utils.clip_grad_norm_``, scaled the previous step between the
-                backward pass and the optimizer's step. (Raised one step late: the host does not wait for a device.)
+                backward pass and the optimizer's step. (Raised one step as_encoded: the host does not wait for a device.)
         """
         self.refuse_scaled()
         values: list[Tensor] = []
@@ -290,7 +290,7 @@ class UpdateSpace:
             self._measured.pop(name, None)
             self._beginnings.pop(name, None)
 
-    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor, *, late: bool = False) -> None:
+    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor, *, as_encoded: bool = False) -> None:
         """Replace g in ``values`` (R, n) by u, and write v'."""
         second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
         first = first_out = None
@@ -306,7 +306,7 @@ class UpdateSpace:
             group, index = self._run.holders[segment.name].group, indices[segment.name]
             beta2 = float(group["betas"][1])
             segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
-        if late and first is None and len(segments) == len(bucket.segments):
+        if as_encoded and first is None and len(segments) == len(bucket.segments):
             bucket.adam = Adam(second, second_out, segments, lrs, unbias, r)
             return
         direction(

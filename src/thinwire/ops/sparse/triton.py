@@ -173,8 +173,8 @@ def _third(
     above, unread = _marks(marks, marks_stride, word, inside)
     alike, zeros = unread ^ unread, word * 0
     for _ in range(tl.max(_set_bits(unread), 0)):
-        bit, place = _lowest(unread)
-        size = _size(tl.load(total + place, mask=unread != 0, other=0))
+        bit, offset = _lowest(unread)
+        size = _size(tl.load(total + offset, mask=unread != 0, other=0))
         prefix, digit = (size >> shift) // BINS, (size >> shift) % BINS
         above |= tl.where(prefix > wanted, bit, 0)
         counted = (unread != 0) & (prefix == wanted)
@@ -224,8 +224,8 @@ def _tally(
     above, unread = _marks(marks, marks_stride, word, inside)
     equal = unread ^ unread
     for _ in range(tl.max(_set_bits(unread), 0)):
-        bit, place = _lowest(unread)
-        size_here = _size(tl.load(total + place, mask=unread != 0, other=0))
+        bit, offset = _lowest(unread)
+        size_here = _size(tl.load(total + offset, mask=unread != 0, other=0))
         above |= tl.where(size_here > threshold, bit, 0)
         equal |= tl.where(size_here == threshold, bit, 0)
         unread ^= bit
@@ -290,10 +290,10 @@ def _list(
     positions, payload = positions + row * positions_stride, payload + row * payload_stride
     first = tl.load(segment + 3)
     for _ in range(tl.max(_set_bits(unread), 0)):
-        bit, place = _lowest(unread)
+        bit, offset = _lowest(unread)
         ties_here = (equal & bit) != 0
         chosen = (unread != 0) & ((equals < ties) | ~ties_here)
-        column = word * WORDS + place
+        column = word * WORDS + offset
         values = tl.load(total + start + row * stride + column, mask=chosen, other=0)
         tl.store(positions + first + i, (start + column).to(tl.int32), mask=chosen)
         tl.store(payload + first + i, values, mask=chosen)
