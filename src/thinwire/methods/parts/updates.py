@@ -133,7 +133,7 @@ class UpdateSpace:
         self._precondition(bucket, values, torch.ones((), device=bucket.device))
 
     def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
-        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, as they are encoded."""
+        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, then."""
         self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
@@ -157,7 +157,7 @@ class UpdateSpace:
 
         Raises:
             ThinwireError: something, such as ``torch.nn.utils.clip_grad_norm_``, scaled the previous step between the
-                backward pass and the optimizer's step. (Raised one step as_encoded: the host does not wait for a device.)
+                backward pass and the optimizer's step. (Raised one step late: the host does not wait for a device.)
         """
         self.refuse_scaled()
         values: list[Tensor] = []
