@@ -175,8 +175,7 @@ class Bucket:
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
-        self.rows: Tensor = torch.empty(0, device="cpu")
-        self.mean: Tensor = torch.empty(0, device="cpu")
+        self.rows = self.mean = torch.empty(0, device="cpu")
         self.norms: Tensor | None = None
         self.adam: Adam | None = None
         self.copies = BucketCopies(self.segments, self.shape, device)

@@ -304,14 +304,13 @@ class UpdateSpace:
                 self._orthogonal.take(segment.name, gradients, old, new, segment.span)
                 continue
             group, index = self._run.holders[segment.name].group, indices[segment.name]
-            beta2 = float(group["betas"][1])
-            segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
+            knobs = float(group["betas"][1]), float(group["eps"])
+            segments.append(DirectionSegment(segment.start, segment.width, index, *knobs))
         if as_encoded and first is None and len(segments) == len(bucket.segments):
             bucket.adam = Adam(second, second_out, segments, lrs, unbias, r)
             return
-        direction(
-            values, second, second_out, first, first_out, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum
-        )  # fmt: skip
+        moments = second, second_out, first, first_out
+        direction(values, *moments, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum)
 
     def _upload_factors(self, bucket: Bucket) -> tuple[Tensor, Tensor, Mapping[str, int]]:
         """Count this gradient; return lr and bias correction on the bucket's device, and each tensor's index in them.
@@ -386,8 +385,7 @@ class UpdateSpace:
         positions = []
         for segment in bucket.segments:
             seed = seed_of(self._run.seed, segment.name)
-            drawn = torch.Generator().manual_seed(seed)
-            columns = torch.randint(segment.span, (SAMPLE,), generator=drawn, device="cpu")
+            columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed), device="cpu")
             positions.append(columns + segment.start + seed % rows * n)
         return torch.cat(positions).to(bucket.device)
 
