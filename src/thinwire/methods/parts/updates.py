@@ -372,12 +372,11 @@ class UpdateSpace:
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         columns = [segment.columns for segment in bucket.segments]
-        exchange.all_mean(
-            sample(bucket.rows, positions, columns, bucket.norms, sums, 1 / exchange.ranks), divided=True
-        )
+        sample(bucket.rows, positions, columns, bucket.norms, sums, 1 / exchange.ranks)
+        exchange.all_mean(sums, divided=True)
         samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
-        names = (segment.name for segment in bucket.segments)
-        self._measured.update(zip(names, zip(samples, sums[1, count:].unbind(), strict=True), strict=True))
+        for segment, means, norm in zip(bucket.segments, samples, sums[1, count:].unbind(), strict=True):
+            self._measured[segment.name] = means, norm
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
         """Draw where the samples lie in the bucket's flattened rows, (tensors * SAMPLE,); each tensor's in one row."""
@@ -385,7 +384,8 @@ class UpdateSpace:
         positions = []
         for segment in bucket.segments:
             seed = seed_of(self._run.seed, segment.name)
-            columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed), device="cpu")
+            draw = torch.Generator().manual_seed(seed)
+            columns = torch.randint(segment.span, (SAMPLE,), generator=draw, device="cpu")
             positions.append(columns + segment.start + seed % rows * n)
         return torch.cat(positions).to(bucket.device)
 
