@@ -341,7 +341,7 @@ def _put_back(rank, world, kind, spec):
 def test_what_waits_does_not_move_weights_that_were_put_back(kind, world, spec):
     for moved in ranks.run(_put_back, world, kind, spec):
         size, said = moved["both"]
-        assert size < 1e-2 and "it was dropped" in said  # some steps of lr 1e-3
+        assert size < 1e-2 and "they were dropped" in said  # some steps of lr 1e-3
         assert "call wire.reset()" in moved["weights"][1]
         assert moved["swapped and back"][1] == "" == moved["loaded"][1]
         assert moved["loaded"][0] < 1e-2
@@ -445,7 +445,7 @@ def test_an_optimizer_inside_the_backward_pass_and_ddps_join_are_refused_by_name
     for said in ranks.run(_inside, 2):
         assert "steps inside a backward pass" in said["inside"]
     for said in ranks.run(_joined, 2):
-        assert "DDP.join() is not carried" in said
+        assert "DDP.join() is not supported" in said
 
 
 def _swapped(rank, world, kind, spec, evaluates):
@@ -503,7 +503,7 @@ def test_weights_that_were_written_through_data_are_gathered_anew(kind, world, s
     for rank, (right, said) in enumerate(ranks.run(_swapped, world, kind, spec, evaluates)):
         assert all(right)
         if rank == world - 1 and spec != "dense":
-            assert "given other values through .data" in said
+            assert "changed through .data" in said
 
 
 # ---------------------------------------------------------------------------------- what another optimizer would need

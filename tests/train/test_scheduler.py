@@ -89,7 +89,7 @@ def test_srun_with_pmi_is_srun():
     [
         (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=3,1", "srun has put 3,1 tasks on the nodes"),
         (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=2(x3),1", "srun has put 2(x3),1 tasks on the nodes"),
-        (f"{SBATCH} {TASK} SLURM_LOCALID=0", "neighbours on one"),
+        (f"{SBATCH} {TASK} SLURM_LOCALID=0", "consecutive numbers"),
         (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=many", "SLURM_STEP_TASKS_PER_NODE is 'many'"),
         (f"{SBATCH} {TASK} SLURM_PROCID=x", "SLURM_PROCID is 'x', which is no number"),
         (f"{SBATCH} {TASK} SLURM_STEP_NODELIST=[", "cannot read Slurm's list of nodes"),

@@ -61,9 +61,9 @@ class Link:
             share(loss, "a link's loss"), share(reorder, "a link's reorder"),
         )  # fmt: skip
         for wrong, message in (
-            (not SMALLEST <= mtu <= LARGEST, f"an MTU of {mtu} bytes is not to be had: choose {SMALLEST} to {LARGEST}"),
+            (not SMALLEST <= mtu <= LARGEST, f"an MTU of {mtu} bytes is not possible: choose {SMALLEST} to {LARGEST}"),
             (link.loopback and (mtu != cls.mtu or link.distant), "leave MTU, delay, jitter and loss out on loopback"),
-            (link.delay > MAX_DELAY, f"a delay of {delay} is not to be had: choose at most {MAX_DELAY:g}s"),
+            (link.delay > MAX_DELAY, f"a delay of {delay} is too long: choose at most {MAX_DELAY:g}s"),
             (link.jitter > link.delay, f"a jitter of {jitter} is above the delay, {delay}: choose at most the delay"),
             (link.loss > MAX_LOSS, f"a loss of {loss} leaves no connection: choose at most {MAX_LOSS:.0%}"),
             (link.reorder and not link.delay, f"reorder {reorder} without a delay changes nothing: choose a delay too"),

@@ -292,8 +292,8 @@ class Config:
             )
         if self.elastic and method is not None and method.name == "local-steps":
             raise ThinwireError(
-                "--method local-steps does not go with --elastic, whose replicas meet in every step: take it in a "
-                "loop of your own (thinwire.adapters.torchft)"
+                "--method local-steps does not go with --elastic, whose replicas exchange in every step: use it in "
+                "a loop of your own (thinwire.adapters.torchft)"
             )
         if self.intra is not None:
             resolve(self.intra)
