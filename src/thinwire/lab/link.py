@@ -126,7 +126,7 @@ class Network:
     mtu: int = 1500
     """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
     delay: str = "0ms"
-    """From a node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
+    """Delay of a packet from one node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
     jitter: str = "0ms"
     """Each packet's delay lies evenly within the delay plus or minus this; so packets change places."""
     loss: str = "0%"
