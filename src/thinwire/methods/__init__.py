@@ -30,7 +30,7 @@ TABLE: tuple[type[Method], ...] = tuple(
 REMOVED = {
     "fp8": "int8", "bf16-acc32": "bf16 or int8", "demo": "trickle", "frozen-adam": "onebit-adam(warmup_bits=4)",
     "local-steps:ls1": "local-steps:recommended", "local-steps:sparseloco": "local-steps:recommended",
-    "local-steps(decay=)": "what waits as it is",
+    "local-steps(decay=)": "local-steps without it, which keeps what waits whole",
     "local-steps:diloco": "local-steps, whose defaults are DiLoCo's",
     "trickle:shared": "trickle:merged", "trickle(choosers=)": "trickle:merged",
 }  # fmt: skip
