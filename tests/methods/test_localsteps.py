@@ -362,7 +362,7 @@ def test_a_timetable_has_one_round_at_a_time(every):
 @pytest.mark.parametrize(("knobs", "word"), [
     ({"every": 0}, "every"), ({"outer_lr": 0.0}, "outer_lr"), ({"outer_momentum": 1.0}, "outer_momentum"),
     ({"outer": "none"}, "averages"),
-    ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "needs an Adam"), ({"outer": "nothing"}, "there"),
+    ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "an Adam"), ({"outer": "nothing"}, "there"),
     ({"dense": "*bias"}, "outer method"), ({"start_with": "int8"}, "start=0"),
     ({"start": 2, "start_with": "radius"}, "the same in every step"),
     ({"fragments": 0}, "fragments"), ({"fragments": 21}, "every=20"), ({"delay": -1}, "delay"),
