@@ -719,7 +719,7 @@ class Wire:
         flush = self._road.step if self._stage.flush_at == self._road.step else -1
         counts = {"step": self._road.step, "skipped": self.skipped, "flush": flush}
         bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
-        tensors = {key: torch.tensor(count) for key, count in counts.items()}
+        tensors = {key: torch.tensor(count, device="cpu") for key, count in counts.items()}
         return tensors | {f"bound/{key}": value for key, value in bound.items()}
 
     @functools.cached_property

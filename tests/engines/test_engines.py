@@ -21,6 +21,7 @@ from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core.road import Stage
+from thinwire.engines.fsdp2 import FSDP2
 from thinwire.network.comm import GroupComm
 from threaded import entries
 
@@ -483,7 +484,20 @@ def _refusals(rank, world):
             model = build("fsdp2", world)
         return model, torch.optim.AdamW(model.parameters()), ("int8",)
 
-    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless)
+    def shared():
+        """As ranks that share a GPU do."""
+        comm = FSDP2.comm
+
+        def on_gpu(engine, group):
+            found = comm(engine, group)
+            found.device = torch.device("cuda", 0)
+            return found
+
+        FSDP2.comm = on_gpu
+        model = build("fsdp2", world)
+        return model, adamw(model), ("int8",)
+
+    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless, shared)
     return {make.__name__: refusal(make) for make in cases}
 
 
@@ -494,6 +508,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         "unused": "find_unused_parameters", "sparse": "sparse=False", "replicated": "DistributedDataParallel",
         "bare": "fully_shard", "stranger": "none of the model's parameters", "silent": "ddp only",
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
+        "shared": "with a GPU for each rank; or DDP",
     }  # fmt: skip
     for case, words in expected.items():
         assert found[case] is not None, f"{case} was not refused"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +15,7 @@ import ranks
 import thinwire
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
+from thinwire.train.job.setup import _gpu_backend
 
 
 def _devices(rank, world):
@@ -24,6 +27,21 @@ def _devices(rank, world):
 
 def test_bytes_are_those_of_the_backend_that_carries_the_device():
     assert ranks.run(_devices, 1) == [[True, False]]
+
+
+def test_ranks_that_share_a_gpu_talk_by_gloo(monkeypatch):
+    """NCCL refuses two ranks on one GPU ("invalid usage"); on hosts of one name, GPUs have names of their own."""
+
+    def backend(*gpus):
+        store = dist.PrefixStore(" ".join(gpus), dist.HashStore())
+        for rank in range(1, len(gpus)):
+            store.set(f"gpu/{rank}", gpus[rank])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[0]))
+        return _gpu_backend(torch.device("cuda", 0), store, 0, len(gpus))
+
+    assert backend("one") == backend("one", "two", "three") == "nccl"
+    with pytest.warns(thinwire.ThinwireWarning, match="3 ranks share 2 GPUs"):
+        assert backend("one", "two", "one") == "gloo"
 
 
 def _bound(rank, world):

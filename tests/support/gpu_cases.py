@@ -3,10 +3,10 @@
     python tests/support/gpu_cases.py                           # all cases, a line of JSON each
     python tests/support/gpu_cases.py --device cpu --engines ddp --methods int8      # a rehearsal without a GPU
 
-Ranks that share one GPU talk by gloo, ranks with one each by NCCL; with one GPU, one rank talks to itself by NCCL too:
-all that a step does is done but for the network. A case has processes of its own and a limit of its own: one that hangs
-is ended, with the stacks of its threads, and the next one begins. ``--jobs`` of them run at once; speed is measured
-alone, after them.
+Ranks with a GPU each talk by NCCL. Ranks that share one talk by gloo, on FSDP2 and HSDP through the host (staged.py),
+and one rank talks to itself by NCCL: on DDP all that a step does is done but for the network. A case has processes of
+its own and a limit of its own: one that hangs is ended, with the stacks of its threads, and the next one begins.
+``--jobs`` of them run at once; speed is measured alone, after them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import collections
 import concurrent.futures
 import copy
 import faulthandler
+import functools
 import json
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
+import staged  # noqa: F401  # makes its backend known
 import thinwire
 from engines import same_on_all_ranks
 from models import Net, batch
@@ -62,7 +64,8 @@ class Case:
     """``what``: "steps", or "speed" of the preset, or "hang": rank 1 never comes, and the case has to be ended.
 
     Attributes:
-        backend: "gloo" or "nccl". sets_device: the program calls ``torch.cuda.set_device``. limit: seconds.
+        backend: of GPUs, "gloo", "nccl" or "staged". sets_device: the program calls ``torch.cuda.set_device``.
+        limit: seconds.
         result: what came of it; ``ended`` is "passed", "hung" or the error's last line.
     """
 
@@ -85,8 +88,9 @@ def cases(
     several = min(gpus, 8) // 2 * 2
     for engine in engines:
         least = 4 if engine == "hsdp" else 2
-        worlds = [(least, "gloo")] if several < least else [(several, "nccl")]
-        if device == "cuda" and several < 2 and engine != "hsdp":
+        shared = "staged" if device == "cuda" and engine != "ddp" else "gloo"
+        worlds = [(least, shared)] if several < least else [(several, "nccl")]
+        if device == "cuda" and several < 2 and engine == "ddp":
             worlds.append((1, "nccl"))
         for method in methods:
             if engine in method_table.resolve(method).engines:
@@ -162,8 +166,12 @@ class _Run:
         self.optimizer = method.OPTIMIZER(self.model.parameters(), lr=3e-3)
         self.wire = thinwire.compress(self.model, self.optimizer, method, steps=1000)
 
+    @functools.cache  # noqa: B019  # a run lives as long as its case
+    def tokens(self, number: int) -> list[Tensor]:
+        return [part.to(self.device) for part in batch(number, self.rank)]
+
     def step(self, number: int) -> None:
-        tokens, targets = (part.to(self.device) for part in batch(number, self.rank))
+        tokens, targets = self.tokens(number)
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         (loss * (torch.nan if number == NAN_STEP and self.rank == 0 else 1.0)).backward()
         self.wire.clip_grad_norm_(1.0)
@@ -212,10 +220,12 @@ def _watched(run: _Run, device: torch.device) -> dict[str, Any]:
     """Of one more step: how often the host waited, as torch warns, and what was launched, as its profiler says."""
     if device.type != "cuda":
         return {"waits": None, "where": {}, "launches": None}
+    run.tokens(STEPS)
     torch.cuda.synchronize(device)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        said.clear()  # that this mode is a prototype
         run.step(STEPS)
         torch.cuda.set_sync_debug_mode("default")
     waits = [f"{Path(of.filename).name}:{of.lineno}" for of in said if "synchroniz" in str(of.message)]
@@ -223,7 +233,7 @@ def _watched(run: _Run, device: torch.device) -> dict[str, Any]:
         run.step(STEPS + 1)
         torch.cuda.synchronize(device)
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return {"waits": len(waits), "where": collections.Counter(waits), "launches": len(kernels)}
+    return {"waits": len(waits), "where": dict(collections.Counter(waits)), "launches": len(kernels)}
 
 
 def _speed(case: Case, device: torch.device, rank: int) -> dict[str, Any]:

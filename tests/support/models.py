@@ -39,7 +39,7 @@ class Net(nn.Module):
 def batch(step: int, rank: int, vocabulary: int = 51) -> tuple[Tensor, Tensor]:
     """(8, 16) tokens and the next ones: (3 t + 1) mod vocabulary, learnable."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(0, vocabulary, (8, 16), generator=generator)
+    tokens = torch.randint(0, vocabulary, (8, 16), generator=generator, device="cpu")
     return tokens, (3 * tokens + 1) % vocabulary
 
 

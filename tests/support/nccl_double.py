@@ -225,13 +225,15 @@ def _verb(name: str) -> Callable[..., Any]:
     return call
 
 
-# torch 2.13 calls some of them by other names.
-for _name in (
+VERBS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "gather", "scatter",
     "reduce_scatter", "alltoall", "barrier", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced",
     "all_gather_single_coalesced", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
     "reduce_scatter_single_coalesced", "alltoall_base", "all_to_all_single",
-):  # fmt: skip
+)  # fmt: skip
+"""A group's collectives; torch 2.13 calls some of them by other names."""
+
+for _name in VERBS:
     setattr(StrictGroup, _name, _verb(_name))
 
 dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=["cpu"])

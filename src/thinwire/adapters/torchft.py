@@ -190,7 +190,7 @@ class ManagerMembers:
         comm = ManagedComm(manager._pg, Ledger(), manager._timeout)
         comm.take(membership)
         name = torch.frombuffer(bytearray(self._name.encode("ascii", "replace")), dtype=torch.uint8)
-        rows = torch.zeros(size, len(name), dtype=torch.uint8)
+        rows = torch.zeros(size, len(name), dtype=torch.uint8, device="cpu")
         comm.all_gather(rows, name)
         pairs = [bytes(row.tolist()).decode().strip().split(" ", 1) for row in rows]
         if unlike := sorted({place for _, place in pairs} - {self._place}):

@@ -51,7 +51,7 @@ def keep(tensor: Tensor) -> None:
 
 def host_memory(shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Allocate zeros in CPU memory that ``device`` can copy from and to while the host goes on."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=streams(device) is not None)
+    return torch.zeros(shape, dtype=dtype, pin_memory=streams(device) is not None, device="cpu")
 
 
 def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -27,14 +27,20 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
     Raises:
         torch.distributed.DistError: the others did not come in time.
     """
+    store, rank, size = find_store(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def find_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store of this attempt's ranks, this rank and their number, as torchrun's variables say. Collective."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0 makes a new store
-        dist.init_process_group(backend, timeout=timeout)
-        return
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        return store, rank, size
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    attempt_store = dist.PrefixStore(f"thinwire/{meet(store, rank, size, timeout)}", store)
-    dist.init_process_group(backend, timeout=timeout, store=attempt_store, rank=rank, world_size=size)
+    return dist.PrefixStore(f"thinwire/{meet(store, rank, size, timeout)}", store), rank, size
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

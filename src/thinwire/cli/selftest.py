@@ -153,7 +153,7 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
     rank = dist.get_rank()
     torch.default_generator.manual_seed(0)
     model: Any = Decoder(ModelConfig(layers=1, width=64, heads=2, context=16, vocabulary=64).check())
-    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(rank + 1))
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(rank + 1), device="cpu")
     if engine == "ddp":
         model = DistributedDataParallel(model)
     else:

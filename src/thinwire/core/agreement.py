@@ -97,14 +97,15 @@ class Agreement:
         comm = self._comms[0]
         text = zlib.compress(json.dumps([comm.ranks[comm.rank], facts, shared]).encode())
         digests = [hashlib.sha256(json.dumps(named).encode()).digest() for named in (facts, shared)]
-        summary = torch.tensor([*b"".join(digests), *len(text).to_bytes(8, "big"), _FAILED in facts], dtype=torch.uint8)
+        numbers = [*b"".join(digests), *len(text).to_bytes(8, "big"), _FAILED in facts]
+        summary = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
         summaries = self._gather(summary)
         stages = summaries.view(self._stages, -1, len(summary))
         alike = bool((stages[:, :, :32] == stages[:, :1, :32]).all() and (stages[..., 32:64] == summary[32:64]).all())
         if alike and not bool(summaries[:, -1].any()):
             return None
         longest = max(int.from_bytes(bytes(row[64:72].tolist()), "big") for row in summaries)
-        texts = self._gather(torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8))
+        texts = self._gather(torch.tensor([*text, *bytes(longest - len(text))], dtype=torch.uint8, device="cpu"))
         return [json.loads(zlib.decompressobj().decompress(bytes(row.tolist()))) for row in texts]
 
     def _gather(self, row: Tensor) -> Tensor:

@@ -173,8 +173,8 @@ class Bucket:
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
-        self.rows: Tensor = torch.empty(0)
-        self.mean: Tensor = torch.empty(0)
+        self.rows: Tensor = torch.empty(0, device="cpu")
+        self.mean: Tensor = torch.empty(0, device="cpu")
         self.norms: Tensor | None = None
         self.copies = BucketCopies(self.segments, self.shape, device)
         self._arena = Arena() if arena is None else arena
@@ -243,7 +243,7 @@ class Bucket:
 
     def release(self) -> None:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
-        self.rows = self.mean = torch.empty(0)
+        self.rows = self.mean = torch.empty(0, device="cpu")
         self.norms = None
 
     def lies_in(self, flat: Tensor) -> bool:

@@ -53,15 +53,15 @@ class Fingerprint:
         """Compare with ``take``: (samples,) bool, empty if nothing was taken or the weights have moved."""
         expected = self._reference
         if expected is None:
-            return torch.zeros(0, dtype=torch.bool)
+            return torch.zeros(0, dtype=torch.bool, device="cpu")
         actual = self._samples()
         if actual.shape != expected.shape or actual.device != expected.device:  # moved: no new value
-            return torch.zeros(0, dtype=torch.bool)
+            return torch.zeros(0, dtype=torch.bool, device="cpu")
         return (actual != expected) & ~(actual.isnan() & expected.isnan())
 
     def _samples(self) -> Tensor:
         samples = [_samples_of(local(weight.detach())) for weight in self._weights()]
-        return torch.cat(samples) if samples else torch.zeros(0)
+        return torch.cat(samples) if samples else torch.zeros(0, device="cpu")
 
 
 class WeightWatch:

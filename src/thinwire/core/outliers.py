@@ -61,11 +61,12 @@ class OutlierClip:
         total = max(sum(sizes.values()), 1)
         # On CPU until the first gradients are seen: the model may not be on its device yet.
         shares = [math.sqrt(sizes[name] / total) for name in sorted(sizes)]
-        self._shares = torch.tensor(shares, dtype=torch.float32)
+        self._shares = torch.tensor(shares, dtype=torch.float32, device="cpu")
         # By parameter: the usual norm, how many gradients were seen and how many cut, the sum of the norms cut off.
-        self._statistics = torch.zeros(4, len(sizes), dtype=torch.float32)
+        self._statistics = torch.zeros(4, len(sizes), dtype=torch.float32, device="cpu")
         self._next: Tensor | None = None
-        self._cut_before = torch.zeros(2, dtype=torch.float32)  # gradients and norm, in the run that was resumed
+        # gradients and norm, in the run that was resumed
+        self._cut_before = torch.zeros(2, dtype=torch.float32, device="cpu")
         self._steps = 0
         self._warned = False
         self._cached_columns = functools.lru_cache(COMPOSITIONS)(self._columns)

@@ -51,7 +51,7 @@ def _words(values: Tensor) -> Tensor:
 def _odd(device: torch.device) -> Tensor:
     """Draw odd numbers, (WIDTH,) int64, the same on all ranks."""
     limits = torch.iinfo(torch.int64)
-    numbers = torch.randint(limits.min, limits.max, (WIDTH,), generator=torch.Generator().manual_seed(0))
+    numbers = torch.randint(limits.min, limits.max, (WIDTH,), generator=torch.Generator().manual_seed(0), device="cpu")
     return (numbers | 1).to(device)
 
 

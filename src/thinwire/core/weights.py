@@ -297,7 +297,7 @@ class Replica:
         self.step = step
         if self._row is not None:
             for piece in self.shard.pieces:
-                self._state.keep("replica step", piece.name, torch.tensor(step))
+                self._state.keep("replica step", piece.name, torch.tensor(step, device="cpu"))
 
     def _exchange(self, own_weights: Tensor, step: int, async_op: bool) -> _MessageUnderWay:
         with self.comm.ledger.span("encode", own_weights):

@@ -111,6 +111,11 @@ class FSDP2(ShardedEngine):
         info = self.groups[0][1].mesh_info
         self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
+        if shard.device.type == "cuda" and shard.size > 1 and shard.reduce_scatter_is_all_reduce:  # by gloo
+            raise ThinwireError(
+                "torch's FSDP2 ends in a segmentation fault where gloo gathers a GPU's weights: use NCCL, "
+                "init_process_group('nccl'), with a GPU for each rank; or DDP"
+            )
         self.comms = [shard]
         self.rank = shard.rank
         self.reduce_group = _reduce_group(self.groups[0][1])

@@ -266,7 +266,7 @@ class GroupLink:
             return fsdp_param.unsharded_accumulated_grad_data
         if fsdp_param._unsharded_param.grad is not None:
             return fsdp_param.unsharded_grad_data
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -29,7 +29,7 @@ from thinwire.network.guard import Guard
 
 def any_of(inside: Sequence[Comm], flag: bool) -> bool:
     """Return whether ``flag`` is set on any rank of a replica (no groups: on this one). Collective over ``inside``."""
-    flags = torch.full((1,), float(flag))
+    flags = torch.full((1,), float(flag), device="cpu")
     for comm in inside:
         comm.all_reduce(flags, "max")
     return bool(flags)
@@ -149,7 +149,8 @@ class Replicas(Engine):
         waiting, agreed = list[float](), False
         if not lost:
             with self._attempt(self.attempts.doubt):
-                row = torch.tensor([verdict, self.attempts.waiting(), *self.attempts.branch], dtype=torch.float64)
+                vote = [verdict, self.attempts.waiting(), *self.attempts.branch]
+                row = torch.tensor(vote, dtype=torch.float64, device="cpu")
                 rows = row.new_zeros(self.across.size, len(row))
                 self.across.all_gather(rows, row)
                 verdict, waiting = max(verdict, float(rows[:, 0].max())), rows[:, 1].tolist()

@@ -238,7 +238,7 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
     Multiplies matrices alone, and again beside an exchange of half as long at ``rate`` bytes/s per rank.
     """
     twin = job.twin()
-    matrix, size = torch.ones(256, 256), max(SMALLEST, min(1 << 22, int(rate * BESIDE_S / 4)))
+    matrix, size = torch.ones(256, 256, device="cpu"), max(SMALLEST, min(1 << 22, int(rate * BESIDE_S / 4)))
     messages = max(1, round(rate * BESIDE_S / 2 / size))
     once = timed(job, lambda: matrix @ matrix, 100)
     turns = max(1, int(BESIDE_S / once))
@@ -248,7 +248,7 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
             matrix @ matrix
 
     def exchange() -> None:
-        rows: Tensor = torch.ones(size // 4)
+        rows: Tensor = torch.ones(size // 4, device="cpu")
         for _ in range(messages):
             twin.all_reduce(rows, "max")
 

@@ -214,7 +214,7 @@ class Form:
         entries = {"about": self.header.dump()}
         if self._small:
             lengths = [torch.atleast_1d(values[key]).shape[-1] if key in values else -1 for key in self._small]
-            entries["lengths"] = torch.tensor(lengths)
+            entries["lengths"] = torch.tensor(lengths, device="cpu")
         for key, like in self.shapes.items():
             value = values.get(key)
             if value is None:
@@ -348,7 +348,7 @@ def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Ten
 
     reader = dcp.FileSystemReader(checkpoint)
     state = {
-        key: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        key: torch.empty(metadata.size, dtype=metadata.properties.dtype, device="cpu")
         for key, metadata in reader.read_metadata().state_dict_metadata.items()
         if key.startswith(f"{name}.rank-") and isinstance(metadata, TensorStorageMetadata)
     }

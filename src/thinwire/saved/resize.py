@@ -101,9 +101,9 @@ def _usual_norms(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
         if key.startswith("bound/usual norm/"):
             squares = sum(float(saved[key]) ** 2 for saved in ranks) / len(ranks)
             ratio = ranks[0].header.shard[1] / form.header.shard[1]
-            norms[key] = torch.tensor(math.sqrt(squares * ratio), dtype=like.dtype)
+            norms[key] = torch.tensor(math.sqrt(squares * ratio), dtype=like.dtype, device="cpu")
         elif key.startswith("bound/"):
-            norms[key] = torch.zeros(like.shape, dtype=like.dtype)  # what was cut on this rank
+            norms[key] = torch.zeros(like.shape, dtype=like.dtype, device="cpu")  # what was cut on this rank
     return norms
 
 
@@ -112,7 +112,8 @@ def _usual_norms(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
 
 def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[dict[str, Tensor], float]:
     on_wire, waits = carrier_of(method).card.summed_by_network, method.card.promise.waits
-    new = {key: torch.zeros(like.shape, dtype=like.dtype) for key, like in form.shapes.items() if has_rows(key)}
+    shapes = {key: like for key, like in form.shapes.items() if has_rows(key)}
+    new = {key: torch.zeros(like.shape, dtype=like.dtype, device="cpu") for key, like in shapes.items()}
     squares = 0.0
     for name, (shape, _) in form.header.parameters.items():
         kinds = _kinds(form.shapes, name)
@@ -179,7 +180,7 @@ def _kinds(keys: Mapping[str, object], name: str) -> list[str]:
 
 def _contribution(ranks: list[_Saved], kind: str, name: str, numel: int, on_wire: bool) -> Tensor:
     """Return C of ``kind`` of parameter ``name``: (numel,) float64."""
-    total = torch.zeros(_length(ranks[0].header, name), dtype=torch.float64)
+    total = torch.zeros(_length(ranks[0].header, name), dtype=torch.float64, device="cpu")
     for saved in ranks:
         values = saved[f"{kind}/{name}"].double().cpu()
         served = _is_served(saved.header, len(values), on_wire)
@@ -193,7 +194,7 @@ def _cut(whole: Tensor, form: Form, kind: str, name: str, on_wire: bool) -> Tens
     """Cut ``whole`` (numel,) into the rows of ``form``'s rank: (R, span) float32."""
     header, shape = form.header, form.shapes[f"{kind}/{name}"].shape
     padded = torch.nn.functional.pad(whole, (0, _length(header, name) - len(whole)))
-    values = torch.zeros(shape, dtype=torch.float32)
+    values = torch.zeros(shape, dtype=torch.float32, device="cpu")
     for row, start, count in _row_spans(header, name, shape, _is_served(header, shape[0], on_wire)):
         values[row, :count] = padded[start : start + count]
     return values

@@ -141,9 +141,11 @@ class Turnover:
         state = self.give()
         flush = -1 if state["flush"] is None else state["flush"]
         return {
-            "about": state["about"], "step": torch.tensor(state["step"]), "skipped": torch.tensor(state["skipped"]),
-            "flush": torch.tensor(flush), **{f"bound/{key}": value for key, value in state["bound"].items()},
-            **state["values"],
+            "about": state["about"],
+            "step": torch.tensor(state["step"], device="cpu"),
+            "skipped": torch.tensor(state["skipped"], device="cpu"),
+            "flush": torch.tensor(flush, device="cpu"),
+            **{f"bound/{key}": value for key, value in state["bound"].items()}, **state["values"],
         }  # fmt: skip
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:

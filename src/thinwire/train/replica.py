@@ -339,7 +339,7 @@ class SavedReplica:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state, a flat dict of tensors."""
-        return {**self._turnover.saved(), "votes": torch.tensor(self._manager.current_step())}
+        return {**self._turnover.saved(), "votes": torch.tensor(self._manager.current_step(), device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, Tensor], resize: None = None) -> None:
         """Go on from ``state_dict()``, when this replica first asks who takes part."""

@@ -474,13 +474,13 @@ class LocalSteps(Method):
     def finish(self) -> None:
         """Put this rank's own weights and moments into the state: the model's checkpoint does not hold them."""
         self._land()
-        self.state.keep("missed", "", torch.tensor(self._missed))
-        self.state.keep("lost", "", torch.tensor(self._lost))
+        self.state.keep("missed", "", torch.tensor(self._missed, device="cpu"))
+        self.state.keep("lost", "", torch.tensor(self._lost, device="cpu"))
         if self.delay:
-            self.state.keep("merge at", "", torch.tensor(self._merge_at))
+            self.state.keep("merge at", "", torch.tensor(self._merge_at, device="cpu"))
         for fragment in self._fragments:
             fragment.method.finish()
-            self.state.keep("due", fragment.label, torch.tensor(int(fragment.deliver_next)))
+            self.state.keep("due", fragment.label, torch.tensor(int(fragment.deliver_next), device="cpu"))
         if not find_entries(self.state, "anchor"):
             return
         for name, weight in self.run.weights.items():

@@ -120,7 +120,7 @@ class Radius(Lossy):
             if self._is_sent(name):
                 self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23-24
         self._former_weights.clear()
-        self.state.put("resampled", "", torch.tensor(step.number))
+        self.state.put("resampled", "", torch.tensor(step.number, device="cpu"))
         if step.clip_factor is not None:
             self.state.put("clip", "", step.clip_factor)
 

@@ -175,7 +175,7 @@ class TAGC(Lossy):
         host[2].numpy()[:] = is_power_of_two or bucket.step % RESIZE == 0
         for i, segment in enumerate(bucket.segments):
             for kind, value in zip(("left", "peak", "union"), self._measured(segment.name), strict=True):
-                self.state.put(kind, segment.name, torch.tensor(value))
+                self.state.put(kind, segment.name, torch.tensor(value, device="cpu"))
             self.state.put("counts", segment.name, host[:, i])
             self._copied[segment.name] = copied
 

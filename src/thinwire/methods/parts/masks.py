@@ -128,7 +128,7 @@ class Masks:
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
         self._arriving: list[Tensor] = []  # (1, bytes) each: the chunks under way of masks that several ranks choose
-        self._joined = torch.empty(0)  # these masks to come, one behind the other
+        self._joined = torch.empty(0, device="cpu")  # these masks to come, one behind the other
 
     def used(self, bucket: Bucket) -> BucketMasks | None:
         """Return the masks in use of the bucket's rows; None: they are all ones."""
@@ -208,7 +208,7 @@ class Masks:
             if name in names:
                 mask = masks_to_come[name].view(1, -1) if name in joint else sections[name][0]
                 state.put("mask", name, mask)
-                state.put("chosen", name, torch.tensor(step))
+                state.put("chosen", name, torch.tensor(step, device="cpu"))
             elif (mask_in_use := state.get("mask", name)) is not None and _shares_memory(mask_in_use):
                 state.put("mask", name, mask_in_use.clone())  # the gathered masks of that step can then be freed
 
@@ -235,7 +235,7 @@ class Masks:
                 chunk_mask = mask[:, byte_range].cpu().contiguous()
                 if chunk_mask.shape[1] != byte_range.stop - byte_range.start:
                     return f"{key} has {mask.shape[1]} bytes in a row, and its masks more"
-                words = torch.zeros((len(chunk_mask), chunk.width // WORD), dtype=torch.int64)
+                words = torch.zeros((len(chunk_mask), chunk.width // WORD), dtype=torch.int64, device="cpu")
                 try:
                     if self._schedule.listed(step):
                         positions = chunk_mask.view(torch.int32)[:, :k].contiguous()
@@ -311,8 +311,8 @@ def all_ones(bucket: Bucket) -> BucketMasks:
 @functools.lru_cache(maxsize=1)  # in a warm-up each step has other lists
 def _first_columns(segments: tuple[sparse.ListSegment, ...], ends: tuple[int, ...], device: torch.device) -> Tensor:
     """Return (m,) int32: the start of its segment for each position in the lists, which end at ``ends``."""
-    widths = torch.tensor([end - segment.list_start for segment, end in zip(segments, ends, strict=True)])
-    starts = torch.tensor([segment.start for segment in segments], dtype=torch.int32)
+    widths = torch.tensor([end - segment.list_start for segment, end in zip(segments, ends, strict=True)], device="cpu")
+    starts = torch.tensor([segment.start for segment in segments], dtype=torch.int32, device="cpu")
     return starts.repeat_interleave(widths).to(device)
 
 

@@ -118,10 +118,10 @@ def _clear_padding(codec: Codec, bucket: Bucket, values: Tensor, first: int = 0)
 def _shares(bucket: Bucket, group: int) -> Tensor:
     """Return (R, n / group): one over the number of values in each group that are not padding."""
     rows, n = bucket.shape
-    counts = torch.zeros(rows, n // group, dtype=torch.float32)
+    counts = torch.zeros(rows, n // group, dtype=torch.float32, device="cpu")
     for segment in bucket.segments:
-        starts = torch.arange(0, segment.width, group)
-        values = torch.tensor([_count(segment, row) for row in range(rows)])
+        starts = torch.arange(0, segment.width, group, device="cpu")
+        values = torch.tensor([_count(segment, row) for row in range(rows)], device="cpu")
         counts[:, segment.groups(group)] = (values.unsqueeze(1) - starts).clamp(1, group).float()
     return (1 / counts).to(bucket.device)
 

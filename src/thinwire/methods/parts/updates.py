@@ -252,7 +252,7 @@ class UpdateSpace:
                 local(momentum).copy_(second)
             return {"momentum_buffer": momentum}
         steps, r = self._state.get("seen", name), self._state.get("alike", "")
-        count = torch.zeros(()) if second is None or steps is None else steps.float().cpu()
+        count = torch.zeros((), device="cpu") if second is None or steps is None else steps.float().cpu()
         on_device = group.get("capturable") or group.get("fused")
         moments = {
             "step": count.to(weight.device) if on_device else count.clone(),
@@ -342,14 +342,14 @@ class UpdateSpace:
             0.0 if name in self.matrices else float(group["betas"][1])
             for name, group in zip(names, groups, strict=True)
         ]
-        lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64)
+        lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64, device="cpu")
         lrs = (lrs * _unbias(self._momentum, counts)).float()
-        unbias = _unbias(torch.tensor(betas, dtype=torch.float64), counts)
+        unbias = _unbias(torch.tensor(betas, dtype=torch.float64, device="cpu"), counts)
         return dict(zip(names, zip(lrs.tolist(), unbias.tolist(), strict=True), strict=True))
 
     def _count_gradients(self, names: Sequence[str]) -> Tensor:
         """Return how many gradients each tensor's average holds with one more, (tensors,) on the host."""
-        none = torch.zeros(())
+        none = torch.zeros((), device="cpu")
         counts = [self._state.get(self._counter(name), name) for name in names]
         return torch.stack([none if count is None else count.cpu() for count in counts]) + 1
 
@@ -381,7 +381,8 @@ class UpdateSpace:
         positions = []
         for segment in bucket.segments:
             seed = seed_of(self._run.seed, segment.name)
-            columns = torch.randint(segment.span, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
+            drawn = torch.Generator().manual_seed(seed)
+            columns = torch.randint(segment.span, (SAMPLE,), generator=drawn, device="cpu")
             positions.append(columns + segment.start + seed % rows * n)
         return torch.cat(positions).to(bucket.device)
 

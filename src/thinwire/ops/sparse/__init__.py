@@ -127,7 +127,10 @@ def largest(
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
-    """Make ``words`` (R, n / 64) int64 a mask of the columns that ``largest`` lists, and of no others."""
+    """Make ``words`` (R, n / 64) int64 a mask of the columns that ``largest`` lists, and of no others.
+
+    Nothing is listed: any ``list_start`` will do, the same for all segments too.
+    """
     _check(rows)
     if not segments:
         return words.zero_()

@@ -9,6 +9,7 @@ mostly a few of a hundred: only these are read again.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -372,8 +373,9 @@ def largest(
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
-    size = max(segment.list_start + segment.k for segment in segments)
-    positions = torch.empty((len(rows), size), dtype=torch.int32, device=rows.device)
+    ends = tuple(accumulate(segment.k for segment in segments))
+    segments = tuple(segment._replace(list_start=end - segment.k) for segment, end in zip(segments, ends, strict=True))
+    positions = torch.empty((len(rows), ends[-1]), dtype=torch.int32, device=rows.device)
     largest(rows, None, segments, None, positions, torch.empty_like(positions, dtype=torch.float32))
     from_indices(positions, words)
 

@@ -93,7 +93,7 @@ def _by_rank(kind: str, norms: dict[str, dict[int, float]]) -> Table:
     columns = ["least", "median", "largest"] if many else [f"rank {rank}" for rank in ranks]
     table = _table(f"norm of {kind}", *columns)
     for name, by_rank in norms.items():
-        values = torch.tensor([by_rank.get(rank, 0.0) for rank in ranks], dtype=torch.float64)
+        values = torch.tensor([by_rank.get(rank, 0.0) for rank in ranks], dtype=torch.float64, device="cpu")
         shown = [values.min(), values.median(), values.max()] if many else list(values)
         table.add_row(name, *(f"{float(value):.4g}" for value in shown))
     return table

@@ -135,7 +135,7 @@ def generate(
     model.eval()
     for _ in range(count):
         with torch.no_grad():
-            logits = model(torch.tensor([text[-model.context :]]))[0, -1].float()
+            logits = model(torch.tensor([text[-model.context :]], device="cpu"))[0, -1].float()
         if top_k:
             threshold = logits.topk(min(top_k, len(logits))).values[-1]
             logits = logits.masked_fill(logits < threshold, float("-inf"))

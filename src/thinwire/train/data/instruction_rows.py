@@ -98,7 +98,7 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
             tokens += ids if learnt else [~token for token in ids]
         if not chat and tokenizer.eos_token_id is not None:
             tokens.append(tokenizer.eos_token_id)
-        yield torch.tensor(tokens, dtype=torch.int32)
+        yield torch.tensor(tokens, dtype=torch.int32, device="cpu")
 
 
 def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:

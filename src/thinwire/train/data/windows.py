@@ -81,7 +81,7 @@ class Windows:
 
 @functools.lru_cache(maxsize=2)
 def _shuffled(count: int, seed: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def permuted(index: int, count: int, seed: int) -> int:

@@ -29,10 +29,10 @@ class Collective:
     def share(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, which JSON can hold, in rank order."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, 1, dtype=torch.int64)
-        self._comm.all_gather(lengths, torch.tensor([len(data)]))
+        lengths = torch.zeros(self.size, 1, dtype=torch.int64, device="cpu")
+        self._comm.all_gather(lengths, torch.tensor([len(data)], device="cpu"))
         row = F.pad(data, (0, int(lengths.max()) - len(data)))
-        rows = torch.zeros(self.size, len(row), dtype=torch.uint8)
+        rows = torch.zeros(self.size, len(row), dtype=torch.uint8, device="cpu")
         self._comm.all_gather(rows, row)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths[:, 0], strict=True)]
 
@@ -72,7 +72,7 @@ class Collective:
         partial = target.with_name(f".{target.name}.partial")
 
         def read(start: int) -> torch.Tensor:
-            chunk = torch.zeros(min(CHUNK, size - start), dtype=torch.uint8)
+            chunk = torch.zeros(min(CHUNK, size - start), dtype=torch.uint8, device="cpu")
             if self.rank == root:  # if the file has shrunk, its checksums will say so
                 with naming(source), source.open("rb") as file:
                     file.seek(start)

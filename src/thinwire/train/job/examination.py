@@ -115,9 +115,10 @@ class Examination:
     def _steps(self, trial: Trial, method: str, seconds: float) -> Steps:
         """Time steps with ``method`` for about so many seconds, one at least. Collective."""
         trial.begin(method)
-        first = slowest(self._ranks, [trial.step()])  # it also compiles and fills caches
-        count = min(STEPS, int(seconds / first[0].step) - 1)
-        times = slowest(self._ranks, [trial.step() for _ in range(count)]) or first
+        first = slowest(self._ranks, [trial.step()])  # it also compiles and fills caches: on a GPU many times a step
+        second = slowest(self._ranks, [trial.step()]) if first[0].step < seconds else first
+        count = min(STEPS, int((seconds - first[0].step) / second[0].step) - 1)
+        times = slowest(self._ranks, [trial.step() for _ in range(count)]) or second
         apart = slowest(self._ranks, [trial.step(apart=True) for _ in range(count // 4)]) or times
         stats = trial.wire.stats()
         trial.end()

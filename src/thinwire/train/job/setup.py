@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.base.elastic import init_process_group
-from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.base.elastic import find_store
+from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.core.exchange import AllReduce
 from thinwire.core.names import describe
 from thinwire.methods import resolve
@@ -62,16 +63,19 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     torch.set_num_threads(config.threads)
     try:
-        init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
+        timeout = timedelta(seconds=config.timeout)
+        store, rank, size = find_store(timeout)
+        backend = f"cpu:gloo,cuda:{_gpu_backend(device, store, rank, size)}" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
         assert dist.group.WORLD is not None
         comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
         # Without this, a rank with nothing to do would leave before the others have reached it.
         comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
-        rank, others = os.environ["RANK"], int(os.environ["WORLD_SIZE"]) - 1
+        others = int(os.environ["WORLD_SIZE"]) - 1
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ThinwireError(
-            f"rank {rank} could not reach the other {others} ranks at {address} within "
+            f"rank {os.environ['RANK']} could not reach the other {others} ranks at {address} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
     lost = False
@@ -83,6 +87,18 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     finally:
         if not lost:
             dist.destroy_process_group()
+
+
+def _gpu_backend(device: torch.device, store: dist.Store, rank: int, size: int) -> str:
+    """Name the backend of a GPU's tensors: ranks that share one, which NCCL refuses, talk by gloo. Collective."""
+    store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+    if rank == 0:
+        gpus = {store.get(f"gpu/{peer}") for peer in range(size)}
+        store.set("gpu", "nccl" if len(gpus) == size else "gloo")
+        if len(gpus) < size:
+            line = f"{size} ranks share {len(gpus)} GPU{'s' * (len(gpus) > 1)}: they talk by gloo, through the host"
+            warnings.warn(line, ThinwireWarning, stacklevel=2)
+    return store.get("gpu").decode()
 
 
 def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool, *, alike: bool = False) -> Any:

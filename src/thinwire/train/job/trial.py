@@ -90,6 +90,7 @@ def slowest(ranks: Ranks, steps: Sequence[StepTimes]) -> list[StepTimes]:
     """Return the longest times of any rank for each step; of the optimizer, which agrees with others, the shortest."""
     if not steps:
         return []
-    times = torch.tensor([step._replace(optimizer=-step.optimizer) for step in steps], dtype=torch.float64)
+    turned = [step._replace(optimizer=-step.optimizer) for step in steps]
+    times = torch.tensor(turned, dtype=torch.float64, device="cpu")
     rows = ranks.comm.all_reduce(times.to(ranks.device), "max").tolist()
     return [StepTimes(step, loading, issuing, -optimizer) for step, loading, issuing, optimizer in rows]

@@ -1,0 +1,67 @@
+"""After ``torch.set_default_device``: what the library makes for itself is where it says, and not there."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpu_cases
+import ranks
+import thinwire
+from engines import build, train
+from models import flat
+from thinwire import methods
+
+SOURCE = Path(thinwire.__file__).parent
+MAKERS = {
+    "arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros",
+}  # fmt: skip
+
+
+def unplaced(tree: ast.AST) -> list[int]:
+    """Lines that make a tensor without a device."""
+    return [
+        node.lineno for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS
+        and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]  # fmt: skip
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named():
+    """Virtual ranks alone (proof) are where the default device is."""
+    files = [file for file in SOURCE.rglob("*.py") if "proof" not in file.parts]
+    assert not {str(file): lines for file in files if (lines := unplaced(ast.parse(file.read_text())))}
+    assert unplaced(ast.parse("torch.zeros(3)\ntorch.zeros(3, device='cpu')\ntorch.zeros_like(x)")) == [1]
+
+
+def _trained(rank: int, world: int, kind: str) -> dict[str, bool]:
+    """By method: are the weights the same on whichever device tensors are made by default?"""
+    found: dict[str, bool] = {}
+    for spec in gpu_cases.METHODS:
+        if {"ddp": "ddp"}.get(kind, "fsdp2") not in methods.resolve(spec).engines:
+            continue
+        ends = []
+        for default in ("cpu", "meta"):
+            model = build(kind, world)
+            optimizer = methods.resolve(spec).OPTIMIZER(model.parameters(), lr=3e-3)
+            train(model, optimizer, rank, range(1))  # the optimizer's own state is made by torch
+            torch.set_default_device(default)
+            wire = thinwire.compress(model, optimizer, spec, steps=100)
+            train(model, optimizer, rank, range(1, 6), wire, poison=(2, 0))
+            wire.load_state_dict(wire.state_dict())
+            train(model, optimizer, rank, range(6, 8), wire)
+            wire.close()
+            torch.set_default_device("cpu")
+            ends.append(flat(model))
+        found[spec] = torch.equal(*ends)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_default_device_changes_nothing(kind):
+    found = ranks.run(_trained, 2, kind)[0]
+    assert len(found) > 8 and all(found.values()), found
