@@ -99,7 +99,7 @@ def compress(
         safety: the guard against values that are not finite, and other protections.
 
     Raises:
-        ThinwireError: something cannot be carried (the message names it and the alternative), or the ranks do not agree
+        ThinwireError: something is not supported (the message names it and an alternative), or the ranks do not agree
             (the message names the rank and what differs).
         LostRank: another rank does not come within the timeout of the process group.
     """

@@ -47,7 +47,7 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
 
 
 def _check(accelerator: Any) -> None:
-    """Refuse what cannot be carried; warn of a sharding that was asked for and not made."""
+    """Refuse what is not supported; warn of a sharding that was asked for and not made."""
     if accelerator.num_processes == 1:
         raise ThinwireError(
             "Accelerate sees one process only: start with torchrun or accelerate launch; without a GPU, pass "

@@ -83,7 +83,7 @@ def _join_sharded(model: Any, manager: Any, across: ManagedComm, options: Option
 
 
 def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None:
-    """Refuse what cannot be carried."""
+    """Refuse what is not supported."""
     if not isinstance(manager, torchft.Manager):
         raise ThinwireError(f"manager must be a torchft.Manager, got {type(manager).__name__}")
     private = ("_pg", "_quorum_id", "_timeout", "_use_async_quorum", "_replica_world_size_mode", "_min_replica_size",
