@@ -129,12 +129,13 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where texts, results and played ranks are, and until when to run (seconds of ``clock``)."""
+    """Where texts, results and played ranks are, until when to run (seconds of ``clock``), and on what."""
 
     corpora: Path
     data: Path
     out: Path
     until: float = math.inf
+    device: torch.device = virtual.CPU
 
 
 class Life:
@@ -147,7 +148,7 @@ class Life:
             for name in regimes.TEXTS[job.text]
         )
         self.tokens_per_step = job.sequences * config.sequence_length
-        self.played = virtual.Played(config, self.train, batched=True)
+        self.played = virtual.Played(config, self.train, batched=True, device=place.device)
 
     def file(self, length: int | None) -> Path:
         """Of the played ranks of the trunk (None), or of the branch that ends after ``length`` steps."""
@@ -163,7 +164,7 @@ class Life:
     def load(self, length: int | None) -> bool:
         if not self.file(length).exists():
             return False
-        self.played.load(load_file(self.file(length)))
+        self.played.load(load_file(self.file(length), device=str(self.place.device)))
         return True
 
     def go(self, until: int, length: int | None) -> None:
@@ -210,7 +211,8 @@ def stretches(model: nn.Module, valid: Windows) -> list[float]:
     number = min(valid.count, held_out.LONGEST // valid.length)
     each = max(number // ladder_tables.STRETCHES, 1)
     indices = held_out.positions(valid, each * min(ladder_tables.STRETCHES, number))
-    losses = [row.loss for row in held_out.window_losses(model, valid, indices, 32, torch.device("cpu"))]
+    device = next(model.parameters()).device
+    losses = [row.loss for row in held_out.window_losses(model, valid, indices, 32, device)]
     return [statistics.fmean(losses[at : at + each]) for at in range(0, len(losses), each)]
 
 
@@ -234,13 +236,18 @@ def run(job: Job, lengths: Sequence[int], place: Place) -> list[dict[str, Any]]:
                 row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             row |= {
                 "cpu_seconds": round(time.process_time() - began, 1), "torch": torch.__version__,
-                "commit": regimes.commit(),
+                "commit": regimes.commit(), **where(place.device),
             }  # fmt: skip
             regimes.append(place.data, row)
             made.append(row)
             life.file(length).unlink(missing_ok=True)
         life.file(None).unlink(missing_ok=True)
     return made
+
+
+def where(device: torch.device) -> dict[str, str]:
+    """What a row says of the device: nothing of a CPU."""
+    return {"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
@@ -284,6 +291,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, nargs="+", default=[40], help="steps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[800])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--device", type=torch.device, default=virtual.CPU, help="cpu, or cuda: a process per run")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then")
     parser.add_argument("--table", action="store_true", help="print what is there, and train nothing")
     args = parser.parse_args()
@@ -302,7 +310,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     until = clock() + 60 * args.minutes
-    place = Place(args.corpora.resolve(), args.data.resolve(), args.out.resolve(), until)
+    place = Place(args.corpora.resolve(), args.data.resolve(), args.out.resolve(), until, args.device)
     for job in jobs_of(args):
         try:
             for row in run(job, args.lengths, place):

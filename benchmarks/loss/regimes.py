@@ -257,7 +257,10 @@ def checkpoint(job: Job, place: Place) -> dict[str, torch.Tensor]:
 def commit() -> str:
     """Of the repository, with a + behind it where files have changed since."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:  # no git on this machine
+        return ""
 
 
 def check(method: str, args: argparse.Namespace, place: Place, steps: int = 20) -> str:

@@ -41,6 +41,7 @@ from thinwire.train.model.decoder import Decoder
 
 FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
 """Bytes of DDP's first bucket, and of the others."""
+CPU = torch.device("cpu")
 SEGMENT = 1024 * 1024
 """Bytes of the longest message of gloo's ring."""
 GIVE_UP = 20
@@ -87,6 +88,9 @@ def reduced(values: Sequence[Tensor], op: str) -> Tensor:
     Of N chunks, chunk c starts at rank c - 1 and goes down the ring to rank c: x_c + (x_c+1 + (... + x_c-1)).
     """
     size, numel = len(values), values[0].numel()
+    if values[0].is_cuda and op != "max":  # where gloo has no ring to agree with, few launches
+        total = torch.stack(list(values)).sum(0)
+        return total.div_(size) if op == "mean" else total
     if op == "max":
         return torch.stack(list(values)).amax(0)
     of, result = values[0].element_size(), torch.empty_like(values[0])
@@ -106,9 +110,11 @@ def reduced(values: Sequence[Tensor], op: str) -> Tensor:
 class Replica:
     """A model and its optimizer: one for all ranks where nobody but the optimizer writes to them, else one for each."""
 
-    def __init__(self, config: Config, vocabulary: int, start: dict[str, Tensor] | None) -> None:
+    def __init__(
+        self, config: Config, vocabulary: int, start: dict[str, Tensor] | None, device: torch.device = CPU
+    ) -> None:
         torch.manual_seed(config.seed)
-        self.model = Decoder(config.shape(vocabulary))
+        self.model = Decoder(config.shape(vocabulary)).to(device)
         self.weights = dict(self.model.named_parameters())
         self.optimizers = make_optimizers(self.model, config)
         self.norm = self.factor = torch.empty(())
@@ -162,7 +168,9 @@ class Replica:
             if kind == "model":
                 self.weights[name].data.copy_(values)
             else:
-                holders[name].optimizer.state[self.weights[name]][kind] = values.clone()
+                weight = self.weights[name]
+                where = CPU if kind == "step" else weight.device  # torch's optimizers count on the host
+                holders[name].optimizer.state[weight][kind] = values.to(where, copy=True)
         self._clipped = self._stepped = -1
 
 
@@ -186,7 +194,8 @@ class Gradients:
 
     def __init__(self, size: int, model: nn.Module, buckets: list[list[str]]) -> None:
         shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        self.rows = torch.zeros(size, sum(map(math.prod, shapes.values())))
+        device = next(model.parameters()).device
+        self.rows = torch.zeros(size, sum(map(math.prod, shapes.values())), device=device)
         self.of: dict[str, Tensor] = {}
         """name -> (N, *shape), views."""
         self.buckets: list[tuple[slice, tuple[Piece, ...]]] = []
@@ -201,13 +210,13 @@ class Gradients:
             self.buckets.append((slice(begin, begin + at), tuple(pieces)))
             begin += at
 
-    def take(self, rank: int, model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
-        """Fill a rank's row; its loss."""
+    def take(self, rank: int, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Fill a rank's row; its loss, 0-dim."""
         names, weights = zip(*model.named_parameters(), strict=True)
         loss = model(inputs, targets)
         found = torch.autograd.grad(loss, weights)
         torch._foreach_copy_([self.of[name][rank] for name in names], list(found))
-        return float(loss.detach())
+        return loss.detach()
 
 
 class Together:
@@ -222,14 +231,14 @@ class Together:
         self._written: set[int] = set()
         self._sequences = 0
 
-    def take(self, inputs: Tensor, targets: Tensor) -> float:
-        """Fill all rows from (N * B, T) tokens, rank by rank; the mean of the ranks' losses."""
+    def take(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Fill all rows from (N * B, T) tokens, rank by rank; the mean of the ranks' losses, 0-dim."""
         self._written.clear()
         self._sequences = len(inputs)
         with self._watched():
             loss = self._model(inputs, targets)
             (loss * self._size).backward()
-        return float(loss.detach())
+        return loss.detach()
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -409,7 +418,7 @@ class Rank:
 
     def _agree(self, values: Iterable[Tensor], comms: Sequence[ThreadComm] | None = None) -> bool:
         self.guard.observe_all(values)
-        return self.guard.agree(torch.device("cpu"), comms=comms)[0]
+        return self.guard.agree(self.replica.norm.device, comms=comms)[0]
 
     def dump(self) -> dict[str, Tensor]:
         """What this rank has beside weights and moments, for :meth:`load`."""
@@ -459,7 +468,8 @@ def acts_in_steps(method: Method) -> bool:
 @torch.no_grad()
 def evaluate(model: nn.Module, chosen: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Mean loss over the batches ``chosen``."""
-    total = sum(float(model(inputs, targets)) * len(inputs) for inputs, targets in chosen)
+    device = next(model.parameters()).device
+    total = sum(float(model(inputs.to(device), targets.to(device))) * len(inputs) for inputs, targets in chosen)
     return total / sum(len(inputs) for inputs, _ in chosen)
 
 
@@ -482,15 +492,16 @@ class Played:
         vocabulary: int = 256,
         batched: bool = False,
         start: dict[str, Tensor] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """As :func:`train`."""
-        self.config, self.turn, self._windows = config, 0, windows
+        self.config, self.turn, self._windows, self.device = config, 0, windows, device
         self._size, self._batch = config.ranks or 1, config.batch_size
         method = resolve(config.method)
         shared = method.rank_equal and not acts_in_steps(method)
-        self.replicas = [Replica(config, vocabulary, start) for _ in range(1 if shared else self._size)]
+        self.replicas = [Replica(config, vocabulary, start, device) for _ in range(1 if shared else self._size)]
         model = self.replicas[0].model
-        self._gradients = Gradients(self._size, model, buckets_of(model, *windows.batch(0, self._batch)))
+        self._gradients = Gradients(self._size, model, buckets_of(model, *self._batch_of(0, self._batch)))
         self._world = World(self._size)
         ranks = [
             Rank(self._world, rank, config.method, self.replicas[0 if shared else rank], self._gradients, config)
@@ -502,6 +513,10 @@ class Played:
         self._tokens: dict[int, tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._in_a_row = [0] * self._size
+
+    def _batch_of(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._windows.batch(first, count)
+        return inputs.to(self.device), targets.to(self.device)
 
     def save(self) -> dict[str, Tensor]:
         """All that :meth:`load` needs to go on as if nothing had been between, bit for bit."""
@@ -524,8 +539,10 @@ class Played:
 
     def run(self, until: int, rate: Rates, after: Callable[[int], object] | None = None) -> None:
         """Take the steps up to ``until``, with ``rate`` of each; rank 0 then calls ``after`` with the steps done."""
-        self._losses = {turn: torch.zeros(self._size) for turn in range(self.turn, until)}
-        self._world.run(lambda rank: self._body(rank, until, rate, after))
+        self._losses = {turn: torch.zeros(self._size, device=self.device) for turn in range(self.turn, until)}
+        means: list[Tensor] = []
+        self._world.run(lambda rank: self._body(rank, until, rate, after, means))
+        self.found.losses += torch.stack(means).tolist() if means else []  # the host waits for a device once
         self.turn = until
 
     def finish(self) -> None:
@@ -537,7 +554,7 @@ class Played:
         size, batch = self._size, self._batch
         if turn not in self._tokens:
             self._tokens.clear()
-            self._tokens[turn] = self._windows.batch(turn * size * batch, size * batch)
+            self._tokens[turn] = self._batch_of(turn * size * batch, size * batch)
             if self._together is not None:
                 self._losses[turn].fill_(self._together.take(*self._tokens[turn]))
         if self._together is None:
@@ -545,7 +562,9 @@ class Played:
             inputs, targets = self._tokens[turn]
             self._losses[turn][of.rank] = self._gradients.take(of.rank, of.replica.model, inputs[mine], targets[mine])
 
-    def _body(self, rank: int, until: int, rate: Rates, after: Callable[[int], object] | None) -> None:
+    def _body(
+        self, rank: int, until: int, rate: Rates, after: Callable[[int], object] | None, means: list[Tensor]
+    ) -> None:
         of, found, world = self.found.ranks[rank], self.found, self._world
         for turn in range(self.turn, until):
             of.replica.rate(rate(turn))
@@ -558,7 +577,7 @@ class Played:
             self._in_a_row[rank] = 0 if finite else self._in_a_row[rank] + 1
             if rank == 0:
                 found.skipped += not finite
-                found.losses.append(float(reduced(list(self._losses[turn].split(1)), "mean")))
+                means.append(reduced(list(self._losses[turn].split(1)), "mean").view(()))
                 if after is not None:
                     after(turn + 1)
             if self._in_a_row[rank] == GIVE_UP and not of.method.card.alone(of.road.step):
