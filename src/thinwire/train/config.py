@@ -199,15 +199,15 @@ class Config:
     checkpoint_every: CountOrZero = 0
     """Steps between further checkpoints; 0: none."""
     keep: Count = 2
-    """How many of the newest checkpoints are kept, beside those that were saved while the run diverged."""
+    """Newest checkpoints that are kept, beside those that were saved while the run diverged."""
     resume: str | None = None
     """Continue: from a checkpoint's folder, from the newest in --out ("latest"), or from that if there is one
     ("auto")."""
     resume_anyway: bool = False
     """Continue although the text, its order or the batch differs from the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """When a run goes on with other ranks or another engine: what the old ranks had not sent yet is handed to the
-    new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step in the
+    """Fate of what the old ranks had not sent yet, when a run goes on with other ranks or another engine: handed to
+    the new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step in the
     middle of a run). refuse: do not go on.
     """
 
