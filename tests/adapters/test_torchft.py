@@ -173,13 +173,14 @@ def test_replicas_that_are_killed_and_come_back(method, given, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import kills
 
-    common = "--replicas 3 --seconds 8 --every 3 --least 1 --most 2 --hidden 32"
+    common = "--replicas 3 --seconds 8 --every 3 --least 1 --most 2 --hidden 32 --books"
     options = kills.parse([*common.split(), *given.split()])
     outcome = kills.run(method, options)
     assert outcome.events and not outcome.failed
     first, later = outcome.events[0], [line for line in outcome.lines if line.get("counted")]
     assert any(line["replica"] in first.names and line["time"] > first.end for line in later)
     assert not outcome.unequal and len(outcome.counted) > 20
+    assert outcome.balance is None or options.spares or outcome.balance.gap < 1e-4  # what a spare loses is not in them
     if options.spares:
         assert {line["replicas"] for line in outcome.lines if line.get("counted")} == {2}
         assert any(line.get("spare") for line in outcome.lines)

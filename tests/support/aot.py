@@ -116,7 +116,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         digit = {"FIRST": first, "ALL": number < 2, "FEEDBACK": first, "KEEP": first, "BINS": bins}
         yield sparse._count, of, counted | digit
     for kernel in (sparse._tally, sparse._list):
-        yield kernel, of, block | lines | {"PACK": True}
+        yield kernel, of, lines | {"BLOCK": sparse.LISTED, "num_warps": sparse.WARPS, "PACK": True}
     for kernel in (sparse._ones, sparse._spread):
         yield kernel, of | {"wire": "*i64"}, block | lines
     yield sparse._put, {}, block

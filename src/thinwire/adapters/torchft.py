@@ -149,6 +149,7 @@ class ManagerMembers:
         self._membership = Membership(0, (0,), -1)
         self._take: Callable[[Any], None]
         self._received: Any = None  # of a peer, not taken yet
+        self._late = False
 
     def ask(self) -> Membership:
         """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.
@@ -173,6 +174,7 @@ class ManagerMembers:
         except FailedExchange as failure:
             error = failure
         received, self._received = self._received, None
+        self._late |= received is not None
         if any_of(self._inside, error is not None):
             manager.load_state_dict(counts)  # as far behind as before, on all ranks of the replica
             raise error or LostRank(membership.rank, [], "quorum", 0.0, "another rank of this replica could not join")
@@ -189,16 +191,20 @@ class ManagerMembers:
         membership = Membership(heard, tuple(range(size)), manager._quorum_id, (), present - size, spare)
         comm = ManagedComm(manager._pg, Ledger(), manager._timeout)
         comm.take(membership)
-        name = torch.frombuffer(bytearray(self._name.encode("ascii", "replace")), dtype=torch.uint8)
+        late = self._late or self._received is not None
+        text = f"{self._name}{' late' * late:5}"
+        name = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
         rows = torch.zeros(size, len(name), dtype=torch.uint8, device="cpu")
         comm.all_gather(rows, name)
-        pairs = [bytes(row.tolist()).decode().strip().split(" ", 1) for row in rows]
+        texts = [bytes(row.tolist()).decode() for row in rows]
+        behind = tuple(rank for rank, text in enumerate(texts) if text.endswith(" late"))
+        pairs = [text[: len(self._name)].strip().split(" ", 1) for text in texts]
         if unlike := sorted({place for _, place in pairs} - {self._place}):
             raise ThinwireError(
                 f"all replicas must have the same number of ranks: this is rank {self._place}, and another replica's "
                 f"is {unlike[0]}"
             )
-        return membership._replace(names=tuple(name for name, _ in pairs))
+        return membership._replace(names=tuple(name for name, _ in pairs), late=behind)
 
     def vote(self, counts: bool) -> bool:
         """Return whether the step counts for this replica; another may vote otherwise, and one is then behind."""
@@ -206,6 +212,7 @@ class ManagerMembers:
             self._manager.report_error(RuntimeError("thinwire: the exchange failed"))
         patience = 2 * self._manager._timeout  # for this replica's other ranks, which may still wait for a peer
         counted = self._manager.should_commit(timeout=patience)
+        self._late &= not counted
         if not counted:
             self._manager._pg.abort()  # so that who still waits for this replica's messages is told at once
         return counted

@@ -326,7 +326,10 @@ class StepLoop:
 
     def _step(self) -> Step:
         around, number = functools.partial(self.engine.attempt, self.road), self.road.step
-        return Step(number, self.optimizers, self.weights, self.clip_factor, self._agree, around, self._agree_inside)
+        return Step(
+            number, self.optimizers, self.weights, self.clip_factor, self._agree, around, self._agree_inside,
+            lambda: self.engine.void,
+        )  # fmt: skip
 
     def _agree(self, values: Iterable[Tensor]) -> bool:
         """Agree, for a method, whether all ``values`` are finite on all ranks."""

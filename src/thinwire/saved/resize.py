@@ -157,7 +157,7 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
             whole[start : start + count] = value[row, :count]
         residual = f"{kind.removesuffix('server')}residual/{name}"
         target, share = (residual, old.hops[-1][1]) if entry.served else (key, 1)
-        rows = 1 if on_wire else new.hops[-1][1]
+        rows = 1 if (on_wire if entry.one_row is None else entry.one_row) else new.hops[-1][1]
         size = new.parameters[name][1]
         values_of_rank = whole[new.shard[0] * size :][:size]
         span = share * torch.nn.functional.pad(values_of_rank, (0, -len(values_of_rank) % rows)).view(rows, -1)

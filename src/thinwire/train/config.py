@@ -296,10 +296,10 @@ class Config:
             raise ThinwireError(
                 f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
             )
-        if self.elastic and method is not None and method.name == "local-steps":
+        if self.elastic and (getattr(method, "fragments", 1) > 1 or getattr(method, "delay", 0)):
             raise ThinwireError(
-                "--method local-steps does not go with --elastic, whose replicas exchange in every step: use it in "
-                "a loop of your own (thinwire.adapters.torchft)"
+                "--method local-steps with fragments or a delay does not go with --elastic, whose replicas come and "
+                "go: leave them out"
             )
         if self.intra is not None:
             resolve(self.intra)

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.base.device import uploaded
+from thinwire.base.device import upload
 from thinwire.ops.direction import DirectionSegment
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole
-from thinwire.ops.programs import programs_on
+from thinwire.ops.programs import per_stream, programs_on
 
 BLOCK = 1024
 
@@ -46,20 +46,26 @@ def _direction(
     tl.store(along(row_of(g, g_step, row, ALIGN), element, ALIGN), x, mask=inside)
 
 
-def direction(
-    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
-    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, factor: Tensor, beta1: float,
-) -> None:  # fmt: skip
-    first_in, first_out_memory = (second, second_out) if first is None or first_out is None else (first, first_out)
-    programs = programs_on(rows.device, (segment.width for segment in segments), BLOCK)
+@per_stream
+def _tables(device: torch.device, segments: tuple[DirectionSegment, ...]) -> tuple[Tensor, Tensor, bool]:
+    """Return the programs, the table, and whether every segment begins and ends at a multiple of 16."""
     table: list[int] = []
     for segment in segments:
         knobs = np.array([segment.beta2, 1 - segment.beta2, segment.eps], np.float32).view(np.int32)
         table += [segment.start, segment.width, segment.tensor_index, *knobs.tolist()]
     aligned = all(segment.start % 16 == segment.width % 16 == 0 for segment in segments)
+    return programs_on(device, (segment.width for segment in segments), BLOCK), upload(table, device), aligned
+
+
+def direction(
+    rows: Tensor, second: Tensor, second_out: Tensor, first: Tensor | None, first_out: Tensor | None,
+    segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, factor: Tensor, beta1: float,
+) -> None:  # fmt: skip
+    first_in, first_out_memory = (second, second_out) if first is None or first_out is None else (first, first_out)
+    programs, table, aligned = _tables(rows.device, tuple(segments))
     launch(
         _direction, (len(programs) // 2, len(rows)), rows, second, second_out, first_in, first_out_memory, lr, scale,
-        factor, programs, uploaded(table, rows.device), beta1, 1 - beta1, torch.finfo(torch.float32).max,
+        factor, programs, table, beta1, 1 - beta1, torch.finfo(torch.float32).max,
         MOMENTUM=first is not None, BLOCK=BLOCK,
         ALIGN=alignment(rows, second, second_out, first_in, first_out_memory) if aligned else 1,
     )  # fmt: skip

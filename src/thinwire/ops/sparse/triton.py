@@ -3,14 +3,15 @@
 
 The k-th size of each segment is found digit by digit, from the highest: count the values of each digit, take the digit
 whose values include the k-th, go on with these alone. A chosen column's list index is the number chosen before it.
-The first digit is read off all values. The pass of the second one marks which are above the first and which have it,
-mostly a few of a hundred: only these are read again.
+The first digit, the exponent, is read off all values, by histograms of each program's. The pass of the second one marks
+which values are above the first and which have it, mostly fewer than one in ten: only these are read again, and counted
+one by one. The pass of the third one marks anew, by both digits, and leaves next to nothing to be read.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from thinwire.base.alignment import viewable
 from thinwire.ops import sparse as of
-from thinwire.ops.gpu import add_up, alignment, counters, is_last, kernel, launch, row_of, segment_of, zero_words
+from thinwire.ops.gpu import add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, zero_words
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
-from thinwire.ops.programs import programs_on
+from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
 BLOCK = of.BLOCK
 """Columns, or entries of a list, of one program."""
-COUNTED, WARPS = 2048, 8
-"""Columns per program that counts digits, and its warps. Triton 3.6 makes up to 199 registers of 4096 columns in 4
-warps, and 128 of these; 3.9 makes fewer than 64 of either (``tests/support/aot.py``)."""
+COUNTED, LISTED, WARPS = 4096, 2048, 8
+"""Columns per program that counts digits, and that lists what is chosen, and its warps."""
 QUANTIZED = 1024
 """Values that one program quantizes and keeps: of 4096, in 4 warps, Triton 3.6 makes 212 registers."""
-DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))
-"""The lowest bit and the number of values of each digit of a size, which has 31 bits."""
+DIGITS = ((23, 1 << 8), (11, 1 << 12), (0, 1 << 11))
+"""The lowest bit and the number of values of each digit of a size, which has 31 bits. A histogram takes time by its
+bins, of which each thread counts its own."""
+BINS = max(bins for _, bins in DIGITS)
 
 NAN = tl.constexpr(0x7F800001)
 """Any NaN, as a size: all are equal, and larger than infinity."""
@@ -63,14 +65,15 @@ def _count(
 ):  # fmt: skip
     """Count the digits at ``shift`` of sizes that begin as ``state``. The first launch makes ``total``.
 
-    The second one marks the sizes above ``state`` and those that begin as it, in two lines of ``marks`` (2 R, n / 64);
-    the third one reads these alone. A segment's last program adds the k-th size's digit to ``state``, and leaves zeros
-    in ``counts``.
+    The others mark the sizes above ``state`` and those that begin as it, in two lines of ``marks`` (2 R, n / 64), of
+    which the third one reads the latter alone. A segment's last program adds the k-th size's digit to ``state``, and
+    leaves zeros in ``counts``.
     """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
     inside, marks = column < width // 16 * 16, marks + 2 * row * marks_stride + start // 64
     if not ALL:
+        larger = _bits(marks, column, inside) != 0
         inside = _bits(marks + marks_stride, column, inside) != 0
     values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
     if FEEDBACK:
@@ -78,17 +81,30 @@ def _count(
     if KEEP:
         tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
     size, entry = _size(values), row * segment_count + number
-    if not FIRST:
+    counts, digit = counts + entry * BINS, (size >> shift) % BINS
+    if FIRST:
+        histogram = tl.histogram(digit, BINS, mask=inside)
+        tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0, sem="relaxed")
+    else:
         prefix, wanted = (size >> shift) // BINS, (tl.load(state + entry * 2) >> shift) // BINS
-        if ALL:
-            _mark(marks, column, inside & (prefix > wanted), width, BLOCK)
-            _mark(marks + marks_stride, column, inside & (prefix == wanted), width, BLOCK)
+        above = inside & (prefix > wanted)
+        if not ALL:
+            above = above | larger
         inside = inside & (prefix == wanted)
-    histogram = tl.histogram((size >> shift) % BINS, BINS, mask=inside)
-    target = counts + entry * BINS + tl.arange(0, BINS)
-    tl.atomic_add(target, histogram, mask=histogram > 0, sem="relaxed")
+        _mark(marks, column, above, width, BLOCK)
+        _mark(marks + marks_stride, column, inside, width, BLOCK)
+        _count_one_by_one(counts, digit, inside, BINS)
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
-        _digit(segment, state + entry * 2, counts + entry * BINS, shift, FIRST, BINS)
+        _digit(segment, state + entry * 2, counts, shift, FIRST, BINS)
+
+
+@triton.jit
+def _count_one_by_one(counts, digit, inside, BINS: tl.constexpr):
+    """Count the digits ``inside``; the lowest of this program, which is that of zeros, at once."""
+    lowest = tl.min(tl.where(inside, digit, BINS), 0)
+    at_lowest = inside & (digit == lowest)
+    tl.atomic_add(counts + lowest, tl.sum(at_lowest.to(tl.int32), 0), mask=lowest < BINS, sem="relaxed")
+    tl.atomic_add(counts + digit, digit * 0 + 1, mask=inside & ~at_lowest, sem="relaxed")
 
 
 @triton.jit
@@ -340,6 +356,29 @@ def _decode(
     tl.store(row_of(out + start, stride, row, ALIGN) + column, total, mask=inside)
 
 
+class _Tables(NamedTuple):
+    """The table of some segments, which all launches for them read, and which programs take how much of which.
+
+    ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``, ``listed``: of ``COUNTED`` and
+    ``LISTED`` columns. ``high``: of ``BLOCK`` of the wire's high bits.
+    """
+
+    table: Tensor
+    programs: Tensor
+    counted: Tensor
+    listed: Tensor
+    high: Tensor
+    blocks: int
+
+
+@per_stream
+def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
+    widths, high_bits = [segment.width for segment in segments], [8 * segment.high_bytes for segment in segments]
+    programs, counted, listed = (programs_on(device, widths, columns) for columns in (BLOCK, COUNTED, LISTED))
+    table = of.wire_table(segments, device).view(-1)
+    return _Tables(table, programs, counted, listed, programs_on(device, high_bits, BLOCK), programs.shape[0] // 2)
+
+
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None,
@@ -348,26 +387,24 @@ def largest(
     addend = rows if residual is None else residual
     aligned, entries = alignment(rows, addend, total), count * len(segments)
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
-    counts = counters(device, entries * (DIGITS[0][1] + 1))
-    ends = counts[entries * DIGITS[0][1] :]
+    counts = counters(device, entries * (BINS + 1))
+    ends = counts[entries * BINS :]
     marks = torch.empty((2 * count, rows.shape[1] // 64), dtype=torch.int64, device=device)
-    widths, table = [segment.width for segment in segments], of.wire_table(segments, device)
-    programs = programs_on(device, widths, COUNTED)
+    table, _, counted, listed, _, _ = _tables(device, segments)
     for shift, bins in DIGITS:
         first = (shift, bins) == DIGITS[0]
         source = rows if first else total
         launch(
-            _count, (len(programs) // 2, count), programs, table.view(-1), source, addend, total, state, counts, ends,
+            _count, (counted.shape[0] // 2, count), counted, table, source, addend, total, state, counts, ends,
             marks, len(segments), shift, FIRST=first, ALL=shift > 0, FEEDBACK=first and residual is not None,
             KEEP=first and total_out is not None, BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
             num_warps=WARPS,
         )  # fmt: skip
-    programs = programs_on(device, widths, BLOCK)
-    grid = len(programs) // 2, count
+    grid = listed.shape[0] // 2, count
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
-    words = table if wire is None else viewable(wire).view(torch.int64)
-    constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": BLOCK, "FIELDS": of.FIELDS}
-    values = programs, table.view(-1), total, state, marks, tallies
+    words = marks if wire is None else viewable(wire).view(torch.int64)
+    constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": LISTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
+    values = listed, table, total, state, marks, tallies
     launch(_tally, grid, *values, ends, words, len(segments), words.shape[1], **constants)
     launch(_list, grid, *values, positions, payload, words, len(segments), positions.shape[1], **constants)
 
@@ -381,7 +418,7 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
 
 
 def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
-    grid = triton.cdiv(positions.shape[1], BLOCK), len(positions)
+    grid = cdiv(positions.shape[1], BLOCK), len(positions)
     launch(_put, grid, payload, positions, out, positions.shape[1], BLOCK=BLOCK)
 
 
@@ -391,13 +428,13 @@ def send(
     count, m = payload.shape
     keep, target = remainder is not None, payload if remainder is None else remainder
     if values.format is None:
-        grid = triton.cdiv(m, BLOCK), count
+        grid = cdiv(m, BLOCK), count
         launch(_send_whole, grid, payload, positions, values.codes, target, m, KEEP=keep, BLOCK=BLOCK)
         return
     group, groups = values.format.group, m // values.format.group
     per_program = max(1, QUANTIZED // group)
     launch(
-        _send, (triton.cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
+        _send, (cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
         groups, KEEP=keep, GROUP=group, BLOCK=per_program, FOUR=values.format.bits == 4,
     )  # fmt: skip
 
@@ -409,9 +446,9 @@ def decode(
     words = torch.empty((len(wire), out.shape[1] // 64), dtype=torch.int64, device=out.device)
     offsets = _read(wire, segments, words)
     bits, group = (32, 1) if values.format is None else (values.format.bits, values.format.group)
-    programs = programs_on(out.device, (segment.width for segment in segments), BLOCK)
+    table, programs, *_ = _tables(out.device, segments)
     launch(
-        _decode, (len(programs) // 2, len(out)), programs, of.wire_table(segments, out.device).view(-1), words, offsets,
+        _decode, (programs.shape[0] // 2, len(out)), programs, table, words, offsets,
         values.codes, values.codes if values.scales is None else values.scales, out, scale or 1.0,
         len(wire) // len(out), SUM=scale is not None, BITS=bits, PER_SCALE=group, BLOCK=BLOCK, FIELDS=of.FIELDS,
         ALIGN=alignment(out),
@@ -424,14 +461,12 @@ def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positio
 
 def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
     """Make ``words`` masks of the positions; return how many lie before each ``BLOCK`` columns, in their segment."""
-    bits, table = viewable(wire).view(torch.int64), of.wire_table(segments, wire.device).view(-1)
-    programs = programs_on(wire.device, (8 * segment.high_bytes for segment in segments), BLOCK)
+    bits, (table, _, _, _, programs, blocks) = viewable(wire).view(torch.int64), _tables(wire.device, segments)
     constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
-    grid = len(programs) // 2, len(wire)
+    grid = programs.shape[0] // 2, len(wire)
     tallies = torch.empty((len(wire), 1 + grid[0]), dtype=torch.int32, device=wire.device)
     ends = counters(wire.device, len(wire))
     launch(_ones, grid, programs, table, bits, tallies, ends, words, words.shape[1], **constants)
-    blocks = sum(-(-segment.width // BLOCK) for segment in segments)
     offsets = torch.empty((len(wire), blocks), dtype=torch.int32, device=wire.device)
     launch(_spread, grid, programs, table, bits, tallies, words, offsets, **constants)
     return offsets
