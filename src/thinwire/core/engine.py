@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -102,7 +103,12 @@ class Engine:
 
     def gradients(self) -> list[Tensor | None]:
         """Return this rank's part of the gradients of all trained parameters."""
-        return [parameter.grad for parameter in self.model.parameters() if parameter.requires_grad]
+        return [parameter.grad for parameter in self._all_parameters if parameter.requires_grad]
+
+    @functools.cached_property
+    def _all_parameters(self) -> list[Tensor]:
+        """The model's, listed once: to walk through its modules again takes the host as long as some launches."""
+        return list(self.model.parameters())
 
     def accumulated(self) -> bool:
         """Does this rank have gradients that torch keeps from the optimizer?"""

@@ -192,7 +192,7 @@ class DDP(Engine):
             self._dropped = all_zero(weight.grad for weight in step_loop.exchanged())
 
     def _trained(self) -> list[Tensor]:
-        return [weight for weight in self.model.module.parameters() if id(weight) in self.parameters]
+        return [weight for weight in self._all_parameters if id(weight) in self.parameters]
 
     def cut_short(self) -> bool:
         # Buckets leave in order: none follows one that lacks a gradient. torch says so in the next forward pass only.
