@@ -723,7 +723,7 @@ def test_other_data_need_a_word_and_other_rates_are_told():
         run_settings.compare(fewer, described())
     with pytest.raises(ThinwireError, match=r"another kind of run: layers was 3 and is 2 now$"):
         run_settings.compare(fewer, described(), resize="flush")
-    assert "world_size 2 there" in run_settings.compare(fewer | {"layers": 2}, described(), resize="flush")
+    assert "world_size was 2" in run_settings.compare(fewer | {"layers": 2}, described(), resize="flush")
 
 
 # --- whole runs of one rank -------------------------------------------------------------------------------------------
