@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     told = f"{options.values:,.0f} values, {options.link:g} Mbit/s"
     print(f"{options.old.name} -> {options.new.name}; seconds for {told}")
-    print(f"{'':52} {'bytes/value':>11} {'encode':>8} {'link':>8}")
+    print(f"{'':58} {'bytes/value':>11} {'encode':>8} {'link':>8}")
     for part in ("weights", "second moments"):
         old, new = (read(path, part) for path in (options.old, options.new))
         if not new:
@@ -84,7 +84,7 @@ def main() -> None:
             size = len(encode()) / len(after)
             encode_s = (time.perf_counter() - began) * options.values / len(after)
             link_s = 8e-6 * size * options.values / options.link
-            print(f"{part + ', ' + name:52} {size:11.2f} {encode_s:6.1f} s {link_s:6.1f} s")
+            print(f"{part + ', ' + name:58} {size:11.2f} {encode_s:6.1f} s {link_s:6.1f} s")
 
 
 if __name__ == "__main__":

@@ -150,6 +150,29 @@ def test_a_run_of_one_replica(manager):
     assert set(manager.functions) == {"thinwire"}
 
 
+def attempt(step: int, takes: dict[int, float], keeps: dict[int, float], delivered: float) -> list[dict[str, Any]]:
+    """The lines of an attempt at ``step`` that counts: what processes took and kept, and what was delivered."""
+    named: dict[str, Any] = {"attempt": step, "number": 1}
+    lines = [{"process": of, **named, "takes": values} for of, values in takes.items()]
+    lines += [{"process": of, **named, "keeps": values} for of, values in keeps.items()]
+    counted = {"step": step, "number": 1, "counted": True, "delivered": delivered}
+    return lines + [{"process": of, **counted} for of in keeps]
+
+
+@pytest.mark.parametrize("vanishes", [0.0, 0.5])
+def test_the_books_notice_what_goes_missing(vanishes, monkeypatch):
+    """Process 2 dies after step 1, with 1 that waits; process 3 comes; process 1 forgets a part of what waits on it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from books import balance
+
+    lines = attempt(1, {1: 4.0, 2: 3.0}, {1: 2.0, 2: 1.0}, 4.0)
+    lines += attempt(2, {1: 1.0, 3: 2.0}, {1: 1.0 - vanishes, 3: 1.0}, 3.0)
+    lines.append({"process": 1, "attempt": 3, "number": 2, "takes": 9.0})  # of an attempt that did not count
+    found = balance(lines)
+    assert found.lost == 1
+    assert (found.gap > 0.1) is (vanishes > 0)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is not None, reason="torchft is installed")
 def test_the_command_that_installs_torchft_is_named():
     with pytest.raises(thinwire.ThinwireError, match=r"pip install 'thinwire\[elastic\]'"):

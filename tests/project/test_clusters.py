@@ -238,7 +238,8 @@ def test_the_program_of_ray_train_learns_and_goes_on_when_a_worker_is_lost(tmp_p
     with ended([process]):
         out = process.communicate(timeout=400 * PATIENCE)[0]
     assert process.returncode == 0, out[-3000:]
-    assert all(f"worker {rank} goes on after step 20" in out for rank in range(2)), out[-3000:]
+    # The last report before the loss may not have reached Ray's controller.
+    assert all(re.search(rf"worker {rank} goes on after step [12]0", out) for rank in range(2)), out[-3000:]
     first, last = (re.search(rf"step {step}: loss ([0-9.]+), ([0-9.]+) MB sent", out) for step in (10, 40))
     assert first and last and float(last[1]) < float(first[1]) - 0.2 and 0 < float(last[2]) < 1.2, out[-3000:]
 

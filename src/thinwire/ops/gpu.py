@@ -111,9 +111,9 @@ def _counters(device: torch.device, stream: Any, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
-def cdiv(size: int, of: int) -> int:
-    """Return how many parts ``of`` a size there are; Triton's own is for kernels, and slow on the host."""
-    return -(-size // of)
+def cdiv(size: int, step: int) -> int:
+    """Return how many times ``step`` covers ``size``; Triton's own is for kernels, and slow on the host."""
+    return -(-size // step)
 
 
 def alignment(*values: Tensor) -> int:
@@ -162,7 +162,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = Fa
     Raises:
         ThinwireError: the grid is larger than CUDA's; a dry run (``tests/support/dry_cuda.py``) raises it, too.
     """
-    if max(grid) > GRID[-1] and any(size > most for size, most in zip(grid, GRID, strict=False)):
+    if max(grid) > GRID[-1] and any(size > limit for size, limit in zip(grid, GRID, strict=False)):
         raise ThinwireError(f"{kernel}: CUDA takes grids of up to {GRID} programs, not {grid}: send fewer rows at once")
     flattened: list[Any] = []
     kinds: list[Any] = [id(kernel), fused]
