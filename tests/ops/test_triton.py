@@ -267,6 +267,14 @@ with host_launch.a_device() as device:
         same = [launch[:6] + launch[9:] for launch in first]  # not the hooks
         assert all([launch[:6] + launch[9:] for launch in launches] == same for launches in later), name
     assert all(host_launch.gpu._bound.values())
+    # A kernel that has run before compress() gets its other variants there all the same.
+    from triton.runtime.jit import JITFunction
+    warmed, warmup = set(), JITFunction.warmup
+    JITFunction.warmup = lambda *words, **more: (warmed.add(more.get("ALIGN")), warmup(*words, **more))[1]
+    host_launch.backends.every_variant.set(True)
+    for call in host_launch.cases(device).values():
+        call()
+    assert warmed >= {{16, 1}}, warmed
 print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

@@ -207,7 +207,7 @@ def _launch(
     fused: bool,
 ) -> None:  # fmt: skip
     key = (*kinds, *constants, *constants.values())
-    if (bound := _bound.get(key)) is not None:
+    if (bound := _bound.get(key)) is not None and not every_variant.get():
         try:
             bound.launch(grid, kinds[0], arguments)
         except (TypeError, AttributeError) as error:
