@@ -22,6 +22,8 @@ import itertools
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -35,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from books import Balance, balance
 from thinwire.lab.cluster import Cluster
 from thinwire.train.job.status import share_of_steps
 from thinwire.train.supervisor import SERVE
@@ -58,12 +61,19 @@ class Event:
 
 @dataclass
 class Outcome:
-    """What the replicas of one method wrote. ``gaps``: seconds between steps that counted, on the run's own clock."""
+    """What the replicas of one method wrote. ``gaps``: seconds between steps that counted, on the run's own clock.
+
+    ``batches``: that counted, since the start. ``balance``: of the books, if they were kept. ``load``: processes that
+    wanted a core, on average.
+    """
 
     lines: list[dict[str, Any]]
     seconds: float
     events: list[Event]
     failed: list[str] = field(default_factory=list)
+    batches: int = 0
+    balance: Balance | None = None
+    load: float = 0.0
 
     @property
     def counted(self) -> dict[int, list[dict[str, Any]]]:
@@ -92,9 +102,13 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """The mean loss of the last twenty steps."""
-        steps = sorted(self.counted)[-20:]
-        return statistics.fmean(line["loss"] for step in steps for line in self.counted[step])
+        """The mean loss of the last hundred steps, without that of a replica that joined, before it had the weights."""
+        counted, seen = self.counted, set[int]()
+        steps, losses = sorted(counted), list[float]()
+        for step in steps:
+            losses += [line["loss"] for line in counted[step] if line["process"] in seen and step >= steps[-100:][0]]
+            seen |= {line["process"] for line in counted[step]}
+        return statistics.fmean(losses)
 
     def told(self, event: Event) -> str:
         """Say when the others, and those that the event fell on, took their next step."""
@@ -120,12 +134,14 @@ class Replicas:
     """Processes of ``replica.py``, each with a file of what it printed. They end with the cluster."""
 
     def __init__(
-        self, cluster: Cluster, folder: Path, lighthouse: str, options: argparse.Namespace, method: str
-    ) -> None:
+        self, cluster: Cluster, folder: Path, lighthouse: str, options: argparse.Namespace, method: str,
+        until: int = 1_000_000,
+    ) -> None:  # fmt: skip
         self._cluster, self._folder, self._lighthouse, self._options = cluster, folder, lighthouse, options
-        self._arguments = ["--until", "1000000", "--hidden", str(options.hidden), "--timeout", str(options.timeout)]
+        self._arguments = ["--until", str(until), "--hidden", str(options.hidden), "--timeout", str(options.timeout)]
         self._arguments += ["--min-replicas", str(options.min_replicas), "--shards", str(options.shards)]
         self._arguments += ["--spares"] if options.spares else []
+        self._arguments += ["--books"] if options.books and method != "torchft" else []
         self._arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
         self.names = [f"r{number}" for number in range(options.replicas)]
         self.processes: dict[str, list[subprocess.Popen[bytes]]] = {}
@@ -241,17 +257,48 @@ def run(method: str, options: argparse.Namespace) -> Outcome:
             if replicas.errors():
                 raise SystemExit(f"{method}: {replicas.errors()}")
             time.sleep(0.2)
-        began = time.time()
-        events = play(replicas, options, began)
+        began, loads = time.time(), list[float]()
+        events = play(replicas, options, began, loads)
         failed = replicas.errors()
         for name in list(replicas.processes):
             replicas.signal(name, signal.SIGKILL)
-        lines = [line for line in replicas.lines() if line.get("time", 0) >= began]
-        return Outcome(lines, time.time() - began, events, failed)
+        seconds, every_line = time.time() - began, replicas.lines()
+        lines = [line for line in every_line if line.get("time", 0) >= began]
+        if options.keep:
+            stem = options.keep / re.sub(r"\W+", "-", method).strip("-")
+            keep(stem, every_line, events, began)
+            if failed:
+                shutil.copytree(folder, stem, dirs_exist_ok=True)
+        steps = {line["step"]: line["replicas"] for line in every_line if line.get("counted")}
+        books = balance(every_line) if any("takes" in line for line in every_line) else None
+        return Outcome(lines, seconds, events, failed, sum(steps.values()), books, statistics.fmean(loads))
 
 
-def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[Event]:
-    """Let things happen to ``replicas`` until the time is over and all are back; return them."""
+def undisturbed(method: str, options: argparse.Namespace, batches: int) -> float:
+    """Return the loss of all replicas after as many ``batches`` as a run that was disturbed has learnt."""
+    calm = argparse.Namespace(**{**vars(options), "pause": 0.0, "books": False, "link": None, "slow": 1.0})
+    with tempfile.TemporaryDirectory() as folder, Cluster(options.replicas + 1, link="loopback") as cluster:
+        # All together from the first step, or the first ones would count some alone.
+        lighthouse = start_lighthouse(cluster, options.replicas, options.replicas)
+        replicas = Replicas(cluster, Path(folder), lighthouse, calm, method, until=batches // options.replicas)
+        for name in replicas.names:
+            replicas.start(name)
+        while not all(process.poll() is not None for ranks in replicas.processes.values() for process in ranks):
+            time.sleep(0.2)
+        return Outcome(replicas.lines(), 0.0, []).loss
+
+
+def keep(stem: Path, lines: list[dict[str, Any]], events: list[Event], began: float) -> None:
+    """Write the lines of a run, and a line for each event."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    told = [{"event": event.kind, "of": event.names, "time": event.time, "end": event.end} for event in events]
+    with stem.with_suffix(".jsonl").open("w") as out:
+        for line in [{"began": began}, *told, *lines]:
+            out.write(json.dumps(line) + "\n")
+
+
+def play(replicas: Replicas, options: argparse.Namespace, began: float, loads: list[float]) -> list[Event]:
+    """Let things happen to ``replicas`` until the time is over and all are back; return them. Note the load."""
     draw, events = random.Random(options.seed), list[Event]()
     back: list[tuple[float, Event]] = []
     next_event = began + options.every
@@ -283,6 +330,7 @@ def play(replicas: Replicas, options: argparse.Namespace, began: float) -> list[
                 events.append(Event("killed", [draw.choice(present)], now))
                 replicas.kill(events[-1].names[0], draw)
                 back.append((now + draw.uniform(options.least, options.most), events[-1]))
+        loads.append(os.getloadavg()[0])
         time.sleep(0.05)
     return events
 
@@ -305,6 +353,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=10, help="seconds that a replica waits for another")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of computing in a step")
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--keep", type=Path, help="a folder for a file of each method: its events and its steps")
+    parser.add_argument("--books", action="store_true", help="check that all that is taken is delivered or lost")
+    parser.add_argument("--calm", action="store_true", help="the loss of a run without events, too, after as much data")
     parser.add_argument("--events", action="store_true", help="print a line for each event")
     parser.add_argument("--seed", type=int, default=1, help="whom it falls on, and when who is back")
     options = parser.parse_args(arguments)
@@ -317,14 +368,20 @@ def main() -> None:
     options = parse()
     kind = "cut in two" if options.cut else "one stopped" if options.stop else "one killed"
     print(f"{options.replicas} replicas of {options.shards}, {kind} every {options.every:g} s, seed {options.seed}")
-    print(f"{'method':36} {'events':>6} {'steps':>6} {'goodput':>8} {'longest gap':>11} {'loss':>8}  weights")
+    heads = [f"{'method':36} {'events':>6} {'steps':>6} {'goodput':>8} {'longest gap':>11} {'loss':>8}"]
+    heads += [f"{'undisturbed':>11}"] * options.calm + [f"{'missing':>9}"] * options.books + [f"{'load':>5}  weights"]
+    print(" ".join(heads))
     wrong = False
     for method in options.method or ["torchft", "dense", "int8(smallest=0)", "trickle(density=0.05, smallest=0)"]:
         outcome = run(method, options)
         equal = "equal at every step" if not outcome.unequal else f"unequal at step {outcome.unequal[0]}"
         wrong |= bool(outcome.unequal or outcome.failed)
-        figures = f"{len(outcome.events):6} {len(outcome.counted):6} {outcome.goodput:8.1%} {max(outcome.gaps):9.2f} s"
-        print(f"{method:36} {figures} {outcome.loss:8.4f}  {equal} {' '.join(outcome.failed)}", flush=True)
+        texts = [f"{method:36} {len(outcome.events):6} {len(outcome.counted):6} {outcome.goodput:8.1%}"]
+        texts += [f"{max(outcome.gaps):9.2f} s {outcome.loss:8.4f}"]
+        texts += [f"{undisturbed(method, options, outcome.batches):11.4f}"] if options.calm else []
+        if options.books:
+            texts += [f"{outcome.balance.gap:9.1e}" if outcome.balance else "        -"]
+        print(" ".join([*texts, f"{outcome.load:5.1f}"]), "", equal, " ".join(outcome.failed), flush=True)
         for event in outcome.events if options.events else ():
             print(f"    {outcome.told(event)}", flush=True)
     raise SystemExit(wrong)

@@ -1,4 +1,4 @@
-"""One rank of a replica of a small run under torchft: an MLP that learns a linear map, with compressed gradients.
+"""One rank of a replica of a small run under torchft: an MLP that learns a noisy linear map, with compressed gradients.
 
     TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 python benchmarks/elastic/replica.py NAME --method trickle --until 500
 
@@ -27,10 +27,11 @@ import torchft
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
+from books import Books
 from thinwire import methods
 from thinwire.adapters.torchft import compress
+from thinwire.network.comm import local
 
 WIDTH = 64
 MEET_S = 60.0  # for the ranks of a replica to find each other
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--shard", type=int, default=0, help="this rank's number in its replica")
     parser.add_argument("--shards", type=int, default=1, help="ranks of a replica, which shard the model (HSDP)")
     parser.add_argument("--meet", type=Path, help="a file in which rank 0 tells the others its port")
+    parser.add_argument("--books", action="store_true", help="write what is taken, delivered and waits, too")
     parser.add_argument("--address", default="127.0.0.1", help="at which other replicas reach this one")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -99,9 +101,13 @@ def meet(options: argparse.Namespace) -> Any:
 
 def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: argparse.Namespace) -> None:
     name = f"{options.name}/{options.shard}" if options.shard else options.name
-    generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big") % 2**63)
+    generator = torch.Generator()
     target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9))
-    wire = None
+    wire = books = None
+
+    def write(line: dict[str, Any]) -> None:
+        print(json.dumps({"process": os.getpid(), "shard": options.shard, **line}), flush=True)
+
     if options.dense_torchft:
         manager.register_state_dict_fn(
             "replica",
@@ -110,15 +116,20 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
         )
     else:
         wire = compress(model, optimizer, method, manager=manager)
+        books = Books(wire, manager, model, write) if options.books else None
     began = time.time()
     print(json.dumps({"time": round(began, 3), "replica": options.name, "ready": True}), flush=True)
     while manager.current_step() < options.until:
         before = manager.current_step()
         if wire is None:
             manager.start_quorum()
+        # An attempt that did not count is taken again on the same data, by a new process, too.
+        taken = before if wire is None else wire.step - wire.skipped
+        generator.manual_seed(int.from_bytes(hashlib.sha1(f"{name} {taken}".encode()).digest()[:4], "big"))
         x = torch.randn(32, WIDTH, generator=generator)
         optimizer.zero_grad()
-        loss = ((model(x) - x @ target) ** 2).mean()
+        noise = torch.randn(32, WIDTH, generator=generator)  # without it, a long run's loss is 0
+        loss = ((model(x) - x @ target - noise) ** 2).mean()
         loss.backward()
         if options.pause:
             time.sleep(options.pause)
@@ -131,8 +142,8 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
                 optimizer.step()
         step = manager.current_step()
         line = {
-            "time": round(time.time(), 3), "replica": options.name, "shard": options.shard, "step": step,
-            "counted": step > before, "replicas": manager.num_participants(), "loss": round(float(loss.detach()), 5),
+            "time": round(time.time(), 3), "replica": options.name, "step": step, "counted": step > before,
+            "replicas": manager.num_participants(), "loss": round(float(loss.detach()), 5),
         }  # fmt: skip
         if manager.participating_rank() is None:
             line["spare"] = True
@@ -140,7 +151,9 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
             line["hash"] = digest(model)
         if wire is not None and wire.turnover.losses:
             line["lost"] = round(sum(loss.norm**2 for loss in wire.turnover.losses.values()) ** 0.5, 6)
-        print(json.dumps(line), flush=True)
+        if books is not None:
+            line |= {"number": books.number, "delivered": books.delivered}
+        write(line)
     seconds = time.time() - began
     print(json.dumps({"replica": options.name, "done": True, "seconds": round(seconds, 2)}), flush=True)
 
@@ -149,8 +162,7 @@ def digest(model: nn.Module) -> str:
     """Hash the bits of all weights, or of this rank's part of them."""
     state = hashlib.sha1()
     for weight in model.parameters():
-        part = weight.to_local() if isinstance(weight, DTensor) else weight
-        state.update(part.detach().contiguous().numpy().tobytes())
+        state.update(local(weight).detach().contiguous().numpy().tobytes())
     return state.hexdigest()[:12]
 
 

@@ -1,12 +1,17 @@
-"""Ray Train with a thin exchange, two workers with gloo on CPUs.  python examples/clusters/ray_train.py [METHOD]"""
+"""Ray Train with a thin exchange, two workers with gloo on CPUs.  python examples/clusters/ray_train.py [METHOD [STEP]]
 
+When a worker is lost (here: worker 1 in STEP, once), Ray ends the others, too, and starts all of them again: they go on
+from the last checkpoint, with what waited on each.
+"""
+
+import os
 import sys
 import tempfile
 
 import ray
 import ray.train
 import torch
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch import nn
 
@@ -22,10 +27,19 @@ def train(config: dict) -> None:
     model = ray.train.torch.prepare_model(model)  # DistributedDataParallel, on the worker's device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wire = thinwire.compress(model, optimizer, config["method"], steps=STEPS)
-    rank = ray.train.get_context().get_world_rank()
-    data = torch.Generator().manual_seed(rank)
+    rank, done = ray.train.get_context().get_world_rank(), 0
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as folder:
+            done, weights, moments = torch.load(f"{folder}/model.pt").values()
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(moments)
+            wire.load_state_dict(torch.load(f"{folder}/wire-{rank}.pt"))  # after the other two
+        print(f"worker {rank} goes on after step {done}", flush=True)
     device = next(model.parameters()).device
-    for step in range(1, STEPS + 1):
+    for step in range(done + 1, STEPS + 1):
+        if rank == 1 and step == config["lost in"] and done == 0:
+            os._exit(1)
+        data = torch.Generator().manual_seed(2 * step + rank)
         tokens = torch.randint(0, VOCABULARY, (1024,), generator=data).to(device)
         loss = nn.functional.cross_entropy(model(tokens), (3 * tokens + 1) % VOCABULARY)
         loss.backward()
@@ -33,21 +47,27 @@ def train(config: dict) -> None:
         optimizer.zero_grad()
         if step % 10 == 0:
             sent = sum(wire.last_step()["wire_bytes_per_step"].values())
-            ray.train.report({"step": step, "loss": loss.item(), "wire_mb": sent / 1e6})  # on all workers
+            with tempfile.TemporaryDirectory() as folder:  # one checkpoint of the files of all workers
+                torch.save(wire.state_dict(), f"{folder}/wire-{rank}.pt")
+                if rank == 0:
+                    state = {"done": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save(state, f"{folder}/model.pt")
+                figures = {"step": step, "loss": loss.item(), "wire_mb": sent / 1e6}
+                ray.train.report(figures, checkpoint=Checkpoint.from_directory(folder))  # on all workers
             if rank == 0:
                 print(f"step {step}: loss {loss.item():.3f}, {sent / 1e6:.3f} MB sent", flush=True)
     wire.close()
 
 
-def main(method: str = "int8") -> None:
+def main(method: str = "int8", lost_in: str = "0") -> None:
     ray.init(include_dashboard=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
             train,
-            train_loop_config={"method": method},
+            train_loop_config={"method": method, "lost in": int(lost_in)},
             scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available()),
             torch_config=TorchConfig(backend="nccl" if torch.cuda.is_available() else "gloo"),
-            run_config=RunConfig(storage_path=folder),
+            run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=3)),
         )
         trainer.fit()
     ray.shutdown()

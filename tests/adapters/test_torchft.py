@@ -124,7 +124,7 @@ def test_a_quorum_that_never_comes_ends_the_replica_in_one_line(manager):
         raise TimeoutError("status: DeadlineExceeded\nat some place")
 
     manager.start_quorum = never
-    with pytest.raises(thinwire.ThinwireError, match="is the lighthouse up") as error:
+    with pytest.raises(thinwire.ThinwireError, match="is the lighthouse running") as error:
         adapter.ManagerMembers(manager).ask()
     assert "\n" not in str(error.value)
 
@@ -150,6 +150,29 @@ def test_a_run_of_one_replica(manager):
     assert set(manager.functions) == {"thinwire"}
 
 
+def attempt(step: int, takes: dict[int, float], keeps: dict[int, float], delivered: float) -> list[dict[str, Any]]:
+    """The lines of an attempt at ``step`` that counts: what processes took and kept, and what was delivered."""
+    named: dict[str, Any] = {"attempt": step, "number": 1}
+    lines = [{"process": of, **named, "takes": values} for of, values in takes.items()]
+    lines += [{"process": of, **named, "keeps": values} for of, values in keeps.items()]
+    counted = {"step": step, "number": 1, "counted": True, "delivered": delivered}
+    return lines + [{"process": of, **counted} for of in keeps]
+
+
+@pytest.mark.parametrize("vanishes", [0.0, 0.5])
+def test_the_books_notice_what_goes_missing(vanishes, monkeypatch):
+    """Process 2 dies after step 1, with 1 that waits; process 3 comes; process 1 forgets a part of what waits on it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from books import balance
+
+    lines = attempt(1, {1: 4.0, 2: 3.0}, {1: 2.0, 2: 1.0}, 4.0)
+    lines += attempt(2, {1: 1.0, 3: 2.0}, {1: 1.0 - vanishes, 3: 1.0}, 3.0)
+    lines.append({"process": 1, "attempt": 3, "number": 2, "takes": 9.0})  # of an attempt that did not count
+    found = balance(lines)
+    assert found.lost == 1
+    assert (found.gap > 0.1) is (vanishes > 0)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is not None, reason="torchft is installed")
 def test_the_command_that_installs_torchft_is_named():
     with pytest.raises(thinwire.ThinwireError, match=r"pip install 'thinwire\[elastic\]'"):
@@ -173,13 +196,14 @@ def test_replicas_that_are_killed_and_come_back(method, given, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import kills
 
-    common = "--replicas 3 --seconds 8 --every 3 --least 1 --most 2 --hidden 32"
+    common = "--replicas 3 --seconds 8 --every 3 --least 1 --most 2 --hidden 32 --books"
     options = kills.parse([*common.split(), *given.split()])
     outcome = kills.run(method, options)
     assert outcome.events and not outcome.failed
     first, later = outcome.events[0], [line for line in outcome.lines if line.get("counted")]
     assert any(line["replica"] in first.names and line["time"] > first.end for line in later)
     assert not outcome.unequal and len(outcome.counted) > 20
+    assert outcome.balance is None or options.spares or outcome.balance.gap < 1e-4  # what a spare loses is not in them
     if options.spares:
         assert {line["replicas"] for line in outcome.lines if line.get("counted")} == {2}
         assert any(line.get("spare") for line in outcome.lines)

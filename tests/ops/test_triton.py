@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,12 +24,12 @@ from launches import LaunchWatch
 from programs import needs_triton, run_python
 from test_dry_run import exchange_of
 from test_memory import method_of
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
-from thinwire.ops import mask, quant
+from thinwire.ops import backends, mask, quant
 from thinwire.ops.backends import launches
 from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
 from thinwire.plan.plan import road_of
@@ -55,7 +56,7 @@ def test_every_launch_goes_through_the_one_that_minds_the_device():
 
 def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
     """Whichever is the current one: a rank need not have called ``torch.cuda.set_device``."""
-    inside = []
+    inside, seen, current = [], [], [0]
 
     @contextmanager
     def device_of(tensor):
@@ -64,11 +65,94 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
         inside.clear()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    seen = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1)
     rows, out = torch.zeros(3, 64, device="meta"), torch.zeros(64, device="meta")
-    with dry_cuda.run(lambda name, variant: seen.extend(inside)):
+    with dry_cuda.run(lambda name, variant: seen.append(list(inside))):
         quant.sum_rows(rows, out)
-    assert len(seen) == 1 and seen[0] is rows
+        current[0] = 1
+        quant.sum_rows(rows, out)
+    assert [len(tensors) for tensors in seen] == [1, 0] and seen[0][0] is rows
+
+
+class Compiled:
+    """What Triton returns of a launch: ``ways`` is told of each launch of it."""
+
+    function, packed_metadata = "code", (4, 1, 0)
+
+    def __init__(self, ways, fails=False):
+        self.ways, self.fails = ways, fails
+
+    def run(self, x, y, z, stream, function, metadata, told, before, after, *arguments):
+        if self.fails:
+            raise TypeError("function takes 12 arguments")
+        assert (stream, function, metadata) == (7, "code", (4, 1, 0)) and told is before is after is None
+        self.ways.append(("bound", (x, y, z), *arguments))
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.ways.append(("told", grid, *arguments))
+
+
+def runtime(of_launch, *hooks):
+    """Give the stand-in for Triton what launches ask of it; ``hooks`` want to hear of each."""
+    module = of_launch.__globals__["triton"]
+    module.knobs = SimpleNamespace(runtime=SimpleNamespace(
+        launch_enter_hook=SimpleNamespace(calls=list(hooks)), launch_exit_hook=SimpleNamespace(calls=[])
+    ))  # fmt: skip
+    active = SimpleNamespace(get_current_stream=lambda index: 7)
+    module.runtime = SimpleNamespace(driver=SimpleNamespace(active=active))
+
+
+class Jitted:
+    arg_names = ("rows", "rows_stride", "n", "BLOCK")
+
+    def __init__(self, fails=False):
+        self.ways, self.compiled = [], []
+        self.fails = fails
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.ways.append(("Triton", grid, *arguments, constants))
+            self.compiled.append(Compiled(self.ways, self.fails))
+            return self.compiled[-1]
+
+        return run
+
+
+def test_what_is_compiled_is_looked_up_once_for_all_launches_with_the_same_types():
+    """Other values find it, another dtype, an integer of 64 bits, another constant or another option does not."""
+    rows, narrow = torch.zeros(3, 64, device="meta"), torch.zeros(3, 64, dtype=torch.int16, device="meta")
+    with dry_cuda.run():
+        launch, kernel = backends.host_code.get()["thinwire.ops.quant"].launch, Jitted()
+        runtime(launch)
+        launch(kernel, (5,), rows, 7, BLOCK=8)
+        launch(kernel, (6, 2), rows[:, :16], 9, BLOCK=8)
+        assert kernel.ways == [
+            ("Triton", (5,), rows, 64, 7, {"BLOCK": 8, "enable_fp_fusion": False}), kernel.ways[1]
+        ]  # fmt: skip
+        way, grid, values, stride, n, block = kernel.ways[1]
+        assert (way, grid, values.shape, stride, n, block) == ("bound", (6, 2, 1), (3, 16), 64, 9, 8)
+        for other in ((narrow, 7), (rows, 2**31), (rows, 7.0)):
+            launch(kernel, (5,), *other, BLOCK=8)
+        launch(kernel, (5,), rows, 7, BLOCK=16)
+        launch(kernel, (5,), rows, 7, BLOCK=8, num_warps=8)
+        launch(kernel, (5,), rows, 7, BLOCK=8, fused=True)
+        launch(Jitted(), (5,), rows, 7, BLOCK=8)
+        runtime(launch, print)
+        launch(kernel, (5,), rows, 7, BLOCK=8)
+    assert [way for way, *_ in kernel.ways[2:]] == ["Triton"] * 6 + ["told"]
+
+
+def test_a_triton_that_launches_otherwise_is_warned_of_and_used():
+    rows = torch.zeros(3, 64, device="meta")
+    with dry_cuda.run():
+        launch, kernel = backends.host_code.get()["thinwire.ops.quant"].launch, Jitted(fails=True)
+        runtime(launch)
+        launch(kernel, (5,), rows, 7, BLOCK=8)
+        with pytest.warns(ThinwireWarning, match="does not launch what it has compiled as others do"):
+            launch(kernel, (5,), rows, 7, BLOCK=8)
+        launch(kernel, (5,), rows, 7, BLOCK=8)
+    assert [way for way, *_ in kernel.ways] == ["Triton"] * 3
 
 
 def test_a_grid_beyond_cudas_is_refused_by_a_dry_run():
@@ -157,6 +241,44 @@ print("checked")
 TRITONS = [str(folder) for folder in sorted(SOURCE.parents[1].glob("build/triton-*"))] or [""]
 """Folders of Tritons (``pip install --no-deps --target build/triton-3.6.0 triton==3.6.0``: torch 2.11 brings that one),
 or the installed one."""
+
+
+@pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
+def test_later_launches_hand_the_driver_what_the_first_one_did(folder, tmp_path):
+    """Of every Triton: the same arguments, in the same order, with the machine code of the first launch."""
+    code = f"""
+import sys
+sys.path[:0] = {[folder] * bool(folder)}
+sys.path.insert(0, {str(Path(__file__).parents[2] / "benchmarks" / "speed")!r})
+import host_launch, warnings
+warnings.simplefilter("error")
+told = []
+host_launch.StubDriver.launcher_cls = lambda self, source, metadata: lambda *arguments: told.append(arguments)
+with host_launch.a_device() as device:
+    for name, call in host_launch.cases(device).items():
+        lists = []
+        for _ in range(3):
+            told.clear()
+            call()
+            lists.append([[getattr(value, "shape", value) for value in launch] for launch in told])
+        assert lists[0] and len(host_launch.gpu._bound), name
+        first, *later = ([[str(value) for value in launch] for launch in launches] for launches in lists)
+        same = [launch[:6] + launch[9:] for launch in first]  # not the hooks
+        assert all([launch[:6] + launch[9:] for launch in launches] == same for launches in later), name
+    assert all(host_launch.gpu._bound.values())
+    # A kernel that has run before compress() gets its other variants there all the same.
+    from triton.runtime.jit import JITFunction
+    warmed, warmup = set(), JITFunction.warmup
+    JITFunction.warmup = lambda *words, **more: (warmed.add(more.get("ALIGN")), warmup(*words, **more))[1]
+    host_launch.backends.every_variant.set(True)
+    for call in host_launch.cases(device).values():
+        call()
+    assert warmed >= {{16, 1}}, warmed
+print("checked")
+"""
+    done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout.strip().endswith("checked"), done.stderr
 
 
 @pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")

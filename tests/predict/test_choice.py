@@ -30,7 +30,7 @@ def _rows(monkeypatch, *rows):
 
 
 def _looked_at(auto, job):
-    return {option.method: option.why for option in candidates(auto, job, 2)}
+    return {option.method: option.reason for option in candidates(auto, job, 2)}
 
 
 def _auto(**settings):
@@ -69,11 +69,11 @@ def test_a_method_needs_its_engine_its_optimizer_and_what_it_refuses(monkeypatch
     assert looked_at["topk"] == ""
     assert looked_at[local_steps] == "not for fsdp2"
     assert _looked_at(_auto(), _job(optimizer=torch.optim.SGD))["dgc"] == ""
-    assert "needs steps=" in _looked_at(_auto(), _job(steps=None))["onebit-adam"]
+    assert "compress(..., steps=" in _looked_at(_auto(), _job(steps=None))["onebit-adam"]
 
 
 def test_the_table_that_is_delivered_offers_something_at_one_percent():
-    offered = [option for option in candidates(_auto(), _job(), 2) if not option.why]
+    offered = [option for option in candidates(_auto(), _job(), 2) if not option.reason]
     assert len(offered) > 5
     assert all(option.loss <= 1.0 for option in offered)
 
@@ -92,15 +92,15 @@ def test_the_fastest_is_chosen_if_it_is_five_percent_faster(times, method, reaso
     choice = decide(_auto(), 0.1, options)
     assert choice.method == method
     assert reason in choice.reason
-    assert [option.method for option in choice.options if not option.why] == [method]
+    assert [option.method for option in choice.options if not option.reason] == [method]
 
 
 def test_a_choice_is_text_and_survives_json():
     options = [
         Option("topk", -2.0, "3 runs", 50.0, 40.0, 60.0, 55.0),
         Option("int8", 0.1, "1 run", 51.0, 41.0, 61.0),
-        Option("radius", 1.6, "2 runs", why="loss too high"),
-        Option("dgc", why="measured with SGD only"),
+        Option("radius", 1.6, "2 runs", reason="loss too high"),
+        Option("dgc", reason="measured with SGD only"),
     ]
     choice = decide(_auto(), 0.1, options)
     plain = json.loads(json.dumps(dataclasses.asdict(choice)))

@@ -80,7 +80,7 @@ def _triton_stand_ins(report: Report, launched: Launched) -> dict[str, ModuleTyp
         return jit if function is None else _Kernel(function, report, launched)
 
     module, language = ModuleType("triton"), ModuleType("triton.language")
-    vars(module).update(jit=jit, cdiv=lambda a, b: -(-a // b), language=language)
+    vars(module).update(jit=jit, language=language, __version__="none")
     vars(language).update(constexpr=lambda value: value)
     return {"triton": module, "triton.language": language}
 

@@ -25,9 +25,10 @@ TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 """The same where each tensor comes with a number."""
 JOINED = 128
 """Tensors that one launch of ``torch.cat`` joins (ATen/native/cuda/Shape.cu)."""
-READ_AGAIN = 1 / 8
-"""The share of all 32-byte sectors that hold a value as large as the k-th, or nearly: of one value in a hundred sent,
-and a normal distribution, which has 0.7 in a hundred between neighbours of its first digit, 1 - 0.983^8."""
+READ_AGAIN, LISTED = 0.44, 0.08
+"""The shares of all 32-byte sectors that hold a value with the exponent of the k-th, and one that is listed: of one
+value in a hundred sent, and a normal distribution, whose k-th lies anywhere between two powers of two: the mean of
+1 - (1 - p)^8."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
 
@@ -216,12 +217,15 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sketch._restore": (_at("sent", "residual", "out"),),
     "sketch._round_to": (_twice("payload"),),
     "norms._sample": (lambda of: {"rows": len(of["positions"]) * 4},),
-    "sparse._count": (_where(residual="FEEDBACK", total="KEEP"), lambda of: {
-        "counts": 0.0, "marks": nbytes_of(of["marks"]) * (not of["FIRST"]) / (1 if of["ALL"] else 2),
-        "rows": nbytes_of(of["rows"]) * (1 if of["ALL"] else READ_AGAIN),
+    "sparse._first": (
+        _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP"), lambda of: {"counts": 0.0},
+    ),
+    "sparse._second": (lambda of: {"counts": 0.0},),
+    "sparse._third": (_twice("marks"), lambda of: {
+        "counts": 0.0, "total": nbytes_of(of["total"]) * READ_AGAIN,
     }),
-    "sparse._tally": (_where(words="PACK"), lambda of: {"total": nbytes_of(of["total"]) * READ_AGAIN}),
-    "sparse._list": (_where(words="PACK"), lambda of: {"total": nbytes_of(of["total"]) * READ_AGAIN}),
+    "sparse._tally": (_where(words="PACK"), _twice("marks"), lambda of: {"total": 0.0}),
+    "sparse._list": (_where(words="PACK"), lambda of: {"total": nbytes_of(of["total"]) * LISTED}),
     "sparse._send": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
     "sparse._send_whole": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
     "steps._take": (lambda of: {"weight": len(of["programs"]) // 2 * of["BLOCK"] * 12, "change": 0.0},),

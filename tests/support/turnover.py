@@ -133,18 +133,15 @@ class Replica:
         )
         self.wire: Wire = join(Replicas(self.model, self.members, self.comm), options, self.comm.ledger)
         self.wire.attach()
-        self.alive, self.joins = True, False
+        self.alive = True
 
-    def attempt(self, gradient: Tensor, steps: int) -> None:
-        """Take one optimizer step; or ``steps`` of a round, whose end is exchanged: a replica that joins takes that."""
+    def attempt(self, gradient: Tensor) -> None:
+        """Take one optimizer step."""
         self.members.counted = False
-        alone = self.wire.method.card.alone(self.wire._road.step)
-        for _ in range(steps if alone and not self.joins else 1):
-            sizes = [weight.numel() for weight in self.model.parameters()]
-            for weight, values in zip(self.model.parameters(), gradient.split(sizes), strict=True):
-                weight.grad = values.view(weight.shape).clone()
-            self.optimizer.step()
-        self.joins = False
+        sizes = [weight.numel() for weight in self.model.parameters()]
+        for weight, values in zip(self.model.parameters(), gradient.split(sizes), strict=True):
+            weight.grad = values.view(weight.shape).clone()
+        self.optimizer.step()
 
     @property
     def weights(self) -> Tensor:
@@ -178,12 +175,12 @@ class Run:
 
     def __init__(
         self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], *,
-        conserves: bool, steps: int = 1, active: int | None = None, total: int = 1000,
+        conserves: bool, active: int | None = None, total: int = 1000,
     ) -> None:  # fmt: skip
         """``conserves``: check that nothing is lost but what is counted as lost. The optimizer must then be SGD with an
-        lr of 1, and the method must send gradients. ``steps``: optimizer steps of a round, for local steps.
-        ``active``: replicas that take part, at most; others are spares. ``total``: optimizer steps of the whole run."""
-        self._steps, self._active, self._total = steps, active, total
+        lr of 1, and the method must send gradients. ``active``: replicas that take part, at most; others are spares.
+        ``total``: optimizer steps of the whole run."""
+        self._active, self._total = active, total
         self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
         self._draw, self._born = random.Random(seed), list[Replica]()
         self.replicas = [self._new() for _ in range(self._draw.randint(2, 4))]
@@ -210,7 +207,6 @@ class Run:
         self.replicas += [replica for number in back for replica in self._away.pop(number, [])]
         if len(self.replicas) < 4 and self._draw.random() < 0.4:
             self.replicas.append(self._new())
-            self.replicas[-1].joins = attempt > 0
             self.seen["joined"] += 1
         stale = self._quorum()
         gradients = [_gradient(self._seed, replica.name, attempt, self._size) for replica in self.replicas]
@@ -225,7 +221,7 @@ class Run:
             replica = self.replicas[rank]
             replica.comm.enter(world, rank, faults.get(rank), size)
             try:
-                replica.attempt(gradients[rank], self._steps)
+                replica.attempt(gradients[rank])
             except Killed:
                 replica.alive = False
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job.replica_log import REPLICAS
-from thinwire.train.job.run_folder import hold_run_folder
+from thinwire.train.job.run_folder import hold_run_folder, settle_previous
 from thinwire.train.job.status import alive_on, goodput, read_run, shown
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
@@ -40,7 +40,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
         (["--elastic", "--engine", "fsdp2"], "--engine fsdp2 does not go with --elastic"),
         (["--elastic", "--device", "cuda"], "--device cuda does not go with --elastic"),
         (["--elastic", "--method", "auto"], "--method auto does not go with --elastic"),
-        (["--elastic", "--method", "local-steps"], "--method local-steps does not go with --elastic"),
+        (["--elastic", "--method", "local-steps(delay=1)"], "--method local-steps with fragments or a delay"),
         (["--elastic", "--check-every", "5"], "--check-every does not go with --elastic"),
         (["--elastic", "--min-replicas", "3"], "--min-replicas 3 is more than the 2 replicas that are started"),
     ],
@@ -109,6 +109,33 @@ def test_machines_of_one_run_share_its_folder_and_others_do_not(tmp_path):
         assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_overwrite_removes_a_run_only_when_the_new_one_has_begun(begins, tmp_path):
+    """An input that cannot be used, which replicas find out, must not cost the run that was there."""
+    (tmp_path / "checkpoints/step-000007").mkdir(parents=True)
+    for name in ("metrics.jsonl", "summary.json", "checkpoints/step-000007/model.safetensors"):
+        (tmp_path / name).write_text("old")
+    with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
+        assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name[0] != ".") == [REPLICAS]
+        settle_previous(tmp_path, over=False)
+        if begins:
+            (tmp_path / "metrics.jsonl").write_text("new")
+    assert (tmp_path / "metrics.jsonl").read_text() == ("new" if begins else "old")
+    assert (tmp_path / "checkpoints/step-000007/model.safetensors").exists() is not begins
+    assert not (tmp_path / ".previous").exists() and (tmp_path / REPLICAS).exists() is begins
+
+
+def test_each_replica_has_a_port_of_its_own(tmp_path, monkeypatch, capsys):
+    """With one TORCHFT_MANAGER_PORT for all of them only the first could open its manager."""
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "29600")
+    run = supervised(tmp_path, {name: f"echo $TORCHFT_MANAGER_PORT > {tmp_path}/port-{name}" for name in "01"})
+    assert run.run() == 0
+    assert [(tmp_path / f"port-{name}").read_text() for name in "01"] == ["29600\n", "29601\n"]
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "any")
+    with pytest.raises(ThinwireError, match="TORCHFT_MANAGER_PORT is 'any'"):
+        supervisor.supervise([], Config(elastic=True, out=tmp_path / "run"))
+
+
 # ------------------------------------------------------------------------------------------- who is started again
 
 
@@ -142,7 +169,7 @@ def test_a_replica_that_never_takes_part_stays_away_after_three_times(tmp_path, 
     waits = f"until [ -e {tmp_path}/3 ]; do sleep 0.05; done; sleep 1"
     run = supervised(tmp_path, {"0": waits, "1": f"touch {tmp_path}/$((THINWIRE_STARTS + 1)); exit 7"})
     assert run.run() == 0 and run.replicas[1].starts == 3
-    assert "replica 1 ended with status 7, 3 times before its first step: it stays away" in capfd.readouterr().err
+    assert "replica 1 ended with status 7, 3 times before its first step: it is not" in capfd.readouterr().err
     run = supervised(tmp_path, {"0": "exit 7", "1": "exit 7"})
     assert run.run() == 7
 
@@ -360,6 +387,26 @@ def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(me
     assert f"last step     {steps} of {steps}, ended" in status.stdout, status.stdout + status.stderr
     assert method.startswith("int8") or f"what waited on replica {victim} after step 7" in status.stdout
     assert max(map(len, status.stdout.splitlines()[2:])) <= 80
+
+
+@real
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_local_steps_whose_replica_is_killed_in_a_round_stay_in_step(victim, tmp_path):
+    """The others end the round without it, and it joins at the end of another one. Replica 0 keeps the files."""
+    steps, every = 180, 6
+    done, counted = watched(tmp_path, "--method", f"local-steps(every={every})", steps=steps, killed=[victim], at=9)
+    assert done.returncode == 0, done.stdout + done.stderr
+    windows = Counter(number for _, _, first, size, _ in counted for number in range(first, first + size))
+    assert max(windows.values()) == 1
+    ends = defaultdict(dict)
+    for step, name, *_, weights in counted:
+        if step % every == 0:
+            ends[step][name] = weights
+    assert sorted(ends) == list(range(every, steps + 1, every))
+    assert all(len(set(weights.values())) == 1 for weights in ends.values())
+    assert {len(weights) for weights in ends.values()} == {2, 3} and len(ends[steps]) == 3
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
 
 
 @real

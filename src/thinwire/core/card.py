@@ -27,6 +27,8 @@ class StateKind:
         own: it is this rank's alone: a replica that joins begins with a copy of the kind that is named here, "none":
             without (no pattern; kinds that begin so). "": it is not.
         served: it has one row, its owner's, where the bucket has one for each rank (no pattern).
+        one_row: where each rank gets the whole mean: does it have one row, or one for each rank? None: one if the
+            network sums the wire (``Card.summed_by_network``).
         fault: (a saved state, its keys as in ``State.state_dict``) -> what of this kind is unusable and why, or "".
             Called before anything is loaded, mainly to check integers that would become addresses.
     """
@@ -37,6 +39,7 @@ class StateKind:
     of_weights: bool = False
     own: str = ""
     served: bool = False
+    one_row: bool | None = None
     fault: Callable[[Mapping[str, Tensor]], str] | None = None
 
 

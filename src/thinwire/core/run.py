@@ -132,6 +132,7 @@ class Step:
         clip_factor: what ``clip_grad_norm_`` multiplied the averaged gradients with, 0-dim; None if it was not called.
         agree: (values) -> are they finite on every rank? Collective, waits for the device; True without a guard.
         agree_inside: the same among the ranks that hold this replica together, where the replicas have agreed already.
+        failed: did the last agreement fail because a replica was lost, not because of values?
     """
 
     number: int
@@ -141,6 +142,7 @@ class Step:
     agree: Callable[[Iterable[Tensor]], bool] = lambda values: True
     around: Callable[[Callable[[int], Any]], Any] | None = None
     agree_inside: Callable[[Iterable[Tensor]], bool] = lambda values: True
+    failed: Callable[[], bool] = lambda: False
 
     def attempt(self, exchange: Callable[[int], Any]) -> Any:
         """Return ``exchange(number)``, which ``agree`` is to follow; None (``around``): a replica was lost in it."""

@@ -107,7 +107,7 @@ class Replicas(Engine):
         with self._attempt():
             stale = self._meet() if not self._alone or not self.attempts.met else False
             if self._alone and self.attempts.asked:  # for the first time: the run begins, or goes on without us
-                self._joins_round = self.void = self.attempts.behind
+                self._joins_round = self.void = self.joins_round
                 if self._joins_round:
                     return
                 self.members.vote(True)
@@ -171,14 +171,23 @@ class Replicas(Engine):
     def _alone(self) -> bool:
         return self._road.last.method.card.alone(self._road.step)
 
-    def _meet(self) -> bool:
+    def _meet(self, *, ends_round: bool = False) -> bool:
         unsent, self.unsent = self.unsent, None
-        return self.attempts.meet(unsent)
+        return self.attempts.meet(unsent, ends_round=ends_round)
+
+    @property
+    def joins_round(self) -> bool:
+        """Do the others end a round of steps that each took alone, in which this replica, which was away, has no part?
+
+        Its next step is then none: it only meets them."""
+        return self._alone and self.attempts.asked and self.attempts.behind
 
     def attempt(self, road: Road, exchange: Callable[[int], Any]) -> Any:
         result = None
+        if not self.attempts.asked:  # else what has failed since is of this attempt
+            self.failed, self.void = None, False
         with self._attempt():
-            self._meet()
+            self._meet(ends_round=True)
             result = exchange(road.step)
         return result
 

@@ -45,6 +45,7 @@ class Membership(NamedTuple):
 
     ``spares`` further ranks contribute nothing, and hear what one of those that take part receives (spare j: rank
     j % N), so that they hold what all hold alike. spare: this rank's number among them, and ``rank`` is whom it hears.
+    late: the ranks that were behind, and have taken over the state of another since the last step that counted.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Membership(NamedTuple):
     names: tuple[str, ...] = ()
     spares: int = 0
     spare: int | None = None
+    late: tuple[int, ...] = ()
 
 
 class Comm(ABC):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base import device as devices
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.ops.backends import every_variant
 
 GRID = (2**31 - 1, 65535, 65535)
 """The most programs that CUDA takes along each dimension of a grid. A launch beyond it fails ("invalid argument")."""
+INT32 = range(-(2**31), 2**31)
+"""Integers that a kernel takes in 32 bits; for others it is compiled anew."""
 VARIANTS = {"ALIGN": (16, 1), "WIRE": (16, 4)}
 """The values of these constants in a step: see :func:`alignment` and :func:`wire_alignment`."""
 
@@ -107,9 +111,17 @@ def _counters(device: torch.device, stream: Any, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
+def cdiv(size: int, step: int) -> int:
+    """Return how many times ``step`` covers ``size``; Triton's own is for kernels, and slow on the host."""
+    return -(-size // step)
+
+
 def alignment(*values: Tensor) -> int:
     """Return ALIGN: 16 if all rows of ``values`` start at multiples of 16 bytes and have 16 i elements; else 1."""
-    return 16 if all(_starts_at(16, tensor) and tensor.shape[-1] % 16 == 0 for tensor in values) else 1
+    for tensor in values:
+        if tensor.size(-1) % 16 or not _starts_at(16, tensor):
+            return 1
+    return 16
 
 
 def wire_alignment(wire: Tensor, *values: Tensor) -> int:
@@ -120,12 +132,43 @@ def wire_alignment(wire: Tensor, *values: Tensor) -> int:
 
 
 def _starts_at(size: int, tensor: Tensor) -> bool:
-    step = tensor.stride(0) * tensor.itemsize if tensor.dim() == 2 and len(tensor) > 1 else 0
-    return tensor.data_ptr() % size == 0 and step % size == 0
+    step = tensor.stride(0) * tensor.itemsize if tensor.dim() == 2 and tensor.size(0) > 1 else 0
+    return (tensor.data_ptr() | step) % size == 0
+
+
+class _Bound(NamedTuple):
+    """A kernel, what Triton has compiled of it, and the constants, which it is launched with behind the arguments.
+
+    ``run``, ``function``, ``metadata``: what its runner calls, and hands over.
+    """
+
+    kernel: Any
+    compiled: Any
+    constants: tuple[Any, ...]
+    run: Any
+    function: Any
+    metadata: Any
+
+    def launch(self, grid: tuple[int, ...], index: int, arguments: Sequence[Any]) -> None:
+        """Do what ``compiled[grid](...)`` does, which builds metadata for hooks even where there is none."""
+        x, y, z, *_ = (*grid, 1, 1)
+        hooks = triton.knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            self.compiled[x, y, z](*arguments, *self.constants)
+            return
+        stream = triton.runtime.driver.active.get_current_stream(index)
+        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *arguments, *self.constants)
+
+
+_bound: dict[tuple[Any, ...], _Bound | None] = {}
+"""By kernel, device, types of the arguments and constants: all that Triton compiles for. None: as Triton launches."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = False, **constants: Any) -> None:
     """Run ``kernel`` in ``grid`` programs, on the device of its first tensor rather than the current one.
+
+    The first launch with arguments of some types is Triton's ``kernel[grid](...)``, which finds out what to compile or
+    to take from its cache; later ones run what that one has found.
 
     Args:
         arguments: a tensor of two dimensions is passed with the distance of its rows in elements.
@@ -135,16 +178,53 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = Fa
     Raises:
         ThinwireError: the grid is larger than CUDA's; a dry run (``tests/support/dry_cuda.py``) raises it, too.
     """
-    if any(size > most for size, most in zip(grid, GRID, strict=False)):
+    if max(grid) > GRID[-1] and any(size > limit for size, limit in zip(grid, GRID, strict=False)):
         raise ThinwireError(f"{kernel}: CUDA takes grids of up to {GRID} programs, not {grid}: send fewer rows at once")
     flattened: list[Any] = []
+    kinds: list[Any] = [id(kernel), fused]
+    first: Tensor | None = None
     for argument in arguments:
-        is_matrix = isinstance(argument, Tensor) and argument.dim() == 2
-        flattened += [argument, argument.stride(0)] if is_matrix else [argument]
-    constants["enable_fp_fusion"] = fused
-    with torch.cuda.device_of(next(argument for argument in arguments if isinstance(argument, Tensor))):
-        if every_variant.get():
-            for name in VARIANTS.keys() & constants.keys():
-                for value in VARIANTS[name]:
-                    kernel.warmup(*flattened, grid=grid, **{**constants, name: value})
-        kernel[grid](*flattened, **constants)
+        flattened.append(argument)
+        if isinstance(argument, Tensor):
+            first = argument if first is None else first
+            kinds.append(argument.dtype)
+            if argument.dim() == 2:
+                flattened.append(stride := argument.stride(0))
+                kinds.append(stride in INT32)
+        else:
+            kinds.append(argument in INT32 if type(argument) is int else type(argument))
+    assert first is not None
+    index = first.get_device()  # -1: memory of the host, or none
+    if index >= 0 and index != torch.accelerator.current_device_index():
+        with torch.cuda.device_of(first):
+            _launch(kernel, grid, flattened, (index, *kinds), constants, fused)
+    else:
+        _launch(kernel, grid, flattened, (index, *kinds), constants, fused)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], kinds: tuple[Any, ...], constants: dict[str, Any],
+    fused: bool,
+) -> None:  # fmt: skip
+    key = (*kinds, *constants, *constants.values())
+    if (bound := _bound.get(key)) is not None and not every_variant.get():
+        try:
+            bound.launch(grid, kinds[0], arguments)
+        except (TypeError, AttributeError) as error:
+            _bound[key] = None
+            warnings.warn(
+                f"Triton {triton.__version__} does not launch what it has compiled as others do ({error}): each launch "
+                "of this kernel takes the host longer", ThinwireWarning, stacklevel=4,
+            )  # fmt: skip
+        else:
+            return
+    options = {**constants, "enable_fp_fusion": fused}
+    if every_variant.get():
+        for name in VARIANTS.keys() & constants.keys():
+            for value in VARIANTS[name]:
+                kernel.warmup(*arguments, grid=grid, **{**options, name: value})
+    compiled = kernel[grid](*arguments, **options)
+    if compiled is not None and key not in _bound:  # interpreted, or in a dry run, there is nothing compiled
+        behind = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        launcher = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+        _bound[key] = _Bound(kernel, compiled, behind, *launcher)

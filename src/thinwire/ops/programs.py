@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
+
+T = TypeVar("T")
+
+
+def per_stream(make: Callable[..., T]) -> Callable[..., T]:
+    """Cache what ``make(device, *hashable)`` copies to ``device``, for one stream: another cannot rely on it."""
+    cached = functools.lru_cache(maxsize=256)(lambda stream, *arguments: make(*arguments))
+
+    @functools.wraps(make)
+    def on_current_stream(device: torch.device, *arguments: Any) -> T:
+        backend = devices.streams(device)
+        return cached(None if backend is None else backend.current_stream(device), device, *arguments)
+
+    on_current_stream.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return on_current_stream
 
 
 def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -> Tensor:
@@ -17,12 +32,10 @@ def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -
 
     ``widths``: the segments' columns in a row, of which a program takes up to ``per_program``.
     """
-    stream_module = devices.streams(device)  # a copy made on one stream is not ready on another
-    stream = None if stream_module is None else stream_module.current_stream(device)
-    return _programs_on(device, stream, tuple(widths), per_program)
+    return _programs_on(device, tuple(widths), per_program)
 
 
-@functools.lru_cache(maxsize=256)
-def _programs_on(device: torch.device, stream: Any, widths: tuple[int, ...], per_program: int) -> Tensor:
+@per_stream
+def _programs_on(device: torch.device, widths: tuple[int, ...], per_program: int) -> Tensor:
     pairs = [(number, i) for number, width in enumerate(widths) for i in range(-(-width // per_program))]
     return devices.upload([value for pair in pairs for value in pair], device)

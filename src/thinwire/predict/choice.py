@@ -98,7 +98,7 @@ class Option:
     Attributes:
         loss: above dense's in percent, the worst of the comparable runs; None: there are none.
         predicted, low, high: None: nothing was predicted. measured: None: it was not tried.
-        why: the reason why it was not chosen; "" for the one that was.
+        reason: why it was not chosen; "" for the one that was.
     """
 
     method: str
@@ -108,10 +108,10 @@ class Option:
     low: float | None = None
     high: float | None = None
     measured: float | None = None
-    why: str = ""
+    reason: str = ""
 
-    def dropped(self, why: str) -> Option:
-        return replace(self, why=why)
+    def dropped(self, reason: str) -> Option:
+        return replace(self, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ class Choice:
                 facts.append(f"measured {option.measured:.4g} ms")
             if not facts:
                 loss = "" if option.loss is None else f" ({option.loss:+.1f}%)"
-                unpredicted[option.why].append(f"{option.method}{loss}")
+                unpredicted[option.reason].append(f"{option.method}{loss}")
                 continue
             if option.loss is not None:
                 facts.append(f"loss {option.loss:+.1f}% in {option.runs}")
-            lines.append(f"  {option.method}: {', '.join(facts)}: {option.why or 'chosen'}")
-        return "\n".join(lines + [f"  {why}: {', '.join(methods)}" for why, methods in unpredicted.items()])
+            lines.append(f"  {option.method}: {', '.join(facts)}: {option.reason or 'chosen'}")
+        return "\n".join(lines + [f"  {reason}: {', '.join(methods)}" for reason, methods in unpredicted.items()])
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
     options = [Option(**option) for option in ranked]
     tried = 0
     for number, option in enumerate(options):
-        if option.why or tried == TRIALS:
+        if option.reason or tried == TRIALS:
             continue
         try:
             warm_up = training.warm_up(training.begun(option.method, ranks).card)
@@ -247,10 +247,10 @@ def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
             method, reason = best.method, f"{gain:.2f} times as fast as dense in {TRIAL_STEPS} steps"
         else:
             reason = f"nothing is {WORTH - 1:.0%} faster (the best is {gain:.2f} times as fast: {best.method})"
-    final = [Option(DENSE, measured=baseline, why="" if method == DENSE else "slower")]
+    final = [Option(DENSE, measured=baseline, reason="" if method == DENSE else "slower")]
     for option in options:
-        why = option.why or ("slower" if option.measured else "not tried")
-        final.append(option.dropped("" if option.method == method else why))
+        fate = option.reason or ("slower" if option.measured else "not tried")
+        final.append(option.dropped("" if option.method == method else fate))
     return Choice(method, reason, str(auto), tuple(final))
 
 
@@ -302,7 +302,7 @@ def _rank(
     """Predict the candidates; return the fastest first, and behind them what cannot be taken."""
     predicted, out = list[Option](), list[Option]()
     for option in candidates(auto, training, ranks):
-        if option.why:
+        if option.reason:
             out.append(option)
             continue
         try:
@@ -351,7 +351,7 @@ class Trials:
             wire = self._start(method)
             try:
                 if math.prod(hop.ranks for hop in wire.engine.hops) != self.comm.size:
-                    raise ThinwireError("auto is for data parallelism over all ranks alone: name a method")
+                    raise ThinwireError("'auto' works with data parallelism over all ranks only: name a method")
                 wire.skip_warm_up()
                 card = wire.method.card
                 opening = min(card.steady, 1)

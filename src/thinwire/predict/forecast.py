@@ -131,7 +131,7 @@ def measure(auto: Auto, forecast: Forecast) -> Cluster:
         device = replace(device, host_seconds_per_byte=host_cost(comm, best))
     by_name: dict[str, list[str]] = defaultdict(list)  # variants of a method have most kernels in common
     for option in candidates(auto, training, comm.size):
-        if not option.why:
+        if not option.reason:
             by_name[option.method.partition("(")[0]].append(option.method)
     in_turn = list(filter(None, itertools.chain(*itertools.zip_longest(*by_name.values()))))
     times, _ = time_each(comm, forecast.double, in_turn, training.engine, KERNELS_S)

@@ -100,13 +100,13 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
                 began = time.perf_counter()
                 call = _call(comm, verb, size)
                 timings, repeats = TIMINGS if timed(job, call, 1) < left / 8 else 1, 1
-                taken = statistics.median(timed(job, call, repeats) for _ in range(timings))
-                while (more := _repeats(size, taken)) > repeats:
-                    repeats = min(MOST_REPEATS, max(more, 2 * repeats))
-                    taken = statistics.median(timed(job, call, repeats) for _ in range(timings))
-                samples.append(Sample(kind, _message(comm, verb, size, group), size, taken))
+                elapsed = statistics.median(timed(job, call, repeats) for _ in range(timings))
+                while (needed := _repeats(size, elapsed)) > repeats:
+                    repeats = min(MOST_REPEATS, max(needed, 2 * repeats))
+                    elapsed = statistics.median(timed(job, call, repeats) for _ in range(timings))
+                samples.append(Sample(kind, _message(comm, verb, size, group), size, elapsed))
                 left -= agree(job, time.perf_counter() - began)
-                if left < GROWTH * taken * (1 + TIMINGS):
+                if left < GROWTH * elapsed * (1 + TIMINGS):
                     break
                 size *= GROWTH
         if comm is not job:
@@ -176,14 +176,14 @@ def fit_line(counts: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[
 
     Not of their squares: a message that fits into a shaper's burst may take a quarter of its time.
     """
-    taken = np.asarray(seconds)
-    columns = np.stack([np.asarray(counts, float), np.asarray(nbytes, float)], 1) / taken[:, None]
-    weights = np.ones(len(taken))
+    elapsed = np.asarray(seconds)
+    columns = np.stack([np.asarray(counts, float), np.asarray(nbytes, float)], 1) / elapsed[:, None]
+    weights = np.ones(len(elapsed))
     for _ in range(REWEIGHTED):
         a, b = np.linalg.lstsq(columns * weights[:, None], weights, rcond=None)[0]
         weights = 1 / np.sqrt(np.maximum(abs(columns @ (a, b) - 1), 1e-6))
-    if min(a, b) < 0 or len(taken) < 2:  # one of the two does not show, or both cannot be told apart: bytes it is
-        a, b = (0.0, _alone(columns[:, 1])) if a < 0 or len(taken) < 2 else (_alone(columns[:, 0]), 0.0)
+    if min(a, b) < 0 or len(elapsed) < 2:  # one of the two does not show, or both cannot be told apart: bytes it is
+        a, b = (0.0, _alone(columns[:, 1])) if a < 0 or len(elapsed) < 2 else (_alone(columns[:, 0]), 0.0)
     return float(a), float(b)
 
 
@@ -240,8 +240,8 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
     twin = job.twin()
     matrix, size = torch.ones(256, 256, device="cpu"), max(SMALLEST, min(1 << 22, int(rate * BESIDE_S / 4)))
     messages = max(1, round(rate * BESIDE_S / 2 / size))
-    once = timed(job, lambda: matrix @ matrix, 100)
-    turns = max(1, int(BESIDE_S / once))
+    product_seconds = timed(job, lambda: matrix @ matrix, 100)
+    turns = max(1, int(BESIDE_S / product_seconds))
 
     def compute() -> None:
         for _ in range(turns):
@@ -257,15 +257,15 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
         thread.start()
         began = time.perf_counter()
         compute()
-        taken.append(time.perf_counter() - began)
+        elapsed.append(time.perf_counter() - began)
         thread.join()
 
     costs = []
     for _ in range(TIMINGS):
-        taken: list[float] = []
+        elapsed: list[float] = []
         alone = timed(job, compute, 1)
         timed(job, beside, 1)
-        costs.append((agree(job, taken[0]) - alone) / (messages * twin.ring_bytes("all_reduce", size)))
+        costs.append((agree(job, elapsed[0]) - alone) / (messages * twin.ring_bytes("all_reduce", size)))
     twin.release()
     value = max(statistics.median(costs), 1e-12)
     return spread(value, [max(cost, 0.1 * value) / value for cost in costs], at_least=1.5)

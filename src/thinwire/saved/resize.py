@@ -129,7 +129,9 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
                 waiting = waiting * (waits[kind] / waits[home])
                 whole[home] = waiting if home not in whole else whole[home] + waiting
             elif waiting.any():
-                raise ThinwireError(f"{kind} of {name} waits, and {name} stays dense in this run: pass resize='reset'")
+                raise ThinwireError(
+                    f"{name} has unsent values ({kind}), and stays dense in this run: pass resize='reset' to drop them"
+                )
         for kind in kinds:
             if kind in whole:
                 new[f"{kind}/{name}"] = _cut(whole[kind], form, kind, name, on_wire)
@@ -155,7 +157,7 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
             whole[start : start + count] = value[row, :count]
         residual = f"{kind.removesuffix('server')}residual/{name}"
         target, share = (residual, old.hops[-1][1]) if entry.served else (key, 1)
-        rows = 1 if on_wire else new.hops[-1][1]
+        rows = 1 if (on_wire if entry.one_row is None else entry.one_row) else new.hops[-1][1]
         size = new.parameters[name][1]
         values_of_rank = whole[new.shard[0] * size :][:size]
         span = share * torch.nn.functional.pad(values_of_rank, (0, -len(values_of_rank) % rows)).view(rows, -1)

@@ -47,8 +47,9 @@ class Turnover:
     """The state of one wire over the changes of its membership.
 
     Attributes:
-        met: has it ever asked who takes part? asked: has it, since the last vote? behind: was this replica behind the
-            others when it last asked? losses: by name, of replicas that left and did not come back.
+        met: has it ever asked who takes part? asked: has it, since the last vote? behind: were the others, when it last
+            asked, at the end of a round in which this replica has no part? healed: how often it took over the state of
+            another. losses: by name, of replicas that left and did not come back.
     """
 
     def __init__(
@@ -65,14 +66,16 @@ class Turnover:
         self._resumed: Mapping[str, Any] | None = None
         self._norms: dict[str, float] = {}  # by replica: the norm of what waited after the last step
         self.losses: dict[str, Loss] = {}
-        self.met = self.behind = self.asked = False
+        self.met = self.behind = self.asked = self._ends_round = False
+        self.healed = 0
         members.offer(self.give, functools.partial(setattr, self, "_received"))
 
-    def meet(self, unsent: FailedExchange | None = None) -> bool:
+    def meet(self, unsent: FailedExchange | None = None, *, ends_round: bool = False) -> bool:
         """Ask who takes part, and go on as they say. Return whether gradients were taken at weights that are gone.
 
         ``unsent``: the error of what the method sent when its last step counted already. Others may have received it,
         so all have to find it anew: a change of the membership sees to it, or else this attempt fails, and changes it.
+        ``ends_round``: this replica has taken steps alone, and now averages them.
         """
         if self.asked:  # an exchange in two parts is one attempt
             return False
@@ -80,9 +83,11 @@ class Turnover:
             self._method.finish()
         except FailedExchange as error:
             unsent = error
+        self._ends_round = ends_round
         membership = self._members.ask()
         received, self._received = self._received, None
         from_peer, resumed, self._resumed = received is not None, self._resumed, None
+        self.behind = received is not None and received["ends_round"]
         received = resumed if received is None else received
         changed = not self.met or membership.number != self._comm.membership.number or received is not None
         if unsent is not None and not changed:
@@ -92,7 +97,7 @@ class Turnover:
         self.losses = {name: loss for name, loss in self.losses.items() if name not in present}
         stale = changed and self._change(membership, received)
         self.met = self.asked = True
-        self.behind = from_peer and self._stage.step > 0
+        self.healed += from_peer
         return stale
 
     @property
@@ -128,6 +133,7 @@ class Turnover:
         bound = self._stage.bound
         return {
             "about": self._header.dump(), "history": list(self._history), "step": self._stage.step,
+            "ends_round": self._ends_round,
             "values": {k: value for k, value in dump_state(self._method.state).items() if not self._is_own(k)},
             "skipped": self._loop.skipped, "flush": self._stage.flush_at,
             "bound": {} if bound is None else bound.state_dict(),

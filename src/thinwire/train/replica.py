@@ -121,14 +121,22 @@ class ReplicaTrainer(Trainer):
     ) -> None:  # fmt: skip
         self.manager, self.log, self._compress, self._restarted = manager, log, compress, restarted
         self.dropped, self.first_loss = 0, math.nan
-        self._keeps = self._reopen = False  # the run's files
-        self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
-        self._evaluated = -1
-        self._number = -1  # of the membership
-        self._since = time.time()
+        self._begin_counts()
         super().__init__(start.config, ranks, start.inputs, start.checkpoints, start.bf16)
         if start.resumed is not None:
             self.restore(start.resumed)
+
+    def _begin_counts(self) -> None:
+        self._keeps = self._reopen = False  # the run's files
+        self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
+        self._healed = 0  # how often it was taken over
+        self._stepping, self._first = False, 0  # is a step under way? the place in the text where it began
+        self._rows: list[dict[str, Any]] = []  # of steps since the last vote but one, which may be in no file yet
+        self._votes = self._voted = 0  # votes that counted, and the step at the last one
+        self._newcomers: set[str] = set()  # who have no rows of the round under way
+        self._evaluated = -1
+        self._number = -1  # of the membership
+        self._since = time.time()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -147,7 +155,12 @@ class ReplicaTrainer(Trainer):
         return self.wire
 
     def _give(self) -> dict[str, Any]:
-        return {"run": self.checkpoints.run, **{name: getattr(self, name) for name in COMMON}}
+        """Return what a replica that joins needs. One that joins in a step, as a round ends, joins after that step."""
+        assert self.wire.turnover is not None
+        if self._news is not None and self.wire.turnover.healed > self._healed:  # in the step under way, by another
+            return dict(self._news)
+        common = {name: getattr(self, name) for name in COMMON}
+        return {"run": self.checkpoints.run, **common, "step": self.step + self._stepping}
 
     @property
     def kept(self) -> SavedReplica:
@@ -172,6 +185,8 @@ class ReplicaTrainer(Trainer):
                         self._conclude_step(outcome, signals)
             except Interrupted:
                 counted = False
+                if self._stepping:
+                    self.sequences = self._first
             except _Over:
                 self.log.write("ended", step=self.step, why="done")
                 return 0
@@ -189,49 +204,96 @@ class ReplicaTrainer(Trainer):
         if not self._ask():
             self._drop(began)
             return None
-        first, skipped_before = self.sequences, self.wire.skipped
+        if self.wire.engine.joins_round:
+            self._join_round()
+            return None
+        self._first, skipped_before = self.sequences, self.wire.skipped
         self._alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
+        self._stepping = True
         loss, norm = self._take_step()
-        skipped = self.wire.skipped > skipped_before
+        self._stepping = False
+        late = self._alone and self._take_news()
+        if late:  # as a round ended, in a step that the others count, too
+            self.step, self._rows = self.step - 1, []
+        if self._alone:
+            self._note_members(new=late)
+        skipped = self.wire.skipped > skipped_before and not late
         if skipped and self.wire.engine.uncounted:
-            self.sequences = first
+            self.sequences = self._first
             self._drop(began)
             return None
         # A replica that is told to end leaves alone.
         return self._count_step(began, loss, norm, skipped, signals)._replace(stopped=bool(signals))
 
+    def _join_round(self) -> None:
+        """Meet the others at the end of their round, without a step of one's own."""
+        for weight in self.net.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self._votes = self.manager.current_step()
+
+    def _take_news(self) -> bool:
+        """Take over the counts of a replica that turned out to be ahead, if the wire has taken over its state."""
+        assert self.wire.turnover is not None
+        news, healed = self._news, self.wire.turnover.healed
+        taken, self._news, self._healed = healed > self._healed, None, healed
+        if not taken or news is None:
+            return False
+        for name in COMMON:
+            setattr(self, name, news[name])
+        self.checkpoints.run, self._reopen = news["run"], True
+        return True
+
     def _ask(self) -> bool:
         """Ask who takes part in the next step, and take over what they have; return whether it can be taken."""
         try:
-            if not self.wire.engine.ask():
-                self._news = None  # as the wire has not taken it over either
-                return False
+            asked = self.wire.engine.ask()
         except (RuntimeError, TimeoutError) as error:
             raise _lighthouse_is_silent(error) from None
-        if self._news is not None:
-            for name in COMMON:
-                setattr(self, name, self._news[name])
-            self.checkpoints.run, self._news, self._reopen = self._news["run"], None, True
+        self._take_news()
+        if not asked:
+            return False
+        self._note_members(new=self.wire.engine.joins_round)
+        return True
+
+    def _note_members(self, *, new: bool) -> None:
+        """Note who takes part, if that has changed, and begin or cease to keep the run's files.
+
+        ``new``: this replica had no part in the round of local steps that ends."""
         membership = self.wire.engine.across.membership
-        changed = membership.number != self._number
+        changed, votes = membership.number != self._number, self.manager.current_step()
         if changed:
             if summary_time(self.config.out) > self._since:
                 raise _Over
-            self._number = membership.number
             self._beside = ManagedComm(self.manager._pg, Ledger(), self.manager._timeout)  # its bytes are nobody's
             self._beside.take(membership)
+            alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
+            late = alone and (new or self._number >= 0)  # not as the run begins
+            self._newcomers = {membership.names[rank] for rank in membership.late if late}
+            self._number = membership.number
             losses = [(_short(loss.name), loss.step, loss.norm) for loss in self.wire.turnover.losses.values()]
             names = [_short(member) for member in membership.names]
             self.log.write("members", step=self.step + 1, names=names, losses=losses)
+        elif votes != self._votes:
+            self._newcomers = set()
         self._keep_files()
+        if votes != self._votes:
+            self._rows = [row for row in self._rows if row["step"] > self._voted]
+            self._votes, self._voted = votes, self.step
         if changed:
             self.display.say(f"step {self.step + 1:>6}  replicas: {', '.join(names)}")
-        return True
 
     def _keep_files(self) -> None:
-        """Begin to keep the run's files if this replica is the first of those that take part, or leave them alone."""
-        keeps = self.place[0] == 0
-        if keeps == self._keeps and not (keeps and self._reopen):
+        """Begin to keep the run's files if this replica is the first of those that take part, or leave them alone.
+
+        A newcomer to a round of local steps begins with the next one, of which it has the rows of all steps."""
+        names = self.wire.engine.across.membership.names
+        first = next((rank for rank, name in enumerate(names) if name not in self._newcomers), 0)
+        keeps = first == self.place[0]
+        if keeps == self._keeps and not (keeps and (self._reopen or self.display.replaced)):
             return
         self._files.close()
         self.display = self._files.enter_context(Display(self.config, 0 if keeps else 1, self.step))
@@ -239,6 +301,9 @@ class ReplicaTrainer(Trainer):
         if not keeps:
             return
         self.wall_s = max(self.wall_s, self.display.wall_s)
+        for row in self._rows:
+            if row["step"] > self.display.last_step:
+                self.display.step(row, self.tokens_per_step / (1e-3 * row["step_ms"]))
         self._write_plan()
         if self._evaluated == self.step:
             self.display.say(self._headline())
@@ -309,7 +374,9 @@ class ReplicaTrainer(Trainer):
 
     def _row(self, loss: float, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
         row = super()._row(loss, norm, seconds, skipped)
-        return row | {"time": round(time.time(), 3), "replicas": self.place[1], "dropped": self.dropped}
+        row |= {"time": round(time.time(), 3), "replicas": self.place[1], "dropped": self.dropped}
+        self._rows.append(row)
+        return row
 
     def _summary(self, stats: dict[str, Any], first_loss: float, losses: Any) -> dict[str, Any]:
         summary = super()._summary(stats, first_loss, losses)

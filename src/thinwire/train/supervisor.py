@@ -29,11 +29,12 @@ from thinwire.base.terminal import begin_line, note, say
 from thinwire.train.cli import Children, prepare_child, show_cursor
 from thinwire.train.config import LIGHTHOUSE
 from thinwire.train.job.replica_log import ELASTIC, REPLICA, REPLICAS, STARTS, read_log, summary_time
-from thinwire.train.job.run_folder import hold_run_folder
+from thinwire.train.job.run_folder import hold_run_folder, settle_previous
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config
 
+MANAGER_PORT = "TORCHFT_MANAGER_PORT"
 TRIES = 3
 AGAIN_S = 1.0
 """Seconds until a replica that has ended is started again."""
@@ -85,6 +86,8 @@ def supervise(words: list[str], config: Config) -> int:
     Return the exit status: 0 if the run came to its end, 128 + signal if one ended it, else that of the replica that
     was the last to fail. When this process ends in any way, its replicas and its lighthouse are ended.
     """
+    if (port := os.environ.get(MANAGER_PORT)) is not None and not port.isdigit():
+        raise ThinwireError(f"{MANAGER_PORT} is '{port}': write the number of the first replica's port")
     shared = os.environ.get(LIGHTHOUSE)  # with other machines
     names, address = replica_names(config.local_replicas, os.environ, shared=bool(shared)), _own_address(shared)
     with ExitStack() as stack:
@@ -184,6 +187,7 @@ class Supervisor:
                 for replica in self.replicas:
                     self._look_at(replica)
                 self._end_late_ones()
+                settle_previous(self._config.out, over=False)
                 time.sleep(POLL_S)
             return self._status()
 
@@ -209,7 +213,7 @@ class Supervisor:
         begin_line(sys.stderr)
         ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if replica.tries == TRIES:
-            line = f"replica {replica.name} {ending}, {TRIES} times before its first step: it stays away"
+            line = f"replica {replica.name} {ending}, {TRIES} times before its first step: it is not started again"
             say(f"thinwire: {line}", sys.stderr)
             return
         say(f"thinwire: replica {replica.name} {ending}; it is started again", sys.stderr)
@@ -217,10 +221,15 @@ class Supervisor:
 
     def _start(self, replica: Replica) -> None:
         environment = self._environment | {
-            REPLICA: replica.name, STARTS: str(replica.starts), "MASTER_PORT": str(free_port())
+            REPLICA: replica.name, STARTS: str(replica.starts), "MASTER_PORT": str(free_port()), **self._port(replica)
         }  # fmt: skip
         replica.process = self._children.start(self._command, environment)
         replica.starts, replica.start_at = replica.starts + 1, None
+
+    def _port(self, replica: Replica) -> dict[str, str]:
+        """Give each replica a port of its own for its manager, from TORCHFT_MANAGER_PORT on, if that is set."""
+        first = self._environment.get(MANAGER_PORT)
+        return {} if first is None else {MANAGER_PORT: str(int(first) + self.replicas.index(replica))}
 
     def _end_late_ones(self) -> None:
         """End who still waits for others when the run's last files are written, or when too few are left to go on."""

@@ -181,7 +181,10 @@ class LocalSteps(Method):
         self._check_averages("outer", self._outer)
         self._check_averages("start_with", self._starter)
         if self._starter.card.steady or len(self._starter.card.cycle) > 1:
-            raise ThinwireError(f"{self.name}: start_with={self._starter.name}: take one whose steps are all alike")
+            raise ThinwireError(
+                f"{self.name}: start_with={self._starter.name} does not do the same in every step: choose a method "
+                "that does, such as int8"
+            )
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._ranks_differ = False  # do the ranks' weights differ?
@@ -195,7 +198,9 @@ class LocalSteps(Method):
         """Refuse a ``method`` that does not just average gradients for any optimizer."""
         label = f"{self.name}: {knob}={method.name}"
         if isinstance(method, LocalSteps) or not method.rank_equal:
-            raise ThinwireError(f"{label} leaves ranks apart: take one that averages")
+            raise ThinwireError(
+                f"{label} leaves ranks with different weights: choose a method that averages, such as int8"
+            )
         if isinstance(method, Lossy) and method.updates is not None:
             raise ThinwireError(
                 f"{label} sends AdamW's steps (feedback='updates'), and the outer optimizer is SGD: write "
@@ -203,8 +208,8 @@ class LocalSteps(Method):
             )
         if method.card.promise.of != "gradients":
             raise ThinwireError(
-                f"{label} works in an Adam's place, and the outer optimizer is SGD: take a method that averages "
-                "gradients, such as int8 or topk(feedback='gradients')"
+                f"{label} needs an Adam, and the outer optimizer is SGD: choose a method that averages gradients, "
+                "such as int8 or topk(feedback='gradients')"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -219,7 +224,7 @@ class LocalSteps(Method):
         refuse_chunks(self.name, run)
         if run.scaled:
             raise ThinwireError(
-                f"{self.name} does not run under a GradScaler, which skips a rank's steps without a word, so that it "
+                f"{self.name} does not run under a GradScaler, which skips steps of single ranks, so that these "
                 "would miss the others: train in bfloat16"
             )
         if self.second_moment == "mean":
@@ -259,7 +264,10 @@ class LocalSteps(Method):
             OWN_WEIGHT: replace(MEAN if streams else SHARD, own="anchor"), f"{OWN_MOMENT}*": replace(MEAN, own="none"),
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
-        kinds |= {f"{START}{kind}": word for kind, word in start.state_kinds.items()}
+        kinds |= {f"{START}{kind}": word for kind, word in {**start.state_kinds, "*": StateKind()}.items()}
+        kinds |= {
+            kind: replace(word, one_row=start.summed_by_network) for kind, word in kinds.items() if kind[:6] == START
+        }
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
             outer, promise=self._promise(outer.promise), group=start.group,
@@ -274,9 +282,11 @@ class LocalSteps(Method):
         )  # fmt: skip
 
     def _promise(self, outer: Promise) -> Promise:
+        waits = {f"{START}{kind}": weight for kind, weight in self._starter.card.promise.waits.items()}
         replaced = f"{1 - self.mix:.0%} of how far a rank moves in the delay, which what arrives replaces"
         lost = "; ".join(filter(None, (outer.lost, replaced if self.delay else "")))
-        return replace(CONSERVES if outer.kind == "exact" else outer, of="weights", lost=lost)
+        outer = CONSERVES if outer.kind == "exact" else outer
+        return replace(outer, of="weights", lost=lost, waits={**outer.waits, **(waits if self.start else {})})
 
     @property
     def rank_equal(self) -> bool:
@@ -365,7 +375,8 @@ class LocalSteps(Method):
         last = self.first + past == self.run.steps
         ending = range(len(self._fragments)) if last else self._due(past)
         arrives = self._merge_at != 0 and (last or past >= abs(self._merge_at))
-        self._ranks_differ = not (last or (ending and len(self._fragments) == 1 and not self.delay))
+        differ = not (last or (ending and len(self._fragments) == 1 and not self.delay))
+        self._ranks_differ = differ
         anchor = next((anchor for fragment in self._fragments for anchor in fragment.anchors.values()), None)
         if anchor is None or not (ending or arrives):
             return
@@ -377,6 +388,7 @@ class LocalSteps(Method):
                     self._end_round(step, number)
                 else:
                     self._send(step, number, past)
+        self._ranks_differ = differ  # whatever was loaded meanwhile, as replicas came or went
 
     def _due(self, past: int) -> Sequence[int]:
         """List the numbers of the fragments whose round the local step ``past`` ends: one at most."""
@@ -385,7 +397,10 @@ class LocalSteps(Method):
     # A round.
 
     def _end_round(self, step: Step, number: int) -> None:
-        """Average D of fragment ``number`` (l. 10-11), take the outer step (l. 12), and set w_n = W."""
+        """Average D of fragment ``number`` (l. 10-11), take the outer step (l. 12), and set w_n = W.
+
+        If a replica is lost in it, those that are left try again with the same D, until it counts.
+        """
 
         def average(steps: int) -> Averaged:
             fragment = self._fragments[number]  # a new one where replicas have just met
@@ -394,8 +409,10 @@ class LocalSteps(Method):
             norm = torch.linalg.vector_norm(moved)  # before a codec hides what is not finite
             return Averaged(rounds, norm, fragment.average(moved, rounds, self.run.exchange))
 
-        averaged = step.attempt(average)
-        self._conclude(self._fragments[number], averaged, step.agree)
+        while True:
+            averaged = step.attempt(average)
+            if self._conclude(self._fragments[number], averaged, step.agree) or not step.failed():
+                break
         self._set(step, self._fragments[number], 0.0)
 
     def _conclude(self, fragment: Fragment, averaged: Averaged | None, agree: Callable[..., bool]) -> bool:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import alignment, along, kernel, launch, whole
+from thinwire.ops.gpu import alignment, along, cdiv, kernel, launch, whole
 
 BLOCK = 1024
 
@@ -39,7 +38,7 @@ def adams(
     n = weight.numel()
     source = moment if next_moment is None else next_moment
     launch(
-        _adams, (triton.cdiv(n, BLOCK),), weight, moment, gradient, source, rate, beta1, 1 - beta1, beta2, 1 - beta2,
+        _adams, (cdiv(n, BLOCK),), weight, moment, gradient, source, rate, beta1, 1 - beta1, beta2, 1 - beta2,
         eps, keep, root, n, HAS_NEXT=next_moment is not None, BLOCK=BLOCK,
         ALIGN=alignment(weight, moment, gradient, source),
     )  # fmt: skip

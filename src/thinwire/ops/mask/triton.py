@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import uploaded
-from thinwire.ops.gpu import add_up, alignment, counters, is_last, kernel, launch, row_of, segment_of, whole
+from thinwire.ops.gpu import add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.mask import reference
 from thinwire.ops.programs import programs_on
 from thinwire.ops.rows import FIELDS
@@ -253,7 +253,7 @@ def _pack(flags, flags_stride, words, words_stride, count, BLOCK: tl.constexpr, 
 
 
 def _grid(words: Tensor) -> tuple[int, int]:
-    return triton.cdiv(words.shape[1] * reference.WORD, BLOCK), words.shape[0]
+    return cdiv(words.shape[1] * reference.WORD, BLOCK), words.shape[0]
 
 
 def tallied(programs: Tensor, table: Tensor, words: Tensor, **fields: Any) -> Tensor:
@@ -337,7 +337,7 @@ def from_indices(positions: Tensor, words: Tensor) -> None:
     words.zero_()
     count, k = positions.shape
     if k:
-        grid = (triton.cdiv(k, BLOCK), count)
+        grid = (cdiv(k, BLOCK), count)
         launch(_from_indices, grid, positions, words, words.shape[1] * reference.WORD, k, BLOCK=BLOCK)
 
 
@@ -360,6 +360,6 @@ def from_lists(lists: Sequence[tuple[Tensor, slice]], words: Tensor) -> Tensor |
 
 
 def pack(flags: Tensor, words: Tensor) -> None:
-    grid = (triton.cdiv(words.shape[1], 64), words.shape[0])
+    grid = (cdiv(words.shape[1], 64), words.shape[0])
     flags = flags.view(torch.uint8)
     launch(_pack, grid, flags, words, words.shape[1], BLOCK=64, ALIGN=alignment(flags))

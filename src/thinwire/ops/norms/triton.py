@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import counters, is_last, kernel, launch
+from thinwire.ops.gpu import cdiv, counters, is_last, kernel, launch
 from thinwire.ops.norms import Statistics
 from thinwire.ops.quant.triton import _load, _words
 from thinwire.ops.rows import FIELDS, PER_PROGRAM, CopyTable
@@ -92,7 +92,7 @@ def sample(
     count, size = len(positions), sums.shape[1]
     norms = torch.linalg.vector_norm(rows).view(1) if norms is None else norms
     launch(
-        _sample, (triton.cdiv(size, BLOCK),), rows, rows.shape[1], positions, norms, len(norms), sums, count, size,
+        _sample, (cdiv(size, BLOCK),), rows, rows.shape[1], positions, norms, len(norms), sums, count, size,
         share, BLOCK=BLOCK,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.base.device import uploaded
 from thinwire.base.random import Seeds
-from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole, wire_alignment
+from thinwire.ops.gpu import alignment, along, cdiv, kernel, launch, row_of, segment_of, whole, wire_alignment
 from thinwire.ops.programs import programs_on
 from thinwire.ops.quant import reference
 from thinwire.ops.quant.reference import Format
@@ -252,7 +252,7 @@ def _draw(
     """Return the number of programs for a row's ``groups``, and the programs, segments and keys of random bits."""
     block, group = constants["BLOCK"], constants["GROUP"]
     if drawn is None:
-        return triton.cdiv(groups, block), (None, None, None)
+        return cdiv(groups, block), (None, None, None)
     keys, key_indices = drawn.keys(device)
     table: list[int] = []
     for (first, last, _), key_index in zip(drawn.ranges, key_indices, strict=True):
@@ -274,7 +274,7 @@ def decode(codes: Tensor, scales: Tensor, format: Format, out: Tensor, peers: in
     """Decode ``peers`` rows of codes into each row of ``out`` (R, n); R or ``peers`` is 1."""
     groups, constants = scales.shape[1], _constants(format)
     launch(
-        _dequantize, (triton.cdiv(groups, constants["BLOCK"]), len(out)), codes, scales, out, factor, peers, groups,
+        _dequantize, (cdiv(groups, constants["BLOCK"]), len(out)), codes, scales, out, factor, peers, groups,
         WIRE=wire_alignment(codes, out), **constants,
     )  # fmt: skip
 
@@ -295,6 +295,6 @@ def requantize(
 def sum_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     count, n = rows.shape
     launch(
-        _sum_rows, (triton.cdiv(n, PER_PROGRAM),), _words(rows), out, scale, count, n, BLOCK=PER_PROGRAM,
+        _sum_rows, (cdiv(n, PER_PROGRAM),), _words(rows), out, scale, count, n, BLOCK=PER_PROGRAM,
         ALIGN=alignment(rows, out),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.ops.gpu import kernel, launch, row_of, wire_alignment
+from thinwire.ops.gpu import cdiv, kernel, launch, row_of, wire_alignment
 from thinwire.ops.quant.triton import _load, _words
 
 PER_PROGRAM = 4096  # elements of one row that one program handles
@@ -69,7 +69,7 @@ def _unpack(
 def _blocks(rows: Tensor, group: int) -> tuple[int, int, tuple[int, int]]:
     """Return the groups of a row, groups per program, and the grid."""
     groups, block = rows.shape[1] // group, max(1, PER_PROGRAM // group)
-    return groups, block, (triton.cdiv(groups, block), len(rows))
+    return groups, block, (cdiv(groups, block), len(rows))
 
 
 def pack(rows: Tensor, group: int, shares: Tensor, bits: Tensor, scales: Tensor, rms: bool) -> None:

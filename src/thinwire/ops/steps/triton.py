@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.base.device import uploaded
-from thinwire.ops.gpu import alignment, along, kernel, launch, whole
+from thinwire.ops.gpu import along, kernel, launch, whole
 from thinwire.ops.programs import programs_on
 
 BLOCK = 1024
@@ -33,15 +33,13 @@ def _take(weight, change, programs, table, BLOCK: tl.constexpr, ALIGN: tl.conste
 
 
 def take(weights: Sequence[Tensor], changes: Sequence[Tensor], factors: Sequence[float]) -> None:
-    bits = np.array(factors, np.float32).view(np.int32).tolist()
-    bases = weights[0].data_ptr(), changes[0].data_ptr()
-    table: list[int] = []
-    for weight, change, factor_bits in zip(weights, changes, bits, strict=True):
-        distances = [(tensor.data_ptr() - base) // 4 for tensor, base in zip((weight, change), bases, strict=True)]
-        table += [*distances, weight.numel(), factor_bits]
-    device, flat = weights[0].device, [tensor.view(-1) for tensor in (*weights, *changes)]
-    programs = programs_on(device, (weight.numel() for weight in weights), BLOCK)
+    sizes = [weight.numel() for weight in weights]
+    places = np.array([[tensor.data_ptr() for tensor in tensors] for tensors in (weights, changes)], np.int64)
+    bits = np.array(factors, np.float32).view(np.int32)
+    table = np.stack([*((places - places[:, :1]) // 4), np.array(sizes, np.int64), bits], 1)
+    device, programs = weights[0].device, programs_on(weights[0].device, sizes, BLOCK)
     launch(
-        _take, (len(programs) // 2,), flat[0], flat[len(weights)], programs, uploaded(table, device, torch.int64),
-        BLOCK=BLOCK, ALIGN=alignment(*flat),
+        _take, (len(programs) // 2,), weights[0].view(-1), changes[0].view(-1), programs,
+        uploaded(table.reshape(-1).tolist(), device, torch.int64), BLOCK=BLOCK,
+        ALIGN=1 if (places % 16).any() or any(size % 16 for size in sizes) else 16,
     )  # fmt: skip

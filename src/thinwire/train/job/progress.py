@@ -60,6 +60,7 @@ class Display:
 
     Attributes:
         wall_s: seconds that a resumed run had taken by its checkpoint, else 0.
+        last_step: of which there is a row already; -1: none.
         write_error: the reason why a row could not be written; "" while all is well.
     """
 
@@ -78,7 +79,7 @@ class Display:
         has_bar = rank == 0 and sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
         self._progress = Progress(*bar, console=self._console, disable=not has_bar)
         self._task = self._progress.add_task("", total=config.steps, completed=start, values="first evaluation")
-        self.wall_s, self.write_error = 0.0, ""
+        self.wall_s, self.write_error, self.last_step = 0.0, "", -1
 
     def __enter__(self) -> Display:
         if self.rank != 0:
@@ -88,6 +89,7 @@ class Display:
             self.wall_s, last_step = cut_metrics(metrics, self.start)
         else:
             (self.config.out / IDENTITIES).unlink(missing_ok=True)
+        self.last_step = min(last_step, self.start)
         self._rows = self._open.enter_context(metrics.open("a" if self.start else "w", buffering=1))
         for name in dict.fromkeys(self.config.track):
             table = open_table(self.config.out, self.start)
@@ -99,6 +101,14 @@ class Display:
     def __exit__(self, *error: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk has been reported
             self._open.__exit__(*error)
+
+    @property
+    def replaced(self) -> bool:
+        """Is metrics.jsonl another file now, as another replica has kept it meanwhile?"""
+        try:
+            return self.rank == 0 and not os.path.samestat(os.fstat(self._rows.fileno()), os.stat(self._rows.name))
+        except OSError:
+            return True
 
     def say(self, line: str) -> None:
         width = columns()

@@ -23,6 +23,8 @@ from thinwire.base.files import remove, write
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS
 
+_PREVIOUS = ".previous"
+"""The folder in which --overwrite --elastic sets an earlier run aside until the new one has begun."""
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
               "valid_losses.csv", ELASTIC)  # fmt: skip
@@ -85,12 +87,33 @@ def _clear(path: Path) -> None:
             remove(path / name)
 
 
+def _move(source: Path, target: Path) -> None:
+    """Move a run's files from one folder to another on the same disk, checkpoints first: they tell that it is there."""
+    target.mkdir(exist_ok=True)
+    for name in ("checkpoints", *_RUN_FILES, REPLICAS):
+        if (source / name).exists():
+            (source / name).rename(target / name)
+
+
+def settle_previous(path: Path, *, over: bool) -> None:
+    """Remove the run that was set aside once a new one has begun; put it back if none has and all is ``over``."""
+    previous = path / _PREVIOUS
+    if not previous.exists():
+        return
+    if _holds_run(path):
+        remove(previous)
+    elif over:
+        _clear(path)
+        _move(previous, path)
+        remove(previous)
+
+
 @contextlib.contextmanager
 def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: bool) -> Iterator[None]:
     """Lock ``path`` for the replicas of this machine until the end of the block, and remove what is not theirs.
 
     ``lighthouse``: that of a run of several machines, which share the folder; None: the run is this machine's alone.
-    ``anew``: --overwrite. ``goes_on``: --resume.
+    ``anew``: --overwrite, which removes an earlier run only once the new one has begun. ``goes_on``: --resume.
 
     Raises:
         ThinwireError: it cannot be written to, another run is using it, or it holds one.
@@ -103,10 +126,12 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
         stack.enter_context(lock)
         if first:
             _sweep(path)
+            settle_previous(path, over=True)  # of a launcher that was killed
             if not anew and not goes_on and _holds_run(path):
                 raise ThinwireError(_HOLDS_RUN.format(path=path))
             if not goes_on:
-                _clear(path)
+                _move(path, path / _PREVIOUS)
+                stack.callback(settle_previous, path, over=True)
             (path / REPLICAS).mkdir(exist_ok=True)
             if lighthouse is not None:
                 write(path / ELASTIC, json.dumps({"lighthouse": lighthouse}) + "\n")

@@ -1,0 +1,129 @@
+"""Steps of a model on a GPU, methods in turns: milliseconds beside dense's, and each kernel's time by name.
+
+    python benchmarks/speed/gpu_steps.py --tokens 4096 16384                 # one rank, which talks to itself by NCCL
+    torchrun --nproc-per-node 8 benchmarks/speed/gpu_steps.py --engine fsdp2
+
+One rank does all of DDP's step but for the network: its buckets are packed, encoded, handed to NCCL, decoded and
+summed. (FSDP2 on one rank exchanges nothing: it needs several GPUs.) The model runs as it is written, in autocast to
+bfloat16; AdamW is fused. "issued" is when the host had given the step to the GPU: where it equals the step, the host is
+what is waited for. ``--kernels``: a line of JSON for each method, with a step's launches and microseconds by kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import gpu_cases
+import thinwire
+from thinwire import methods as method_table
+from thinwire.base.processes import free_port
+from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.shapes import PRESETS
+
+METHODS = ("none", "dense", "int8", "sdp4bit", "trickle", "trickle(mask='merged')")
+TURNS, STEPS = 6, 5
+"""Each method has its turn so many times, the first of which is not counted; steps of a turn."""
+
+
+class Run:
+    """A model with a method, on the GPU ``device``."""
+
+    def __init__(self, method: str, engine: str, preset: str, device: torch.device) -> None:
+        torch.manual_seed(0)
+        resolved, self.method, self.device = method_table.resolve(method), method, device
+        self.model = gpu_cases.wrapped(engine, Decoder(PRESETS[preset]), device)
+        fused = {"fused": True} if resolved.OPTIMIZER is torch.optim.AdamW else {}
+        self.optimizer = resolved.OPTIMIZER(self.model.parameters(), lr=1e-4, **fused)
+        thinwire.compress(self.model, self.optimizer, resolved, steps=1000)
+
+    def steps(self, tokens: torch.Tensor, count: int) -> None:
+        for _ in range(count):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def turn(self, tokens: torch.Tensor) -> tuple[float, float]:
+        """Milliseconds of a step, and until it was issued."""
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        self.steps(tokens, STEPS)
+        issued = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        return 1e3 * (time.perf_counter() - began) / STEPS, 1e3 * (issued - began) / STEPS
+
+    def kernels(self, tokens: torch.Tensor) -> tuple[int, dict[str, float]]:
+        """Launches of a step, and microseconds by kernel."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            self.steps(tokens, 2)
+            torch.cuda.synchronize(self.device)
+        times, counts = defaultdict(float), Counter()
+        for event in profiler.events():
+            annotates = getattr(event, "is_user_annotation", False) or "DistributedDataParallel" in event.name
+            if event.device_type == torch.autograd.DeviceType.CUDA and not annotates and "Optimizer" not in event.name:
+                times[event.name] += event.device_time / 2
+                counts[event.name] += 1
+        return sum(counts.values()) // 2, dict(times)
+
+
+def compare(runs: list[Run], tokens: torch.Tensor) -> None:
+    """Print a line of the table for each run."""
+    turns = [[run.turn(tokens) for run in runs] for _ in range(TURNS)][1:]
+    steps = {run.method: [turn[at][0] for turn in turns] for at, run in enumerate(runs)}
+    dense = statistics.median(steps.get("dense", [float("nan")]))
+    for at, run in enumerate(runs):
+        step, issued = statistics.median(steps[run.method]), statistics.median(turn[at][1] for turn in turns)
+        spread = f"{step:.2f} ({min(steps[run.method]):.1f} to {max(steps[run.method]):.1f})"
+        print(f"| {tokens.numel()} | `{run.method}` | {spread} | {step / dense:.2f} | {issued:.2f} |", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=gpu_cases.ENGINES, default="ddp")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--preset", default="gpt-125m")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="of a step, on each rank")
+    parser.add_argument("--kernels", action="store_true", help="each method's kernels, too, at the first of --tokens")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees no CUDA device on this machine", file=sys.stderr)
+        return 2
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(free_port())}.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    context = PRESETS[options.preset].context
+    runs = [Run(method, options.engine, options.preset, device) for method in options.methods]
+    world = f"{dist.get_world_size()} ranks, {options.engine}"
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {world}\n")
+    print("| tokens | method | ms per step (least to most) | x dense | issued |\n|---|---|---|--:|--:|")
+    for number in options.tokens:
+        tokens = torch.randint(PRESETS[options.preset].vocabulary, (max(number // context, 1), context), device=device)
+        compare(runs, tokens)
+        for run in runs if options.kernels and number == options.tokens[0] else ():
+            launches, times = run.kernels(tokens)
+            ours = {name: round(us) for name, us in sorted(times.items(), key=lambda item: -item[1]) if name[0] == "_"}
+            line = {"method": run.method, "tokens": number, "launches": launches, "us": round(sum(times.values()))}
+            print(json.dumps(line | {"ours": ours}), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The trainer of an elastic run, on replicas that are threads: who comes, goes or lags never falls out of step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire.wire
+from lighthouse import Lighthouse, Replica
+from thinwire.core.safety import Safety
+from thinwire.engines.replicas import Replicas
+from thinwire.methods import resolve
+from thinwire.train.config import Config
+from thinwire.train.job.progress import Display
+from thinwire.train.replica import ReplicaTrainer
+from thinwire.wire import Options, Wire, join
+
+STEPS, SEEDS = 20, 9
+METHODS = (
+    "local-steps(every=4)", "local-steps(every=3, start=4)", "int8(smallest=0)",
+    "local-steps(every=2, outer='int8(feedback=\"gradients\")')",
+)  # fmt: skip
+
+
+class Books:
+    """What all replicas have counted, by vote and number of the membership: place in the run, weights, windows."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, int], set[Any]] = defaultdict(set)
+        self.windows: dict[tuple[int, int], list[int]] = defaultdict(list)
+
+
+class Counting(ReplicaTrainer):
+    """A trainer whose steps learn nothing: it notes which windows of the text they would have learnt."""
+
+    def __init__(self, replica: Replica, folder: Path, method: str, books: Books) -> None:
+        self.replica, self.books, self._round, self.took = replica, books, list[int](), set[int]()
+        self.manager: Any = replica
+        replica._pg, replica._timeout = type("Group", (), {})(), None  # type: ignore[attr-defined]
+        self.config = Config(out=folder, steps=STEPS, batch_size=2, elastic=True, method=method)
+        self.log: Any = SimpleNamespace(write=lambda *given, **named: None)
+        self.net = self.model = nn.Linear(6, 4)
+        with torch.no_grad():
+            self.net.weight.fill_(1.0), self.net.bias.fill_(0.5)
+        self.optimizers = (torch.optim.SGD(self.net.parameters(), lr=0.1),)
+        options = Options(
+            resolve(method), self.optimizers, False, None, STEPS, 0, None, None, Safety(max_skipped=None)
+        )
+        self.wire: Wire = join(Replicas(self.net, replica, replica.comm), options, replica.comm.ledger)
+        self.wire.attach()
+        self.checkpoints: Any = SimpleNamespace(run={}, latest="")
+        self.step = self.sequences = self.trained = self.streak = self.dropped = 0
+        self.wall_s = self.first_loss = 0.0
+        self.step_seconds, self.losses = [], []
+        self._begin_counts()
+        self.display = Display(self.config, 1, 0)
+        self._files: Any = SimpleNamespace(close=self._close, enter_context=lambda display: display.__enter__())
+        replica.register_state_dict_fn("trainer", lambda news: setattr(self, "_news", news), self._give)
+
+    def _close(self) -> None:
+        self.display.__exit__(None, None, None)
+
+    def _write_plan(self) -> None: ...
+
+    def _mean(self, row: Tensor) -> Tensor:
+        return row
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step
+
+    def _row(self, *given: Any) -> dict[str, Any]:
+        row = {"step": self.step, "loss": 0.0, "wall_s": 0.0, "step_ms": 1.0}
+        self._rows.append(row)
+        self.took.add(self.step)
+        return row
+
+    def _take_step(self) -> tuple[Tensor, Tensor]:
+        rank, size = self.place
+        first = self.sequences + rank * self.config.batch_size
+        self._round += range(first, first + self.config.batch_size)
+        self.sequences += size * self.config.batch_size
+        for weight in self.net.parameters():
+            weight.grad = torch.full_like(weight, 0.01 * (first % 7) - 0.02)
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+        return torch.zeros(1), torch.zeros(())
+
+    def run(self) -> None:
+        while self.step < STEPS:
+            votes, healed = self.replica.step, self.wire.turnover.healed
+            self.attempt_step([])
+            if self.wire.turnover.healed > healed:
+                self._round, self.took = [], set()  # of steps that came to nothing
+            elif self.replica.step > votes and self._round:
+                key = self.replica.step, self.wire.engine.across.membership.number
+                weights = torch.cat([weight.detach().reshape(-1) for weight in self.net.parameters()])
+                equal = self.wire.method.rank_equal  # else the vote has begun the steps alone
+                self.books.places[key].add((self.step, self.sequences, hash(tuple(weights.tolist())) * equal))
+                self.books.windows[key] += self._round if equal else []
+                self._round = self._round if not equal else []
+            elif self.replica.step == votes and not self.wire.method.card.alone(self.wire._road.step):
+                self._round = []  # an attempt that did not count
+        self._close()
+
+
+def play(seed: int, method: str, folder: Path) -> Counter[str]:
+    books = Books()
+    trainers: list[Counting] = []
+
+    def begin(replica: Replica) -> Any:
+        trainers.append(Counting(replica, folder, method, books))
+        return trainers[-1].run
+
+    lighthouse = Lighthouse(seed, begin)
+    lighthouse.run()
+    for trainer in trainers:  # torch's hooks are the process's
+        trainer.wire.close()
+    for (vote, number), places in books.places.items():
+        assert len(places) == 1, f"seed {seed}: after vote {vote} of membership {number} replicas differ: {places}"
+    latest = {vote: max(n for v, n in books.windows if v == vote) for vote, _ in books.windows}
+    learnt = Counter(window for vote, number in latest.items() for window in books.windows[vote, number])
+    assert max(learnt.values()) == 1, f"seed {seed}: {learnt.most_common(3)} windows were learnt several times"
+    rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # Nobody looks whether the replica that keeps the files still lives after the last step.
+    took = set().union(*(trainer.took for trainer in trainers if trainer.step == STEPS)) - {STEPS}
+    assert rows == sorted(set(rows)), f"seed {seed}: the rows of metrics.jsonl are of steps {rows}"
+    assert took <= set(rows), f"seed {seed}: there are no rows of steps {took - set(rows)}"
+    return lighthouse.seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_stay_in_step(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thinwire.wire, "compile_kernels", lambda *arguments: None)
+    seen: Counter[str] = Counter()
+    for seed in range(int(os.environ.get("THINWIRE_SEEDS", SEEDS)) // (1 + 2 * ("int8(s" in method))):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        seen += play(seed, method, folder)
+    for what in ("killed", "joined", "behind", "lost", "stopped", "deaf"):
+        assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
