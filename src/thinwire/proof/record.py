@@ -131,7 +131,11 @@ class RecordedStage(Stage):
             compress = method.compress  # type: ignore[attr-defined]
 
             def recorded(bucket: Bucket, exchange: Exchange) -> None:
-                bucket.copies.unpack(bucket.rows, entered)
+                rows = bucket.rows
+                if bucket.adam is not None:  # these are gradients, of which the codec makes steps
+                    rows = rows.clone()
+                    bucket.adam.take(rows)
+                bucket.copies.unpack(rows, entered)
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]
