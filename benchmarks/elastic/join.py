@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a replica waits for another")
     parser.add_argument("--limit", type=float, default=400, help="seconds until it is given up")
     options = parser.parse_args()
-    fixed = {"replicas": 3, "shards": 1, "min_replicas": 1, "spares": False, "pause": 0.0, "slow": 1.0}
+    fixed = {"replicas": 3, "shards": 1, "min_replicas": 1, "spares": False, "pause": 0.0, "slow": 1.0, "books": False}
     options = argparse.Namespace(**vars(options), **fixed)
     print(f"128 x {options.hidden} parameters, links of {options.link}, a third replica joins two")
     print(f"{'method':36} {'usual step':>10} {'joined in':>10} {'received':>10} {'the rate':>12} {'others waited':>13}")
