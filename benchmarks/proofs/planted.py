@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         "Triton launches on the current device, whatever the tensors' is", "ops/gpu.py",
-        "    if index >= 0 and index != torch.cuda.current_device():\n",
+        "    if index >= 0 and index != torch.accelerator.current_device_index():\n",
         "    if False:\n",
         ("tests/ops/test_triton.py", "-k", "on_the_device_of_its_tensors"), triton=True,
     ),

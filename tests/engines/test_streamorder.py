@@ -199,7 +199,8 @@ def test_a_launch_writes_where_its_kernel_stores():
         found = {family.rpartition(".")[2]: module for family, module in backends.host_code.get().items()}
     expected = {
         "mask._scatter": {"out"}, "mask._gather_keep": {"payload", "residual_out"},
-        "sparse._spread": {"words", "offsets"}, "sparse._count": {"total", "state", "counts", "ends", "marks"},
+        "sparse._spread": {"words", "offsets"}, "sparse._third": {"state", "counts", "ends", "marks"},
+        "sparse._first": {"total", "second_out", "state", "counts", "ends"},
         "sparse._list": {"positions", "payload", "words"},
         "sparse._send": {"codes", "scales", "remainder"}, "quant._sum_rows": {"out"},
         "mask._from_lists": {"words", "bit_offsets"}, "moments._advance": {"next_moment", "gradient", "common_out"},

@@ -15,6 +15,7 @@ from thinwire.codecs.base import Residual
 from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Positions, Sparse
 from thinwire.ops import mask, sparse
+from thinwire.ops.direction import Adam, DirectionSegment
 from thinwire.ops.quant import Format
 from thinwire.ops.sparse import ListSegment, WireValues, cpu, reference
 
@@ -76,6 +77,27 @@ def check(
         results = [sent_and_back(module, payload[:, 1:-1], found, packed, parts, wide, format)
                    for module in (reference, fast)]  # fmt: skip
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (kind, format)
+
+
+def check_steps(fast: ModuleType, device: str = "cpu") -> None:
+    """Steps taken in the pass that chooses are those taken before it, bit for bit."""
+    parts = parts_of((64 * 80, 300), (64 * 2, 64), group=64)
+    n, m = 64 * 82, parts[-1].list_start + 64
+    g, e, v = (gaussian(2, n, seed=seed).to(device) for seed in range(3))
+    g[0, 5], v = math.nan, v.square()
+    lr, scale = torch.tensor([0.1, 0.3], device=device), torch.tensor([1.5, 2.0], device=device)
+    segments = [DirectionSegment(part.start, part.width, i, 0.9 + i / 20, 1e-8) for i, part in enumerate(parts)]
+    seen = []
+    for before in (True, False):
+        rows, new, second = g.clone(), torch.full_like(g, math.nan), torch.full_like(v, math.nan)
+        adam = Adam(v, second, segments, lr, scale, torch.tensor(0.7, device=device))
+        if before:
+            adam.take(rows)
+        found = torch.full((2, m), POISON, dtype=torch.int32, device=device)
+        payload = torch.full((2, m), math.nan, device=device)
+        fast.largest(rows, e, parts, new, found, payload, None, None if before else adam)
+        seen.append([values.view(torch.int32) for values in (found, payload, new, second)])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 def sent_and_back(module, payload, found, packed, parts, wide, format):
@@ -266,11 +288,17 @@ def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
     assert torch.equal(total, (decoded[0] + decoded[1]) * 0.3)
 
 
+def test_steps_taken_while_choosing_are_those_taken_before():
+    check_steps(cpu)
+    check_steps(reference)
+
+
 @needs_triton
 def test_triton_interpreted_equals_the_reference():
     code = """
+import importlib
 import test_ops_lists as t
-from thinwire.ops import gpu
+from thinwire.ops import backends, gpu
 from thinwire.ops.sparse import triton
 made, make = [], gpu._counters
 gpu._counters = lambda *key: made.append(make(*key)) or made[-1]
@@ -278,6 +306,8 @@ for parts, kind, way in zip(t.PARTS[1:] * 2, (None, None, "one of four", "nans o
     t.check(triton, parts, kind, ways=(way,))
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
+backends._load = lambda family, module, needs: importlib.import_module(family + ".triton")
+t.check_steps(triton)
 assert made and not any(counters.any() for counters in made)  # as the next kernel has to find them
 """
     check_interpreted(code)
@@ -292,3 +322,4 @@ def test_lists_on_a_gpu():
         check(triton, parts, device="cuda")
     check_packing(triton, MIXED, device="cuda")
     check_leaving_out(triton, device="cuda")
+    check_steps(triton, device="cuda")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
         inside.clear()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1)
     rows, out = torch.zeros(3, 64, device="meta"), torch.zeros(64, device="meta")
     with dry_cuda.run(lambda name, variant: seen.append(list(inside))):
@@ -77,16 +78,29 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch):
 class Compiled:
     """What Triton returns of a launch: ``ways`` is told of each launch of it."""
 
+    function, packed_metadata = "code", (4, 1, 0)
+
     def __init__(self, ways, fails=False):
         self.ways, self.fails = ways, fails
 
-    def __getitem__(self, grid):
-        def run(*arguments):
-            if self.fails:
-                raise TypeError("function takes 12 arguments")
-            self.ways.append(("bound", grid, *arguments))
+    def run(self, x, y, z, stream, function, metadata, told, before, after, *arguments):
+        if self.fails:
+            raise TypeError("function takes 12 arguments")
+        assert (stream, function, metadata) == (7, "code", (4, 1, 0)) and told is before is after is None
+        self.ways.append(("bound", (x, y, z), *arguments))
 
-        return run
+    def __getitem__(self, grid):
+        return lambda *arguments: self.ways.append(("told", grid, *arguments))
+
+
+def runtime(of_launch, *hooks):
+    """Give the stand-in for Triton what launches ask of it; ``hooks`` want to hear of each."""
+    module = of_launch.__globals__["triton"]
+    module.knobs = SimpleNamespace(runtime=SimpleNamespace(
+        launch_enter_hook=SimpleNamespace(calls=list(hooks)), launch_exit_hook=SimpleNamespace(calls=[])
+    ))  # fmt: skip
+    active = SimpleNamespace(get_current_stream=lambda index: 7)
+    module.runtime = SimpleNamespace(driver=SimpleNamespace(active=active))
 
 
 class Jitted:
@@ -110,26 +124,30 @@ def test_what_is_compiled_is_looked_up_once_for_all_launches_with_the_same_types
     rows, narrow = torch.zeros(3, 64, device="meta"), torch.zeros(3, 64, dtype=torch.int16, device="meta")
     with dry_cuda.run():
         launch, kernel = backends.host_code.get()["thinwire.ops.quant"].launch, Jitted()
+        runtime(launch)
         launch(kernel, (5,), rows, 7, BLOCK=8)
         launch(kernel, (6, 2), rows[:, :16], 9, BLOCK=8)
         assert kernel.ways == [
             ("Triton", (5,), rows, 64, 7, {"BLOCK": 8, "enable_fp_fusion": False}), kernel.ways[1]
         ]  # fmt: skip
         way, grid, values, stride, n, block = kernel.ways[1]
-        assert (way, grid, values.shape, stride, n, block) == ("bound", (6, 2, 1, 1), (3, 16), 64, 9, 8)
+        assert (way, grid, values.shape, stride, n, block) == ("bound", (6, 2, 1), (3, 16), 64, 9, 8)
         for other in ((narrow, 7), (rows, 2**31), (rows, 7.0)):
             launch(kernel, (5,), *other, BLOCK=8)
         launch(kernel, (5,), rows, 7, BLOCK=16)
         launch(kernel, (5,), rows, 7, BLOCK=8, num_warps=8)
         launch(kernel, (5,), rows, 7, BLOCK=8, fused=True)
         launch(Jitted(), (5,), rows, 7, BLOCK=8)
-    assert [way for way, *_ in kernel.ways[2:]] == ["Triton"] * 6
+        runtime(launch, print)
+        launch(kernel, (5,), rows, 7, BLOCK=8)
+    assert [way for way, *_ in kernel.ways[2:]] == ["Triton"] * 6 + ["told"]
 
 
 def test_a_triton_that_launches_otherwise_is_warned_of_and_used():
     rows = torch.zeros(3, 64, device="meta")
     with dry_cuda.run():
         launch, kernel = backends.host_code.get()["thinwire.ops.quant"].launch, Jitted(fails=True)
+        runtime(launch)
         launch(kernel, (5,), rows, 7, BLOCK=8)
         with pytest.warns(ThinwireWarning, match="does not launch what it has compiled as others do"):
             launch(kernel, (5,), rows, 7, BLOCK=8)
@@ -249,6 +267,14 @@ with host_launch.a_device() as device:
         same = [launch[:6] + launch[9:] for launch in first]  # not the hooks
         assert all([launch[:6] + launch[9:] for launch in launches] == same for launches in later), name
     assert all(host_launch.gpu._bound.values())
+    # A kernel that has run before compress() gets its other variants there all the same.
+    from triton.runtime.jit import JITFunction
+    warmed, warmup = set(), JITFunction.warmup
+    JITFunction.warmup = lambda *words, **more: (warmed.add(more.get("ALIGN")), warmup(*words, **more))[1]
+    host_launch.backends.every_variant.set(True)
+    for call in host_launch.cases(device).values():
+        call()
+    assert warmed >= {{16, 1}}, warmed
 print("checked")
 """
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

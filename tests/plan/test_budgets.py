@@ -21,27 +21,27 @@ from thinwire.ops.sketch import ROUNDS
 
 BUDGETS = {
     # method, engine, ranks: launches, of them ours, collectives, waits of the host, bytes moved per value, MB held
-    ("dense", "fsdp2", 512): (33, 0, 14, 1, 0.3, 0),
-    ("int8", "fsdp2", 512): (98, 65, 27, 1, 13.4, 116),
+    ("dense", "fsdp2", 512): (33, 0, 14, 1, 0.1, 0),
+    ("int8", "fsdp2", 512): (98, 65, 27, 1, 13.3, 116),
     ("int8", "ddp", 64): (152, 107, 71, 1, 67.2, 235),
     ("int8", "ddp", 512): (152, 107, 71, 1, 67.2, 235),
     ("sdp4bit", "ddp", 64): (154, 107, 71, 1, 65.7, 196),
     ("sdp4bit", "fsdp2", 64): (138, 91, 27, 1, 20.8, 642),
-    ("sdp4bit", "fsdp2", 512): (138, 91, 27, 1, 22.6, 711),
-    ("scape", "ddp", 8): (318, 277, 54, 1, 86.5, 1720),
-    ("scape", "ddp", 512): (322, 277, 54, 1, 83.3, 1579),
-    ("scape", "fsdp2", 512): (314, 270, 28, 1, 36.6, 1869),
-    ("topk(feedback='gradient')", "ddp", 8): (280, 232, 53, 1, 85.6, 1060),
-    ("trickle", "ddp", 64): (354, 269, 71, 1, 102.0, 2280),
-    ("trickle", "fsdp2", 64): (270, 196, 40, 1, 48.9, 2170),
-    ("trickle:merged", "ddp", 512): (516, 432, 89, 1, 77.9, 2239),
-    ("trickle:merged", "fsdp2", 512): (465, 352, 53, 1, 64.8, 3139),
-    ("tagc", "ddp", 8): (1434, 953, 125, 1, 348.4, 2070),
-    ("tagc", "ddp", 512): (1056, 359, 125, 1, 98.7, 2204),
-    ("tagc", "fsdp2", 8): (1050, 690, 79, 1, 139.3, 2226),
-    ("lhc", "ddp", 8): (910, 286, 107, 1, 188.1, 1659),
-    ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (178, 108, 53, 2, 81.0, 1115),
-    ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (121, 80, 28, 2, 26.9, 1253),
+    ("sdp4bit", "fsdp2", 512): (138, 91, 27, 1, 22.4, 711),
+    ("scape", "ddp", 8): (318, 277, 54, 1, 85.8, 1717),
+    ("scape", "ddp", 512): (322, 277, 54, 1, 82.2, 1572),
+    ("scape", "fsdp2", 512): (314, 270, 28, 1, 36.5, 1869),
+    ("topk(feedback='gradient')", "ddp", 8): (280, 232, 53, 1, 85.4, 1055),
+    ("trickle", "ddp", 64): (336, 251, 71, 1, 93.9, 2274),
+    ("trickle", "fsdp2", 64): (257, 183, 40, 1, 40.8, 2170),
+    ("trickle:merged", "ddp", 512): (498, 414, 89, 1, 69.2, 2239),
+    ("trickle:merged", "fsdp2", 512): (452, 339, 53, 1, 55.4, 3139),
+    ("tagc", "ddp", 8): (1434, 953, 125, 1, 347.0, 2063),
+    ("tagc", "ddp", 512): (1056, 359, 125, 1, 97.2, 2195),
+    ("tagc", "fsdp2", 8): (1050, 690, 79, 1, 137.9, 2220),
+    ("lhc", "ddp", 8): (910, 286, 107, 1, 188.0, 1658),
+    ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (178, 108, 53, 2, 80.9, 1115),
+    ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (120, 80, 28, 2, 26.7, 1252),
 }
 DENSE = {"ddp": (63, 35), "fsdp2": (33, 26)}
 """Launches of dense, and buckets of methods that leave the small tensors dense."""
@@ -66,7 +66,7 @@ def test_the_bytes_of_a_step_of_seven_billion_values():
     """For each of the model's values. Shards' rows are encoded where the engine has put them, without a copy."""
     assert budget("int8", "llama", "fsdp2", 64).moved < 7.2
     assert budget("sdp4bit", "llama", "fsdp2", 64).moved < 15.6
-    assert budget("trickle", "llama", "fsdp2", 64).moved < 48.8
+    assert budget("trickle", "llama", "fsdp2", 64).moved < 40.8
 
 
 def test_what_a_step_waits_for_and_launches_is_counted_as_cuda_has_it():

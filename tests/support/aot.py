@@ -111,12 +111,16 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     of, lines = {"parts": "*i64", "segments": "*i64"}, {"FIELDS": sparse_parts.FIELDS}
     yield mask._tally, {}, block | lines | {"START": 4, "COUNT": 5}
     counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
-    for number, (_, bins) in enumerate(sparse.DIGITS):
-        first = number == 0
-        digit = {"FIRST": first, "ALL": number < 2, "FEEDBACK": first, "KEEP": first, "BINS": bins}
-        yield sparse._count, of, counted | digit
+    loaded = dict.fromkeys(("second", "second_out", "lr", "scale", "factor"), "*fp32") | {"adam": "*i32"}
+    bins, second, third = (bins for _, bins in sparse.DIGITS)
+    for step in (False, True):
+        how = {"STEP": step, "STEP_FIELDS": direction.FIELDS, "FEEDBACK": True, "KEEP": True, "BINS": bins}
+        yield sparse._first, of | loaded, counted | how
+    found = {"marks": "*i32"} | of
+    yield sparse._second, found, counted | {"BINS": second}
+    yield sparse._third, found, lines | {"BLOCK": sparse.MARKED, "BINS": third}
     for kernel in (sparse._tally, sparse._list):
-        yield kernel, of, lines | {"BLOCK": sparse.LISTED, "num_warps": sparse.WARPS, "PACK": True}
+        yield kernel, found, lines | {"BLOCK": sparse.MARKED, "PACK": True}
     for kernel in (sparse._ones, sparse._spread):
         yield kernel, of | {"wire": "*i64"}, block | lines
     yield sparse._put, {}, block
@@ -143,7 +147,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield adams._adams, pointers, {"HAS_NEXT": True, "BLOCK": adams.BLOCK} | aligned
     loaded = dict.fromkeys(("m", "lr", "scale", "factor"), "*fp32") | {"table": "*i32"}
     for momentum in (True, False):
-        yield direction._direction, loaded, {"MOMENTUM": momentum, "BLOCK": direction.BLOCK} | aligned
+        block = {"BLOCK": direction.BLOCK, "FIELDS": direction.FIELDS}
+        yield direction._direction, loaded, block | {"MOMENTUM": momentum} | aligned
     yield steps._take, {}, {"BLOCK": steps.BLOCK} | aligned
     tile = {"num_warps": projection.WARPS, "fused": True} | projection.FACTORS | aligned
     yield projection._project, {}, tile | {"FEEDBACK": True, "KEEP": True}

@@ -217,11 +217,14 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sketch._restore": (_at("sent", "residual", "out"),),
     "sketch._round_to": (_twice("payload"),),
     "norms._sample": (lambda of: {"rows": len(of["positions"]) * 4},),
-    "sparse._count": (_where(residual="FEEDBACK", total="KEEP"), lambda of: {
-        "counts": 0.0, "marks": nbytes_of(of["marks"]) * (not of["FIRST"]) * (1 if of["ALL"] else 2),
-        "rows": nbytes_of(of["rows"]) * (1 if of["ALL"] else READ_AGAIN),
+    "sparse._first": (
+        _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP"), lambda of: {"counts": 0.0},
+    ),
+    "sparse._second": (lambda of: {"counts": 0.0},),
+    "sparse._third": (_twice("marks"), lambda of: {
+        "counts": 0.0, "total": nbytes_of(of["total"]) * READ_AGAIN,
     }),
-    "sparse._tally": (_where(words="PACK"), lambda of: {"total": 0.0}),
+    "sparse._tally": (_where(words="PACK"), _twice("marks"), lambda of: {"total": 0.0}),
     "sparse._list": (_where(words="PACK"), lambda of: {"total": nbytes_of(of["total"]) * LISTED}),
     "sparse._send": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
     "sparse._send_whole": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Seeds
+from thinwire.ops.direction import Adam
 
 Space = Callable[[object, Sequence[int], torch.dtype], Tensor]
 """(use, shape, dtype) -> scratch memory, zeros at its first use: a bucket's ``buffer``, or a new tensor."""
@@ -20,11 +21,13 @@ Space = Callable[[object, Sequence[int], torch.dtype], Tensor]
 class Residual:
     """Error feedback of one encoding: h = rows + ``old`` (None: rows) is encoded, ``new`` = h - its decoded wire.
 
-    Both are (R, n) float32 and may be the same tensor.
+    Both are (R, n) float32 and may be the same tensor. ``step``: makes steps of gradients, which the rows are then; a
+    codec may take them in the pass that encodes.
     """
 
     old: Tensor | None
     new: Tensor
+    step: Adam | None = None
 
 
 class Codec(ABC):
@@ -44,6 +47,9 @@ class Codec(ABC):
 
     verbatim: bool = False
     """The wire of float32 rows is the rows themselves."""
+
+    takes_steps: bool = False
+    """``_encode_and_keep`` takes a residual's ``step`` itself."""
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -84,6 +90,8 @@ class Codec(ABC):
         self._check(rows, out)
         if rows.dtype not in (torch.float32, torch.bfloat16):
             raise ThinwireError(f"{self}: encodes float32 or bfloat16, got {rows.dtype}")
+        if residual is not None and residual.step is not None and not self.takes_steps:
+            residual.step.take(rows)
         self._encode_and_keep(rows, out, residual, seed, space or _new_on(rows.device))
         return out
 

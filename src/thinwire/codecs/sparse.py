@@ -95,6 +95,7 @@ class Sparse(Codec):
     """
 
     linear = False
+    takes_steps = True
     group: ClassVar[int] = mask.WORD
 
     segments: tuple[tuple[int, int], ...]
@@ -129,11 +130,11 @@ class Sparse(Codec):
         self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
         """Choose the largest in one pass over the values; all other steps run over lists as short as the wire."""
-        old, new = (None, None) if residual is None else (residual.old, residual.new)
+        old, new, step = (None, None, None) if residual is None else (residual.old, residual.new, residual.step)
         positions, decoded = self._memory(len(rows), space)
         payload = space(("values", len(rows)), positions.shape, torch.float32)
         position_bytes, values = self._split(out)
-        sparse.largest(rows.float(), old, self._layout.lists, new, positions, payload, position_bytes)
+        sparse.largest(rows.float(), old, self._layout.lists, new, positions, payload, position_bytes, step)
         sparse.send(payload, positions, values, new, decoded)
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import rows as ops
+from thinwire.ops.direction import Adam
 
 if TYPE_CHECKING:
     from thinwire.network.comm import Comm
@@ -146,6 +147,7 @@ class Bucket:
         mean: receives the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank owns one row.
         segments: the parameters, in the engine's order.
         norms: (segments,) float32 of the rows as they were loaded; None: nobody has taken them.
+        adam: makes steps of the gradients in ``rows`` in the pass that encodes them; None: they are what is sent.
         step: optimizer steps taken before this one, for random streams.
     """
 
@@ -173,9 +175,9 @@ class Bucket:
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
-        self.rows: Tensor = torch.empty(0, device="cpu")
-        self.mean: Tensor = torch.empty(0, device="cpu")
+        self.rows = self.mean = torch.empty(0, device="cpu")
         self.norms: Tensor | None = None
+        self.adam: Adam | None = None
         self.copies = BucketCopies(self.segments, self.shape, device)
         self._arena = Arena() if arena is None else arena
         self._buffers: dict[object, Tensor] = {}
@@ -244,7 +246,7 @@ class Bucket:
     def release(self) -> None:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
         self.rows = self.mean = torch.empty(0, device="cpu")
-        self.norms = None
+        self.norms = self.adam = None
 
     def lies_in(self, flat: Tensor) -> bool:
         """Has the engine's buffer the form of rows, or, with ``apart``, rows whose columns are the bucket's?"""

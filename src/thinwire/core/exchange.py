@@ -112,6 +112,8 @@ class Exchange(ABC):
         """
         if codec is None:
             if residual is not None:  # without a codec there is no error
+                if residual.step is not None:
+                    residual.step.take(bucket.rows)
                 if residual.old is not None:
                     bucket.rows.add_(residual.old)
                 residual.new.zero_()

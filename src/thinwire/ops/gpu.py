@@ -137,11 +137,27 @@ def _starts_at(size: int, tensor: Tensor) -> bool:
 
 
 class _Bound(NamedTuple):
-    """A kernel, what Triton has compiled of it, and the constants, which it is launched with behind the arguments."""
+    """A kernel, what Triton has compiled of it, and the constants, which it is launched with behind the arguments.
+
+    ``run``, ``function``, ``metadata``: what its runner calls, and hands over.
+    """
 
     kernel: Any
     compiled: Any
     constants: tuple[Any, ...]
+    run: Any
+    function: Any
+    metadata: Any
+
+    def launch(self, grid: tuple[int, ...], index: int, arguments: Sequence[Any]) -> None:
+        """Do what ``compiled[grid](...)`` does, which builds metadata for hooks even where there is none."""
+        x, y, z, *_ = (*grid, 1, 1)
+        hooks = triton.knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            self.compiled[x, y, z](*arguments, *self.constants)
+            return
+        stream = triton.runtime.driver.active.get_current_stream(index)
+        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *arguments, *self.constants)
 
 
 _bound: dict[tuple[Any, ...], _Bound | None] = {}
@@ -179,7 +195,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = Fa
             kinds.append(argument in INT32 if type(argument) is int else type(argument))
     assert first is not None
     index = first.get_device()  # -1: memory of the host, or none
-    if index >= 0 and index != torch.cuda.current_device():
+    if index >= 0 and index != torch.accelerator.current_device_index():
         with torch.cuda.device_of(first):
             _launch(kernel, grid, flattened, (index, *kinds), constants, fused)
     else:
@@ -191,10 +207,10 @@ def _launch(
     fused: bool,
 ) -> None:  # fmt: skip
     key = (*kinds, *constants, *constants.values())
-    if (bound := _bound.get(key)) is not None:
+    if (bound := _bound.get(key)) is not None and not every_variant.get():
         try:
-            bound.compiled[(*grid, 1, 1)](*arguments, *bound.constants)
-        except TypeError as error:
+            bound.launch(grid, kinds[0], arguments)
+        except (TypeError, AttributeError) as error:
             _bound[key] = None
             warnings.warn(
                 f"Triton {triton.__version__} does not launch what it has compiled as others do ({error}): each launch "
@@ -209,5 +225,6 @@ def _launch(
                 kernel.warmup(*arguments, grid=grid, **{**options, name: value})
     compiled = kernel[grid](*arguments, **options)
     if compiled is not None and key not in _bound:  # interpreted, or in a dry run, there is nothing compiled
-        behind = kernel.arg_names[len(arguments) :]
-        _bound[key] = _Bound(kernel, compiled, tuple(constants[name] for name in behind))
+        behind = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        launcher = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+        _bound[key] = _Bound(kernel, compiled, behind, *launcher)

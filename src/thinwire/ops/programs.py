@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 def per_stream(make: Callable[..., T]) -> Callable[..., T]:
     """Cache what ``make(device, *hashable)`` copies to ``device``, for one stream: another cannot rely on it."""
-    made = functools.lru_cache(maxsize=256)(lambda stream, *arguments: make(*arguments))
+    cached = functools.lru_cache(maxsize=256)(lambda stream, *arguments: make(*arguments))
 
     @functools.wraps(make)
     def on_current_stream(device: torch.device, *arguments: Any) -> T:
         backend = devices.streams(device)
-        return made(None if backend is None else backend.current_stream(device), device, *arguments)
+        return cached(None if backend is None else backend.current_stream(device), device, *arguments)
 
-    on_current_stream.cache_clear = made.cache_clear  # type: ignore[attr-defined]
+    on_current_stream.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return on_current_stream
 
 

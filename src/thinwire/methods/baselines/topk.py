@@ -30,6 +30,7 @@ class TopK(Lossy):
     """
 
     name: ClassVar[str] = "topk"
+    encodes_steps: ClassVar[bool] = True
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"feedback": GRADIENTS, "smallest": 0, "send": ("*",)},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -138,6 +138,9 @@ class Lossy(Method):
             lost, where a method allows that. As text: "gradients", "updates(delivered_share=0.25)".
     """
 
+    encodes_steps: ClassVar[bool] = False
+    """``compress`` hands gradients, of which steps are to be made, to a codec as they are."""
+
     start: Start = 0
     smallest: Smallest | None = None
     feedback: Gradients | Updates | None = None
@@ -236,7 +239,7 @@ class Lossy(Method):
             exchange.mean(bucket)
             return
         if self.update_space is not None:
-            self.update_space.enter(bucket, exchange)
+            self.update_space.enter(bucket, exchange, as_encoded=self.encodes_steps and send == self.compress)
         send(bucket, exchange)
         if self.update_space is not None:
             self.update_space.leave(bucket)
@@ -276,7 +279,7 @@ class Lossy(Method):
         """Return the memory of what is not sent; None: it is lost."""
         if self.feedback is None:
             return None
-        return Residual(self.state.read("residual", bucket), self.state.write("residual", bucket))
+        return Residual(self.state.read("residual", bucket), self.state.write("residual", bucket), bucket.adam)
 
     def before_step(self, step: Step) -> None:
         if self.update_space is not None:

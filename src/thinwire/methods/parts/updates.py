@@ -55,7 +55,7 @@ from thinwire.core.state import State
 from thinwire.methods.parts.muon import Orthogonal
 from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
-from thinwire.ops.direction import DirectionSegment, direction
+from thinwire.ops.direction import Adam, DirectionSegment, direction
 from thinwire.ops.norms import sample
 from thinwire.ops.steps import take
 
@@ -132,14 +132,14 @@ class UpdateSpace:
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
         self._precondition(bucket, values, torch.ones((), device=bucket.device))
 
-    def enter(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n."""
+    def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
+        """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, then."""
         self._measure(bucket, exchange)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
             r = self._ratio([segment.name for segment in bucket.segments])
         with exchange.span("encode", bucket.rows):
-            self._precondition(bucket, bucket.rows, r)
+            self._precondition(bucket, bucket.rows, r, as_encoded=as_encoded)
 
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin."""
@@ -290,7 +290,7 @@ class UpdateSpace:
             self._measured.pop(name, None)
             self._beginnings.pop(name, None)
 
-    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor) -> None:
+    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor, *, as_encoded: bool = False) -> None:
         """Replace g in ``values`` (R, n) by u, and write v'."""
         second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
         first = first_out = None
@@ -304,11 +304,13 @@ class UpdateSpace:
                 self._orthogonal.take(segment.name, gradients, old, new, segment.span)
                 continue
             group, index = self._run.holders[segment.name].group, indices[segment.name]
-            beta2 = float(group["betas"][1])
-            segments.append(DirectionSegment(segment.start, segment.width, index, beta2, float(group["eps"])))
-        direction(
-            values, second, second_out, first, first_out, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum
-        )  # fmt: skip
+            knobs = float(group["betas"][1]), float(group["eps"])
+            segments.append(DirectionSegment(segment.start, segment.width, index, *knobs))
+        if as_encoded and first is None and len(segments) == len(bucket.segments):
+            bucket.adam = Adam(second, second_out, segments, lrs, unbias, r)
+            return
+        moments = second, second_out, first, first_out
+        direction(values, *moments, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum)
 
     def _upload_factors(self, bucket: Bucket) -> tuple[Tensor, Tensor, Mapping[str, int]]:
         """Count this gradient; return lr and bias correction on the bucket's device, and each tensor's index in them.
@@ -370,12 +372,11 @@ class UpdateSpace:
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         columns = [segment.columns for segment in bucket.segments]
-        exchange.all_mean(
-            sample(bucket.rows, positions, columns, bucket.norms, sums, 1 / exchange.ranks), divided=True
-        )
+        sample(bucket.rows, positions, columns, bucket.norms, sums, 1 / exchange.ranks)
+        exchange.all_mean(sums, divided=True)
         samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
-        names = (segment.name for segment in bucket.segments)
-        self._measured.update(zip(names, zip(samples, sums[1, count:].unbind(), strict=True), strict=True))
+        for segment, means, norm in zip(bucket.segments, samples, sums[1, count:].unbind(), strict=True):
+            self._measured[segment.name] = means, norm
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
         """Draw where the samples lie in the bucket's flattened rows, (tensors * SAMPLE,); each tensor's in one row."""
@@ -383,8 +384,8 @@ class UpdateSpace:
         positions = []
         for segment in bucket.segments:
             seed = seed_of(self._run.seed, segment.name)
-            drawn = torch.Generator().manual_seed(seed)
-            columns = torch.randint(segment.span, (SAMPLE,), generator=drawn, device="cpu")
+            draw = torch.Generator().manual_seed(seed)
+            columns = torch.randint(segment.span, (SAMPLE,), generator=draw, device="cpu")
             positions.append(columns + segment.start + seed % rows * n)
         return torch.cat(positions).to(bucket.device)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.ops.backends import backend
 
-__all__ = ["DirectionSegment", "direction"]
+__all__ = ["Adam", "DirectionSegment", "direction"]
 
 _backend = backend("thinwire.ops.direction")
 
@@ -26,6 +26,24 @@ class DirectionSegment(NamedTuple):
     @property
     def columns(self) -> slice:
         return slice(self.start, self.start + self.width)
+
+
+class Adam(NamedTuple):
+    """Steps of Adam without momentum along gradients (R, n), to take them later: the arguments of ``direction``."""
+
+    second: Tensor
+    second_out: Tensor
+    segments: Sequence[DirectionSegment]
+    lr: Tensor
+    scale: Tensor
+    factor: Tensor
+
+    def take(self, rows: Tensor) -> None:
+        """Replace the gradients in ``rows``."""
+        direction(
+            rows, self.second, self.second_out, None, None, self.segments, lr=self.lr, scale=self.scale,
+            factor=self.factor, beta1=0.0,
+        )  # fmt: skip
 
 
 def direction(

@@ -16,7 +16,8 @@ from thinwire.ops.direction import DirectionSegment
 from thinwire.ops.gpu import alignment, along, kernel, launch, row_of, segment_of, whole
 from thinwire.ops.programs import per_stream, programs_on
 
-BLOCK = 1024
+BLOCK, FIELDS = 1024, 6
+LARGEST = torch.finfo(torch.float32).max
 
 
 @triton.jit
@@ -25,29 +26,42 @@ def _real(bits):
     return tl.load(bits).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def second_of(x, old, segment, largest):
+    """Return v' of the gradients ``x`` and v."""
+    return tl.minimum(_real(segment + 3) * old + _real(segment + 4) * x * x, largest)
+
+
+@triton.jit
+def step_along(x, second, segment, lr, scale, factor, inside):
+    """Return Adam's step along ``x``, ``inside``, with v' = ``second``."""
+    index = tl.load(segment + 2)
+    root = tl.sqrt_rn(second * (tl.load(factor) * tl.load(scale + index))) + _real(segment + 5)
+    return tl.div_rn(tl.load(lr + index) * x, tl.where(inside, root, 1.0))
+
+
 @kernel
 def _direction(
     g, g_step, v, v_step, v_out, v_out_step, m, m_step, m_out, m_out_step, lr, scale, factor, programs, table, beta1,
-    rest1, largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    rest1, largest, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Take each segment's start, width, index in ``lr`` and ``scale``, bits of beta2, 1 - beta2, eps from ``table``."""
-    row, _, segment, column = segment_of(programs, table, BLOCK, 6)
+    row, _, segment, column = segment_of(programs, table, BLOCK, FIELDS)
     start, inside = tl.load(segment), column < whole(tl.load(segment + 1), ALIGN)
-    element, index = tl.multiple_of(start, ALIGN) + column, tl.load(segment + 2)
+    element = tl.multiple_of(start, ALIGN) + column
     x = tl.load(along(row_of(g, g_step, row, ALIGN), element, ALIGN), mask=inside, other=0)
     old = tl.load(along(row_of(v, v_step, row, ALIGN), element, ALIGN), mask=inside, other=0)
-    second = tl.minimum(_real(segment + 3) * old + _real(segment + 4) * x * x, largest)
+    second = second_of(x, old, segment, largest)
     tl.store(along(row_of(v_out, v_out_step, row, ALIGN), element, ALIGN), second, mask=inside)
     if MOMENTUM:
         x = beta1 * tl.load(along(row_of(m, m_step, row, ALIGN), element, ALIGN), mask=inside, other=0) + rest1 * x
         tl.store(along(row_of(m_out, m_out_step, row, ALIGN), element, ALIGN), x, mask=inside)
-    root = tl.sqrt_rn(second * (tl.load(factor) * tl.load(scale + index))) + _real(segment + 5)
-    x = tl.div_rn(tl.load(lr + index) * x, tl.where(inside, root, 1.0))
+    x = step_along(x, second, segment, lr, scale, factor, inside)
     tl.store(along(row_of(g, g_step, row, ALIGN), element, ALIGN), x, mask=inside)
 
 
 @per_stream
-def _tables(device: torch.device, segments: tuple[DirectionSegment, ...]) -> tuple[Tensor, Tensor, bool]:
+def tables(device: torch.device, segments: tuple[DirectionSegment, ...]) -> tuple[Tensor, Tensor, bool]:
     """Return the programs, the table, and whether every segment begins and ends at a multiple of 16."""
     table: list[int] = []
     for segment in segments:
@@ -62,10 +76,10 @@ def direction(
     segments: Sequence[DirectionSegment], lr: Tensor, scale: Tensor, factor: Tensor, beta1: float,
 ) -> None:  # fmt: skip
     first_in, first_out_memory = (second, second_out) if first is None or first_out is None else (first, first_out)
-    programs, table, aligned = _tables(rows.device, tuple(segments))
+    programs, table, aligned = tables(rows.device, tuple(segments))
     launch(
         _direction, (len(programs) // 2, len(rows)), rows, second, second_out, first_in, first_out_memory, lr, scale,
-        factor, programs, table, beta1, 1 - beta1, torch.finfo(torch.float32).max,
-        MOMENTUM=first is not None, BLOCK=BLOCK,
+        factor, programs, table, beta1, 1 - beta1, LARGEST,
+        MOMENTUM=first is not None, BLOCK=BLOCK, FIELDS=FIELDS,
         ALIGN=alignment(rows, second, second_out, first_in, first_out_memory) if aligned else 1,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
+from thinwire.ops.direction import Adam
 from thinwire.ops.quant import Format
 
 __all__ = [
@@ -108,11 +109,12 @@ def _check(rows: Tensor, *companions: Tensor | None) -> None:
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
 ) -> None:  # fmt: skip
     """List the ``positions`` of the ``k`` largest |h| of each segment, and h there in ``payload``.
 
-    h = ``rows`` + ``residual``, or ``rows`` alone. Ties go to the lowest columns; a NaN is larger than everything.
+    h = ``rows`` + ``residual``, or ``rows`` alone; with ``adam``, whose segments are these, the rows are gradients, of
+    which it makes steps first: afterwards they are either. Ties go to the lowest columns; a NaN is larger than all.
     ``payload`` (R, m) float32 has zeros between the lists. ``total_out`` = h, and may be ``rows`` or ``residual``; None
     does not store h, and needs ``residual`` to be None.
 
@@ -123,7 +125,7 @@ def largest(
     b = 4. A segment's string comes first, then its lower bits; bytes fill from the lowest bit.
     """
     _check(rows, residual, total_out)
-    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire)
+    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:

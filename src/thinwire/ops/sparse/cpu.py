@@ -22,6 +22,7 @@ from thinwire.ops.mask.cpu import WORD, list_bits, set_bits, trailing_zeros
 from thinwire.ops.sparse import reference
 
 if TYPE_CHECKING:
+    from thinwire.ops.direction import Adam
     from thinwire.ops.sparse import ListSegment, WireValues
 
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
@@ -272,8 +273,10 @@ def _sum_at(payload, stride, positions, positions_stride, peers, m, out, scale, 
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
 ) -> None:  # fmt: skip
+    if adam is not None:
+        adam.take(rows)
     if residual is None and total_out is not None:
         total_out.copy_(rows)
     total = rows if total_out is None else total_out

@@ -14,13 +14,16 @@ from thinwire.ops import quant
 from thinwire.ops.mask import reference as masks
 
 if TYPE_CHECKING:
+    from thinwire.ops.direction import Adam
     from thinwire.ops.sparse import ListSegment, WireValues
 
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
 ) -> None:  # fmt: skip
+    if adam is not None:
+        adam.take(rows)
     total = rows if residual is None else rows + residual
     if total_out is not None:
         total_out.copy_(total)

@@ -3,9 +3,9 @@
 
 The k-th size of each segment is found digit by digit, from the highest: count the values of each digit, take the digit
 whose values include the k-th, go on with these alone. A chosen column's list index is the number chosen before it.
-The first digit, the exponent, is read off all values, by histograms of each program's. The pass of the second one marks
-which values are above the first and which have it, mostly fewer than one in ten: only these are read again, and counted
-one by one. The pass of the third one marks anew, by both digits, and leaves next to nothing to be read.
+The first digit, the exponent, is read off all values, by histograms of each program's. The pass of the second one
+marks which values are above the first and which have it, mostly fewer than one in ten: only these are read again, word
+by word of the marks, bit by bit. The pass of the third one marks anew, by both digits, and leaves next to nothing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,25 @@ from torch import Tensor
 
 from thinwire.base.alignment import viewable
 from thinwire.ops import sparse as of
+from thinwire.ops.direction import triton as direction
+from thinwire.ops.direction.triton import second_of, step_along
 from thinwire.ops.gpu import add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, zero_words
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
 if TYPE_CHECKING:
+    from thinwire.ops.direction import Adam
     from thinwire.ops.sparse import ListSegment, WireValues
 
 BLOCK = of.BLOCK
 """Columns, or entries of a list, of one program."""
-COUNTED, LISTED, WARPS = 4096, 2048, 8
-"""Columns per program that counts digits, and that lists what is chosen, and its warps."""
+COUNTED, WARPS = 4096, 8
+"""Columns per program that reads all values, and its warps."""
+WORDS = tl.constexpr(32)
+"""Columns of a word of marks."""
+MARKED = COUNTED // 32
+"""Words per program that reads those values alone that are marked."""
 QUANTIZED = 1024
 """Values that one program quantizes and keeps: of 4096, in 4 warps, Triton 3.6 makes 212 registers."""
 DIGITS = ((23, 1 << 8), (11, 1 << 12), (0, 1 << 11))
@@ -50,61 +57,135 @@ def _size(values):
 
 
 @triton.jit
-def _mark(words, column, flags, width, BLOCK: tl.constexpr):
-    """Write the ``flags`` of this program's columns as bits of a segment's ``words``."""
-    bits = tl.reshape(flags.to(tl.int64), (BLOCK // 64, 64)) << tl.arange(0, 64).to(tl.int64)[None, :]
-    word = tl.min(column, 0) // 64 + tl.arange(0, BLOCK // 64)
-    tl.store(words + word, tl.sum(bits, axis=1), mask=word < width // 64)
+def _word(flags):
+    """Return 32 W ``flags`` as W words."""
+    bits = tl.reshape(flags.to(tl.int32), (flags.shape[0] // WORDS, WORDS))
+    return tl.sum(bits << tl.arange(0, WORDS)[None, :], axis=1)
+
+
+@triton.jit
+def _set_bits(words):
+    """Count the set bits of each of ``words`` (uint32): in pairs, fours and bytes, then the sum of the bytes."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _lowest(words):
+    """Return the lowest set bit of each of ``words`` (uint32), and its place: the exponent of a power of two."""
+    bit = words ^ (words & (words - 1))
+    return bit, (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def _marks(marks, stride, word, inside):
+    """Load two lines of ``marks``."""
+    above = tl.load(marks + word, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    return above, tl.load(marks + stride + word, mask=inside, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _store_marks(marks, stride, word, above, alike, inside):
+    tl.store(marks + word, above.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(marks + stride + word, alike.to(tl.int32, bitcast=True), mask=inside)
 
 
 @kernel
-def _count(
-    programs, segments, rows, stride, residual, residual_stride, total, total_stride, state, counts, ends, marks,
-    marks_stride, segment_count, shift, FIRST: tl.constexpr, ALL: tl.constexpr, FEEDBACK: tl.constexpr,
-    KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+def _first(
+    programs, segments, rows, stride, residual, residual_stride, total, total_stride, second, second_stride, second_out,
+    second_out_stride, lr, scale, factor, adam, largest, state, counts, ends, segment_count, shift, STEP: tl.constexpr,
+    FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    STEP_FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Count the digits at ``shift`` of sizes that begin as ``state``. The first launch makes ``total``.
-
-    The others mark the sizes above ``state`` and those that begin as it, in two lines of ``marks`` (2 R, n / 64), of
-    which the third one reads the latter alone. A segment's last program adds the k-th size's digit to ``state``, and
-    leaves zeros in ``counts``.
-    """
+    """Make ``total``, with Adam's step along the rows if ``STEP``, and begin ``state`` with its first digits."""
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
-    inside, marks = column < width // 16 * 16, marks + 2 * row * marks_stride + start // 64
-    if not ALL:
-        larger = _bits(marks, column, inside) != 0
-        inside = _bits(marks + marks_stride, column, inside) != 0
+    inside = column < width // 16 * 16
     values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
+    if STEP:
+        adam += number * STEP_FIELDS
+        old = tl.load(row_of(second + start, second_stride, row, ALIGN) + column, mask=inside, other=0)
+        new = second_of(values, old, adam, largest)
+        tl.store(row_of(second_out + start, second_out_stride, row, ALIGN) + column, new, mask=inside)
+        values = step_along(values, new, adam, lr, scale, factor, inside)
     if FEEDBACK:
         values += tl.load(row_of(residual + start, residual_stride, row, ALIGN) + column, mask=inside, other=0)
     if KEEP:
         tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
-    size, entry = _size(values), row * segment_count + number
-    counts, digit = counts + entry * BINS, (size >> shift) % BINS
-    if FIRST:
-        histogram = tl.histogram(digit, BINS, mask=inside)
-        tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0, sem="relaxed")
-    else:
-        prefix, wanted = (size >> shift) // BINS, (tl.load(state + entry * 2) >> shift) // BINS
-        above = inside & (prefix > wanted)
-        if not ALL:
-            above = above | larger
-        inside = inside & (prefix == wanted)
-        _mark(marks, column, above, width, BLOCK)
-        _mark(marks + marks_stride, column, inside, width, BLOCK)
-        _count_one_by_one(counts, digit, inside, BINS)
+    entry = row * segment_count + number
+    counts += entry * BINS
+    histogram = tl.histogram(_size(values) >> shift, BINS, mask=inside)
+    tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0, sem="relaxed")
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
-        _digit(segment, state + entry * 2, counts, shift, FIRST, BINS)
+        _digit(segment, state + entry * 2, counts, shift, True, BINS)
+
+
+@kernel
+def _second(
+    programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Count the digits at ``shift`` of sizes that begin as ``state``; a segment's last program adds the k-th's to it.
+
+    Mark sizes above ``state``, and those that begin as it, in two lines of ``marks`` (2 R, n / 32).
+    """
+    row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
+    width, start = tl.load(segment + 1), tl.load(segment)
+    inside = column < width // 16 * 16
+    size = _size(tl.load(row_of(total + start, stride, row, ALIGN) + column, mask=inside, other=0))
+    entry = row * segment_count + number
+    counts, state = counts + entry * BINS, state + entry * 2
+    prefix, wanted, digit = (size >> shift) // BINS, (tl.load(state) >> shift) // BINS, (size >> shift) % BINS
+    above, alike = inside & (prefix > wanted), inside & (prefix == wanted)
+    word = tl.min(column, 0) // WORDS + tl.arange(0, BLOCK // WORDS)
+    marks += 2 * row * marks_stride + start // WORDS + word
+    tl.store(marks, _word(above), mask=word * WORDS < width)
+    tl.store(marks + marks_stride, _word(alike), mask=word * WORDS < width)
+    _count_zeros(counts, alike & (digit == 0))
+    tl.atomic_add(counts + digit, digit * 0 + 1, mask=alike & (digit != 0), sem="relaxed")
+    if is_last(ends + entry, tl.cdiv(width, BLOCK)):
+        _digit(segment, state, counts, shift, False, BINS)
 
 
 @triton.jit
-def _count_one_by_one(counts, digit, inside, BINS: tl.constexpr):
-    """Count the digits ``inside``; the lowest of this program, which is that of zeros, at once."""
-    lowest = tl.min(tl.where(inside, digit, BINS), 0)
-    at_lowest = inside & (digit == lowest)
-    tl.atomic_add(counts + lowest, tl.sum(at_lowest.to(tl.int32), 0), mask=lowest < BINS, sem="relaxed")
-    tl.atomic_add(counts + digit, digit * 0 + 1, mask=inside & ~at_lowest, sem="relaxed")
+def _count_zeros(counts, zeros):
+    """Count the digit of ``zeros``, which may be that of all values, at once."""
+    count = tl.sum(zeros.to(tl.int32))
+    tl.atomic_add(counts, count, mask=count > 0, sem="relaxed")
+
+
+@kernel
+def _third(
+    programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Like ``_second``, of those values alone that it has marked to begin as ``state``. ``BLOCK``: words."""
+    row, number, segment, word = segment_of(programs, segments, BLOCK, FIELDS)
+    width, start = tl.load(segment + 1), tl.load(segment)
+    inside = word * WORDS < width
+    entry = row * segment_count + number
+    counts, state = counts + entry * BINS, state + entry * 2
+    marks += 2 * row * marks_stride + start // WORDS
+    total += start + row * stride + word * WORDS
+    wanted = (tl.load(state) >> shift) // BINS
+    above, unread = _marks(marks, marks_stride, word, inside)
+    alike, zeros = unread ^ unread, word * 0
+    for _ in range(tl.max(_set_bits(unread), 0)):
+        bit, offset = _lowest(unread)
+        size = _size(tl.load(total + offset, mask=unread != 0, other=0))
+        prefix, digit = (size >> shift) // BINS, (size >> shift) % BINS
+        above |= tl.where(prefix > wanted, bit, 0)
+        counted = (unread != 0) & (prefix == wanted)
+        alike |= tl.where(counted, bit, 0)
+        zeros += (counted & (digit == 0)).to(tl.int32)
+        tl.atomic_add(counts + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
+        unread ^= bit
+    _store_marks(marks, marks_stride, word, above, alike, inside)
+    _count_zeros(counts, zeros)
+    if is_last(ends + entry, tl.cdiv(width, BLOCK * WORDS)):
+        _digit(segment, state, counts, shift, False, BINS)
 
 
 @triton.jit
@@ -123,48 +204,39 @@ def _digit(segment, state, counts, shift, FIRST: tl.constexpr, BINS: tl.constexp
     tl.store(counts + digit, tl.zeros((BINS,), tl.int32))
 
 
-@triton.jit
-def _compared(
-    programs, segments, total, stride, state, marks, marks_stride, segment_count, VALUES: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Return this program's segment, columns, which are above the k-th size, which equal it, the ties, and values.
-
-    Values are those where a digit of the size had to be read, and, with ``VALUES``, those above.
-    """
-    row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
-    start, inside = tl.load(segment), column < tl.load(segment + 1)
-    marks += 2 * row * marks_stride + start // 64
-    larger, alike = _bits(marks, column, inside) != 0, _bits(marks + marks_stride, column, inside) != 0
-    values = tl.load(total + start + row * stride + column, mask=larger | alike if VALUES else alike, other=0)
-    state += (row * segment_count + number) * 2
-    threshold = tl.load(state)
-    above, equal = larger | (alike & (_size(values) > threshold)), alike & (_size(values) == threshold)
-    return segment, column, above, equal, state + 1, values
-
-
 @kernel
 def _tally(
     programs, segments, total, stride, state, marks, marks_stride, tallies, tallies_stride, ends, words, words_stride,
     segment_count, size, PACK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Count the values above and equal to the k-th size up to the end of each program's, and zero the wire's words.
+    """Mark the values above and equal to the k-th size, and count them up to the end of each program's.
 
-    The counts of a row are two lines of ``tallies`` (2 R, 1 + programs), after a zero. ``size``: words of a row.
+    The counts of a row are two lines of ``tallies`` (2 R, 1 + programs), after a zero. Zero the ``size`` words of the
+    row on the wire. ``BLOCK``: words of marks.
     """
-    _, _, above, equal, _, _ = _compared(
-        programs, segments, total, stride, state, marks, marks_stride, segment_count, False, BLOCK, FIELDS
-    )
-    row = tl.program_id(1).to(tl.int64)
+    row, number, segment, word = segment_of(programs, segments, BLOCK, FIELDS)
     if PACK:
         zero_words(words + row * words_stride, size, BLOCK)
+    start, inside = tl.load(segment), word * WORDS < tl.load(segment + 1)
+    marks += 2 * row * marks_stride + start // WORDS
+    total += start + row * stride + word * WORDS
+    threshold = tl.load(state + (row * segment_count + number) * 2)
+    above, unread = _marks(marks, marks_stride, word, inside)
+    equal = unread ^ unread
+    for _ in range(tl.max(_set_bits(unread), 0)):
+        bit, offset = _lowest(unread)
+        size_here = _size(tl.load(total + offset, mask=unread != 0, other=0))
+        above |= tl.where(size_here > threshold, bit, 0)
+        equal |= tl.where(size_here == threshold, bit, 0)
+        unread ^= bit
+    _store_marks(marks, marks_stride, word, above, equal, inside)
     tallies += 2 * row * tallies_stride
     first = tl.program_id(0) == 0
     tl.store(tallies, 0, mask=first)
     tl.store(tallies + tallies_stride, 0, mask=first)
     counted = tallies + tl.program_id(0) + 1
-    tl.store(counted, tl.sum(above.to(tl.int32), 0))
-    tl.store(counted + tallies_stride, tl.sum(equal.to(tl.int32), 0))
+    tl.store(counted, tl.sum(_set_bits(above), 0))
+    tl.store(counted + tallies_stride, tl.sum(_set_bits(equal), 0))
     if is_last(ends + row, tl.num_programs(0)):
         add_up(tallies + 1, tl.num_programs(0), SUMS)
         add_up(tallies + tallies_stride + 1, tl.num_programs(0), SUMS)
@@ -203,26 +275,36 @@ def _list(
     payload, payload_stride, words, words_stride, segment_count, m, PACK: tl.constexpr, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """List what is chosen, in ``m`` entries, and pack it. A segment's first program clears what is behind its list."""
-    segment, column, above, equal, ties, values = _compared(
-        programs, segments, total, stride, state, marks, marks_stride, segment_count, True, BLOCK, FIELDS
-    )
-    row = tl.program_id(1).to(tl.int64)
+    """List what is chosen, in ``m`` entries, and pack it. A segment's first program clears what is behind its list.
+
+    ``BLOCK``: words of marks.
+    """
+    row, number, segment, word = segment_of(programs, segments, BLOCK, FIELDS)
+    start, inside = tl.load(segment), word * WORDS < tl.load(segment + 1)
     tallies += 2 * row * tallies_stride
-    ties = tl.load(ties)
-    equals_before = count_before(tallies + tallies_stride, column, equal.to(tl.int32))
-    above_before = count_before(tallies, column, above.to(tl.int32))
+    ties = tl.load(state + (row * segment_count + number) * 2 + 1)
+    above, equal = _marks(marks + 2 * row * marks_stride + start // WORDS, marks_stride, word, inside)
+    equals = count_before(tallies + tallies_stride, word, _set_bits(equal))  # before this word, then this column
+    i = count_before(tallies, word, _set_bits(above)) + tl.minimum(equals, ties)
+    unread = above | tl.where(equals < ties, equal, 0)
     positions, payload = positions + row * positions_stride, payload + row * payload_stride
     first = tl.load(segment + 3)
-    i = above_before + tl.minimum(equals_before, ties)
-    chosen = above | (equal & (equals_before < ties))
-    tl.store(positions + first + i, (tl.load(segment) + column).to(tl.int32), mask=chosen)
-    tl.store(payload + first + i, values, mask=chosen)
-    if PACK:
-        _pack(words + row * words_stride, segment, i, column.to(tl.int64), chosen)
+    for _ in range(tl.max(_set_bits(unread), 0)):
+        bit, offset = _lowest(unread)
+        ties_here = (equal & bit) != 0
+        chosen = (unread != 0) & ((equals < ties) | ~ties_here)
+        column = word * WORDS + offset
+        values = tl.load(total + start + row * stride + column, mask=chosen, other=0)
+        tl.store(positions + first + i, (start + column).to(tl.int32), mask=chosen)
+        tl.store(payload + first + i, values, mask=chosen)
+        if PACK:
+            _pack(words + row * words_stride, segment, i, column.to(tl.int64), chosen)
+        i += chosen.to(tl.int32)
+        equals += ties_here.to(tl.int32)
+        unread ^= bit
     if tl.program_id(0) == 0:
         _clear(positions, payload, 0, first, BLOCK)
-    if tl.min(column, 0) == 0:
+    if tl.min(word, 0) == 0:
         end = tl.load(segment + 7)
         _clear(positions, payload, first + tl.load(segment + 2), tl.where(end < 0, m, end), BLOCK)
 
@@ -359,14 +441,13 @@ def _decode(
 class _Tables(NamedTuple):
     """The table of some segments, which all launches for them read, and which programs take how much of which.
 
-    ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``, ``listed``: of ``COUNTED`` and
-    ``LISTED`` columns. ``high``: of ``BLOCK`` of the wire's high bits.
+    ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``: of ``COUNTED`` columns. ``high``: of
+    ``BLOCK`` of the wire's high bits.
     """
 
     table: Tensor
     programs: Tensor
     counted: Tensor
-    listed: Tensor
     high: Tensor
     blocks: int
 
@@ -374,39 +455,46 @@ class _Tables(NamedTuple):
 @per_stream
 def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
     widths, high_bits = [segment.width for segment in segments], [8 * segment.high_bytes for segment in segments]
-    programs, counted, listed = (programs_on(device, widths, columns) for columns in (BLOCK, COUNTED, LISTED))
+    programs, counted = (programs_on(device, widths, columns) for columns in (BLOCK, COUNTED))
     table = of.wire_table(segments, device).view(-1)
-    return _Tables(table, programs, counted, listed, programs_on(device, high_bits, BLOCK), programs.shape[0] // 2)
+    return _Tables(table, programs, counted, programs_on(device, high_bits, BLOCK), programs.shape[0] // 2)
 
 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
-    positions: Tensor, payload: Tensor, wire: Tensor | None = None,
+    positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
 ) -> None:  # fmt: skip
     count, total, device = len(rows), rows if total_out is None else total_out, rows.device
     addend = rows if residual is None else residual
-    aligned, entries = alignment(rows, addend, total), count * len(segments)
+    entries = count * len(segments)
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
     counts = counters(device, entries * (BINS + 1))
     ends = counts[entries * BINS :]
-    marks = torch.empty((2 * count, rows.shape[1] // 64), dtype=torch.int64, device=device)
-    table, _, counted, listed, _, _ = _tables(device, segments)
-    for shift, bins in DIGITS:
-        first = (shift, bins) == DIGITS[0]
-        source = rows if first else total
-        launch(
-            _count, (counted.shape[0] // 2, count), counted, table, source, addend, total, state, counts, ends,
-            marks, len(segments), shift, FIRST=first, ALL=shift > 0, FEEDBACK=first and residual is not None,
-            KEEP=first and total_out is not None, BINS=bins, BLOCK=COUNTED, FIELDS=of.FIELDS, ALIGN=aligned,
-            num_warps=WARPS,
-        )  # fmt: skip
-    grid = listed.shape[0] // 2, count
+    marks = torch.empty((2 * count, rows.shape[1] // 32), dtype=torch.int32, device=device)
+    table, _, counted, _, _ = _tables(device, segments)
+    grid = counted.shape[0] // 2, count
+    wide: dict[str, Any] = {"BLOCK": COUNTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
+    if adam is None:
+        moments, factors = (rows, rows), (state, state, state, table)  # not touched
+    else:
+        moments = adam.second, adam.second_out
+        factors = adam.lr, adam.scale, adam.factor, direction.tables(device, tuple(adam.segments))[1]
+    (shift, bins), second, third = DIGITS
+    launch(
+        _first, grid, counted, table, rows, addend, total, *moments, *factors, direction.LARGEST, state, counts, ends,
+        len(segments), shift, STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None,
+        BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
+    )  # fmt: skip
+    shared = counted, table, total, state, counts, ends, marks, len(segments)
+    launch(_second, grid, *shared, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
+    by_word: dict[str, Any] = {"BLOCK": MARKED, "FIELDS": of.FIELDS}
+    launch(_third, grid, *shared, third[0], BINS=third[1], **by_word)
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
-    words = marks if wire is None else viewable(wire).view(torch.int64)
-    constants: dict[str, Any] = {"PACK": wire is not None, "BLOCK": LISTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
-    values = listed, table, total, state, marks, tallies
-    launch(_tally, grid, *values, ends, words, len(segments), words.shape[1], **constants)
-    launch(_list, grid, *values, positions, payload, words, len(segments), positions.shape[1], **constants)
+    words = table.view(1, -1) if wire is None else viewable(wire).view(torch.int64)
+    values = counted, table, total, state, marks, tallies
+    size, m, packs = words.shape[1], positions.shape[1], wire is not None
+    launch(_tally, grid, *values, ends, words, len(segments), size, PACK=packs, **by_word)
+    launch(_list, grid, *values, positions, payload, words, len(segments), m, PACK=packs, **by_word)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
@@ -461,7 +549,7 @@ def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positio
 
 def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
     """Make ``words`` masks of the positions; return how many lie before each ``BLOCK`` columns, in their segment."""
-    bits, (table, _, _, _, programs, blocks) = viewable(wire).view(torch.int64), _tables(wire.device, segments)
+    bits, (table, _, _, programs, blocks) = viewable(wire).view(torch.int64), _tables(wire.device, segments)
     constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
     grid = programs.shape[0] // 2, len(wire)
     tallies = torch.empty((len(wire), 1 + grid[0]), dtype=torch.int32, device=wire.device)
