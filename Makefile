@@ -120,6 +120,6 @@ $(VENV)/.docs: $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf docs/methods .venv .venv-torch* .venv-frameworks .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/methods .venv .venv-3* .venv-torch* .venv-frameworks .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf build dist src/*.egg-info $(OUT)
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

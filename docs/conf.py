@@ -47,9 +47,20 @@ def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
 
 
 def plain(app, what, name, obj, options, lines: list[str]) -> None:
-    """Docstrings are plain text: of reStructuredText they have ``code``, roles, lists, and, a module's, blocks."""
+    """Docstrings are plain text: of reStructuredText they have ``code``, roles, lists, and blocks that stay as written.
+
+    A module's block is what is indented; elsewhere (where "Args:" has indented lines, too) what follows a colon and an
+    empty line.
+    """
+    block = False
     for i, line in enumerate(lines):
-        if what == "module" and line.startswith("    "):
+        if line and not line.startswith("    "):
+            block = False
+        elif line and i > 1 and not lines[i - 1] and lines[i - 2].endswith(":") and not lines[i - 2].startswith(" "):
+            block = True
+            if what != "module":
+                lines[i - 2] += ":"
+        if block or (what == "module" and line.startswith("    ")):
             continue
         pieces = re.split(r"(``.+?``|:\w+:`[^`]+`|^\s*\* )", line)
         lines[i] = "".join(piece if k % 2 else MARK.sub(r"\\\g<0>", piece) for k, piece in enumerate(pieces))

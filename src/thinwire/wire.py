@@ -99,7 +99,7 @@ def compress(
         safety: the guard against values that are not finite, and other protections.
 
     Raises:
-        ThinwireError: something cannot be carried (the message names it and the alternative), or the ranks do not agree
+        ThinwireError: something is not supported (the message names it and an alternative), or the ranks do not agree
             (the message names the rank and what differs).
         LostRank: another rank does not come within the timeout of the process group.
     """
@@ -149,7 +149,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if hasattr(self.method, "state"):
-            raise ThinwireError(f"this {self.method.name} object already serves another model: make one per compress()")
+            raise ThinwireError(
+                f"this {self.method.name} object already serves another model: make a new one for each compress()"
+            )
         for optimizer in self.optimizers:
             _require(optimizer, torch.optim.Optimizer, "an optimizer must be a torch.optim.Optimizer")
         if len(set(map(id, self.optimizers))) < len(self.optimizers) or not self.optimizers:
@@ -258,10 +260,10 @@ def _intra(engine: Engine, method: Method, intra: Method | None) -> Method | Non
     if intra is not None and len(engine.hops) == 1:
         raise ThinwireError("intra= is for HSDP, or two_level=True on several nodes of several ranks")
     if intra is not None and method.card.intra is not None:
-        raise ThinwireError(f"{method.name} has a hop inside the node of its own: set intra_bits instead")
+        raise ThinwireError(f"{method.name} compresses inside the node itself: set its knob intra_bits instead")
     random = inner.codec is not None and inner.codec.draws
     if inner.card.keeps_state or not inner.rank_equal or inner.card.encodes_weights or (intra is not None and random):
-        raise ThinwireError(f"intra={intra}: takes a method without state, such as dense, bf16 or int8")
+        raise ThinwireError(f"intra={intra}: choose a method without state, such as dense, bf16 or int8")
     return None if len(engine.hops) == 1 else inner
 
 
@@ -276,7 +278,7 @@ def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return FSDP2, model
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise ThinwireError("FSDP1 (FullyShardedDataParallel) is not carried: use fully_shard (FSDP2)")
+        raise ThinwireError("FSDP1 (FullyShardedDataParallel) is not supported: use fully_shard (FSDP2)")
     raise ThinwireError(
         f"{type(model).__name__} is not wrapped for data parallelism: pass DistributedDataParallel(model), "
         "or call fully_shard(model) first"
@@ -296,8 +298,8 @@ def check_parameters(model: Any, method: Method) -> None:
         carried = method.card.native or parameter.dtype in (torch.float32, torch.bfloat16)
         if parameter.requires_grad and not carried:
             raise ThinwireError(
-                f"{name} is {parameter.dtype}: {method.name} carries float32 and bfloat16 gradients; "
-                "convert the model, or use method 'dense'"
+                f"{name} is {parameter.dtype}: {method.name} supports float32 and bfloat16 gradients; convert the "
+                "model, or use method 'dense'"
             )
 
 
@@ -307,7 +309,7 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
     counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     duplicate = next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
     if duplicate is not None:
-        raise ThinwireError(f"two optimizers, or two groups of one, hold {duplicate}: let one step it")
+        raise ThinwireError(f"{duplicate} is in two optimizers, or in two groups of one: leave it in one only")
     missing = [name for name, weight in weights.items() if not counts[id(weight)]]
     if len(missing) == len(weights):
         raise ThinwireError(
@@ -317,8 +319,10 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
         raise ThinwireError(
             f"no optimizer holds {missing[0]}"
             + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
-            + ", so that nothing would guard its steps: pass all optimizers as a list, or requires_grad_(False) before "
-            "wrapping"
+            + (
+                "no optimizer holds {0}{1}, so its steps would not be guarded: pass all optimizers as a list, or "
+                "freeze it with requires_grad_(False) before wrapping"
+            )
         )
     return weights
 
@@ -457,7 +461,7 @@ class Wire:
         power = self._power_of_moves()
         if power is not None and norm_type != 2:
             raise ThinwireError(
-                f"{self.method.name} with feedback='updates' knows the 2-norm of the gradients that became steps: take "
+                f"{self.method.name} with feedback='updates' knows only the 2-norm of the gradients: use "
                 f"norm_type=2, not {norm_type}"
             )
         meshes: dict[object, list[Tensor]] = {}  # torch takes no norm over DTensors of several meshes
@@ -516,7 +520,9 @@ class Wire:
         self._step_loop.finish()
         card = self.method.card
         if not self._waits:
-            raise ThinwireError(f"{self.method}: nothing waits from step to step that could be delivered")
+            raise ThinwireError(
+                f"{self.method}: no unsent values are kept from step to step, so there is nothing to deliver"
+            )
         if with_next:
             self._step_loop.begin_micro_batch()
             self._refuse_exchanged("flush(with_next=True)")
@@ -524,7 +530,7 @@ class Wire:
             return
         if card.step_maker is None:
             raise ThinwireError(
-                f"{self.method.name}: nothing waits that could be delivered without an optimizer's step: call "
+                f"{self.method.name}: unsent values can only be delivered with an optimizer's step: call "
                 "flush(with_next=True) before the next backward pass"
             )
         if self._step_maker is None:
@@ -682,8 +688,8 @@ class Wire:
             self._stage.flush_at = self._road.step
         if resize == "reset" and self.engine.rank == 0:
             warnings.warn(
-                f"{self.method.name}: what waited was dropped, of norm {dropped:.3g} in the next mean; "
-                "resize='redistribute' keeps it", ThinwireWarning, stacklevel=2,
+                f"{self.method.name}: unsent values were dropped, worth a norm of {dropped:.3g} in the next mean; "
+                "resize='redistribute' keeps them", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
 
     @property

@@ -70,7 +70,7 @@ def _loops(rank: int, world: int) -> dict[str, bool]:
         with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stderr(io.StringIO()) as said:
             warnings.simplefilter("always")
             found[name] = torch.equal(_own_loop(rank, wrap(net()), False, scaler), expected)
-        lost = [w for w in warned if w.category is ThinwireWarning and "checkpoints do not hold them" in str(w.message)]
+        lost = [w for w in warned if w.category is ThinwireWarning and "checkpoints do not save them" in str(w.message)]
         lines = said.getvalue().count(f"THINWIRE_METHOD={METHOD}: topk(")
         found[name] &= len(lost) == lines == (rank == 0) and not environment._hooks
     environment.start()

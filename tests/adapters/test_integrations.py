@@ -125,7 +125,7 @@ def _fsdp1(rank: int, world: int) -> tuple[str, list[str]]:
 def test_a_sharding_that_accelerate_does_not_make_is_said_and_fsdp1_refused_with_the_setting_that_helps():
     (refused, warned), (_, elsewhere) = ranks.run(_fsdp1, 2, warm="warm_frameworks")
     assert "fsdp_version: 2" in refused
-    assert any("Accelerate trains with DDP: it shards on GPUs only" in message for message in warned)
+    assert any("FSDP was asked for, but Accelerate uses it on GPUs only" in message for message in warned)
     assert not elsewhere
 
 

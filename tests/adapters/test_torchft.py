@@ -125,7 +125,7 @@ def test_a_quorum_that_never_comes_ends_the_replica_in_one_line(manager):
         raise TimeoutError("status: DeadlineExceeded\nat some place")
 
     manager.start_quorum = never
-    with pytest.raises(thinwire.ThinwireError, match="is the lighthouse up") as error:
+    with pytest.raises(thinwire.ThinwireError, match="is the lighthouse running") as error:
         adapter.ManagerMembers(manager).ask()
     assert "\n" not in str(error.value) and error.value.status == 1  # not 2, of input: it is to be started again
 

@@ -321,7 +321,7 @@ def test_replicas_that_differ_are_named_and_those_that_do_not_pass():
         assert found[0][f"{name}, None"] == found[1][f"{name}, None"] == "nothing", name
         for said in found:
             assert said[f"{name}, {spoils}"].startswith(what), (name, said)
-            assert what == "nothing" or "rank 1 are not those of rank 0" in said[f"{name}, {spoils}"]
+            assert what == "nothing" or "rank 1 differ from those of rank 0" in said[f"{name}, {spoils}"]
 
 
 def _drift_of_one_copy(rank: int, world: int) -> str:
@@ -343,4 +343,4 @@ def _drift_of_one_copy(rank: int, world: int) -> str:
 def test_ranks_of_the_other_shard_hear_of_it_too():
     found = run(_drift_of_one_copy, 4)
     assert all("after step 2, the weights " in said for said in found), found
-    assert "rank 2 are not those of rank 0" in found[0] and found[1].startswith("rank ")
+    assert "rank 2 differ from those of rank 0" in found[0] and found[1].startswith("rank ")

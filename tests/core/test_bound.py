@@ -271,6 +271,6 @@ def test_a_warning_says_how_many_of_how_many_and_of_whom_and_names_the_knob():
             assert warning.category is ThinwireWarning
             assert said.startswith(f"3 of {WATCHED} gradients of a on this rank were more than 10 times as large as us")
             assert (
-                "and those of 1 more parameters: what is cut off is lost; give compress() a higher "
-                "outlier_clip="
+                "(also for 1 more parameters). What is cut off is lost: if gradients are often that large here, pass "
+                "safety=Safety(outlier_clip=...)"
             ) in said

@@ -262,7 +262,7 @@ def test_a_step_without_an_exchange_is_refused_on_every_rank_and_the_next_one_wo
         wrong = []
         for label in ("accumulate", "own", "no guard"):
             raised = what[f"{label}: raised"]
-            named = raised.startswith("ThinwireError") and "without an exchange" in raised
+            named = raised.startswith("ThinwireError") and "before gradients were exchanged" in raised
             wrong += [f"{label}: optimizer.step() {raised or 'took it without a word'}"] * (not named)
             wrong += [f"{label}: weights moved"] * (not what[f"{label}: untouched"])
             wrong += [f"{label}: with the last micro-batch it is not the step that it would have been"] * (

@@ -148,4 +148,4 @@ def _refused(rank: int, world: int) -> list[str]:
 
 def test_methods_of_the_optimizers_moments_say_that_ddp_has_one_level():
     for found in ranks.run(_refused, 4, LOCAL_WORLD_SIZE="2"):
-        assert len(found) == 2 and all("on DDP takes one level" in line and "HSDP" in line for line in found)
+        assert len(found) == 2 and all("on DDP works on one level only" in line and "HSDP" in line for line in found)

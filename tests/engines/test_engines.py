@@ -370,7 +370,7 @@ def _inside(rank, world, kind, options):
 )
 def test_the_hop_inside_a_node_may_be_cheap_too(kind, options):
     for found, errors in ranks.run(_inside, 4, kind, options, LOCAL_WORLD_SIZE="2"):
-        assert all("takes a method without state" in error for error in errors) and len(errors) == 2
+        assert all("choose a method without state" in error for error in errors) and len(errors) == 2
         (dense, *_), (_, _, _, before) = found[0], found[0]
         for loss, equal, surprise, _ in found:
             assert equal and abs(loss - dense) < 0.02

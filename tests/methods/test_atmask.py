@@ -147,7 +147,7 @@ def _narrow(rank: int, world: int):
 
 def test_few_bits_are_gathered_whole_or_refused():
     for auto, masked in ranks.run(_narrow, 2):
-        assert auto is False and "FSDP2 gathers them in torch.bfloat16: take weights='auto'" in masked
+        assert auto is False and "FSDP2 gathers them in torch.bfloat16: use weights='auto'" in masked
 
 
 @pytest.mark.parametrize(("kind", "hop"), [("fsdp2", 1), ("fsdp2", 2), ("ddp", 1)])

@@ -183,7 +183,7 @@ def test_a_name_without_equals_signs_and_brackets_means_the_same(text, same):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("int8:group", "a knob has a value behind it, int8:group:VALUE"), ("int8:", "int8 has no preset ''"),
+        ("int8:group", "a knob needs a value, int8:group:VALUE"), ("int8:", "int8 has no preset ''"),
         ("int8:group:64:group:32", "cannot read"), ("int8:group:64(group=64)", "cannot read"),
         ("int8:group:many", "int8: group is a whole number, got 'many'"), ("int8:a:b", "int8 has no knob 'a'"),
     ],

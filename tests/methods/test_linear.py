@@ -283,7 +283,7 @@ def test_knobs_that_mean_nothing_are_refused(method, message):
 def test_starts():
     assert first_step("m", "start", 0.15, 800) == 120 and first_step("m", "start", 7, None) == 7
     assert first_step("m", "start", 0, None) == 0
-    for value, steps, message in ((0.5, None, "needs steps="), (9, 9, "beyond the end")):
+    for value, steps, message in ((0.5, None, "how many there are"), (9, 9, "beyond the end")):
         with pytest.raises(ThinwireError, match=message):
             first_step("m", "start", value, steps)
 

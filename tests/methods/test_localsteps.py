@@ -362,9 +362,9 @@ def test_a_timetable_has_one_round_at_a_time(every):
 @pytest.mark.parametrize(("knobs", "word"), [
     ({"every": 0}, "every"), ({"outer_lr": 0.0}, "outer_lr"), ({"outer_momentum": 1.0}, "outer_momentum"),
     ({"outer": "none"}, "averages"),
-    ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "Adam's place"), ({"outer": "nothing"}, "there"),
+    ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "an Adam"), ({"outer": "nothing"}, "there"),
     ({"dense": "*bias"}, "outer method"), ({"start_with": "int8"}, "start=0"),
-    ({"start": 2, "start_with": "radius"}, "all alike"),
+    ({"start": 2, "start_with": "radius"}, "the same in every step"),
     ({"fragments": 0}, "fragments"), ({"fragments": 21}, "every=20"), ({"delay": -1}, "delay"),
     ({"fragments": 4, "delay": 6}, "every / fragments, 5"), ({"mix": 0.3}, "delay=0"),
     ({"delay": 1, "mix": 1.0}, "mix"),
@@ -377,7 +377,7 @@ def test_what_cannot_be_is_refused(knobs, word):
 
 @pytest.mark.parametrize("preset", ["ls1", "diloco", "sparseloco"])
 def test_a_removed_preset_says_what_to_write(preset):
-    with pytest.raises(ThinwireError, match=f"local-steps:{preset} is no longer there .* take local-steps"):
+    with pytest.raises(ThinwireError, match=f"local-steps:{preset} was removed .* use local-steps"):
         resolve(f"local-steps:{preset}")
 
 
@@ -704,5 +704,5 @@ def _refused(rank: int, world: int) -> list[str]:
 def test_what_an_engine_cannot_do_is_refused_by_name():
     fsdp2, levels, scaler, adamless = ranks.run(_refused, 4, LOCAL_WORLD_SIZE="2")[0]
     assert "fsdp2" in fsdp2 and "('replicate', 'shard') mesh (HSDP)" in fsdp2
-    assert "takes one level" in levels and "bfloat16" in scaler and "AdamW" in adamless
+    assert "works on one level only" in levels and "bfloat16" in scaler and "AdamW" in adamless
     assert all("\n" not in line for line in (fsdp2, levels, scaler, adamless))

@@ -72,7 +72,7 @@ def test_what_does_not_grow_is_told_by_the_knobs():
 @pytest.mark.parametrize("spec", ["trickle:shared", "trickle(mask='shared')", "trickle:shared(density=0.1)",
                                   "trickle(choosers=8,mask='shared')"])  # fmt: skip
 def test_a_mask_of_few_choosers_names_what_to_take(spec):
-    with pytest.raises(ThinwireError, match=r"no longer there .*: take trickle:merged$"):
+    with pytest.raises(ThinwireError, match=r"was removed .*: use trickle:merged$"):
         methods.resolve(spec)
 
 

@@ -230,7 +230,7 @@ class Cautious(FlatMuon):
     [
         ("two_level", muon, "on two levels a rank sends a part of a"),
         ("two_level_owner", muon, "on two levels a rank sends a part of a"),
-        ("all_reduce", Cautious, "Cautious has a step of its own"),
+        ("all_reduce", Cautious, "Cautious has a step"),
     ],
 )
 def test_where_muon_cannot_be_had_one_line_says_so(topology, optimizer, words):

@@ -377,4 +377,4 @@ def _mixed(rank, world):
 def test_weights_that_are_gathered_in_few_bits_are_gathered_whole_or_refused_at_once():
     for trained, errors in ranks.run(_mixed, 2):
         assert trained == [(True, True)]
-        assert len(errors) == 1 and "FSDP2 gathers them in torch.bfloat16: take weights='auto'" in errors[0]
+        assert len(errors) == 1 and "FSDP2 gathers them in torch.bfloat16: use weights='auto'" in errors[0]

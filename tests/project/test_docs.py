@@ -25,7 +25,7 @@ from thinwire.cli.lab import LabRun
 from thinwire.cli.program import COMMANDS
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.lab.compare import Comparison, Entry, method_names
-from thinwire.methods import AUTO, TABLE, resolve
+from thinwire.methods import AUTO, REMOVED, TABLE, resolve
 from thinwire.train.checkpoint.evaluation import Options as EvalOptions
 from thinwire.train.checkpoint.trained_model import ExportOptions, SampleOptions
 from thinwire.train.config import Config
@@ -261,6 +261,15 @@ def test_methods_are_written_as_they_can_be_given(page: Path) -> None:
         for name in spec.findall(block):
             if "=..." not in name and not name.endswith("=)"):
                 (was_known if page.name in RECORDS else resolve)(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_but_a_record_names_a_method_that_was_removed(page: Path) -> None:
+    if page.name in RECORDS:
+        return
+    names = "|".join(re.escape(name) for name in REMOVED if "(" not in name)
+    spans = [span for span in code(page) if re.search(rf"(?<![\w-])(?:{names})(?![\w-])", span)]
+    assert spans == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -238,7 +238,7 @@ def test_method_names():
     assert methods.resolve("onebit_adam").name == "onebit-adam"
     for removed, instead in methods.REMOVED.items():
         text = removed.replace("=)", "=1)") if "=" in removed else f"{removed}(smallest=0)"
-        said = f"{re.escape(removed)} is no longer there .*: take {re.escape(instead)}"
+        said = f"{re.escape(removed)} was removed .*: use {re.escape(instead)}"
         with pytest.raises(ThinwireError, match=said):
             methods.resolve(text)
     method = methods.resolve("int8(group=64, dense='head.*', feedback='gradients')")

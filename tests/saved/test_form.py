@@ -36,7 +36,7 @@ PARAMETERS = [
     ({"w": ((3, 4), 16), "v": ((5,), 5)}, "w had 12 elements on this rank, and has 16 in this run"),
     ({"w": ((3, 5), 16), "v": ((5,), 5)}, "w was (3, 4), and is (3, 5) in this run"),
     ({"w": ((4, 3), 12), "v": ((5,), 5)}, "w was (3, 4), and is (4, 3) in this run"),
-    ({**ABOUT.parameters, "u": ((2,), 2)}, "it knows nothing of u, which this run trains"),
+    ({**ABOUT.parameters, "u": ((2,), 2)}, "it does not hold u, which this run trains"),
 ]
 
 
@@ -91,7 +91,7 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
     for bad in (ABOUT.dump().float(), torch.zeros(4096, dtype=torch.uint8), ABOUT.dump()[:99], ABOUT.dump().int()):
         with pytest.raises(ThinwireError, match="'key' is damaged"):
             Header.load("key", bad)
-    with pytest.raises(ThinwireError, match="the state has format 9, this version reads 1"):
+    with pytest.raises(ThinwireError, match="the state is in format 9, and this version of Thinwire reads format 1"):
         Header.load("key", dataclasses.replace(ABOUT, format=9).dump())
 
 
@@ -206,7 +206,7 @@ def test_whose_a_state_is():
     assert own_of(packed, dataclasses.replace(ABOUT, method="sign")).keys() == packed.keys()
     for state, words in (
         ({}, "the state is empty, and this is rank 1 of 4"), (other, "is that of rank 2 of 4, and this is rank 1 of 4"),
-        ({**packed, **other}, "is that of rank 2 of 4, and"), ({"w": torch.ones(1)}, "'w' is no entry of a state"),
+        ({**packed, **other}, "is that of rank 2 of 4, and"), ({"w": torch.ones(1)}, "'w' is not an entry of a state"),
         ({key.replace("of-0004", "of-0002"): of for key, of in packed.items()}, "hand in the states of all 2 ranks"),
     ):  # fmt: skip
         with pytest.raises(ThinwireError, match=words):

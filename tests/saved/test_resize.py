@@ -278,7 +278,7 @@ def _resized(rank: int, world: int, kind: str, before: str, specs: list[str], fo
             waits = any(of.any() for of in waiting(wire).values())
             if waits != (policy != "reset"):
                 wrong.append(f"{spec}, {policy}: {'something' if waits else 'nothing'} waits")
-            if (policy == "reset" and rank == 0) != any("was dropped, of norm" in str(of.message) for of in heard):
+            if (policy == "reset" and rank == 0) != any("were dropped, worth" in str(of.message) for of in heard):
                 wrong.append(f"{spec}, {policy}: warned {len(heard)} times")
             if wire.step != 4:
                 wrong.append(f"{spec}, {policy}: at step {wire.step}")

@@ -153,7 +153,7 @@ SAID = {
     "of another shape": "residual/blocks.0.up.weight' is torch.float32 (1, 5), this run needs torch.float32 (1, 1296)",
     "of another dtype": "is torch.float64 (1, 1296), this run needs torch.float32 (1, 1296)",
     "not finite": "residual/blocks.0.up.weight' holds values that are not finite",
-    "plain names": "'residual/w' is no entry of a state",
+    "plain names": "'residual/w' is not an entry of a state",
     "without about": "the state has no 'rank-000{rank}-of-0002/about'",
     "damaged": "'rank-000{rank}-of-0002/about' is damaged",
     "another method": "it was saved with method topk, this run has trickle",

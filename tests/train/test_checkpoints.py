@@ -458,7 +458,7 @@ def test_another_number_of_ranks_gets_the_weights_and_the_states_of_all_that_wer
     with mock.patch.object(store.warnings, "warn") as warn:
         found = run_on([tmp_path] * 2 + [tmp_path / "new"], resume, about=three, seed=1, resize="flush")
     assert found == [(4, weights, given)] * 3
-    assert "world_size 2 there and 3 here" in warn.call_args[0][0]
+    assert "world_size was 2 and is 3 now" in warn.call_args[0][0]
     unmoved = run_on([tmp_path] * 2, resume, about=two, seed=1, resize="flush")
     assert [keys for _, _, keys in unmoved] == [{"resize": None, "keys": [name]} for name in given["keys"]]
 
@@ -691,13 +691,13 @@ def test_every_setting_is_compared_or_known_not_to_matter():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 1}, "seed 0 there and 1 here"),
-        ({"batch_size": 4, "accumulate": 2}, "batch_size 8 there and 4 here, accumulate 1 there and 2 here"),
-        ({"layers": 1}, "layers 2 there and 1 here"),
-        ({"optimizer": "adams"}, "optimizer adamw there and adams here"),
-        ({"engine": "hsdp"}, "engine ddp there and hsdp here, mesh 1 x 4 there and 2 x 2 here"),
-        ({"method": "topk(density=0.02)"}, "method dense there and topk(density=0.02) here"),
-        ({"seq_len": 32}, "context 64 there and 32 here"),
+        ({"seed": 1}, "seed was 0 and is 1 now"),
+        ({"batch_size": 4, "accumulate": 2}, "batch_size was 8 and is 4 now, accumulate was 1 and is 2 now"),
+        ({"layers": 1}, "layers was 2 and is 1 now"),
+        ({"optimizer": "adams"}, "optimizer was adamw and is adams now"),
+        ({"engine": "hsdp"}, "engine was ddp and is hsdp now, mesh was 1 x 4 and is 2 x 2 now"),
+        ({"method": "topk(density=0.02)"}, "method was dense and is topk(density=0.02) now"),
+        ({"seq_len": 32}, "context was 64 and is 32 now"),
     ],
 )
 def test_what_cannot_go_on_is_refused_by_name(changes, words):
@@ -707,10 +707,10 @@ def test_what_cannot_go_on_is_refused_by_name(changes, words):
 
 
 def test_other_data_need_a_word_and_other_rates_are_told():
-    told = "seed 0 there and 1 here"
+    told = "seed was 0 and is 1 now"
     assert run_settings.compare(described(), described(seed=1), resume_anyway=True) == told
     assert run_settings.compare(described(), described(lr=1.0, threads=2)) == (
-        "lr 0.002 there and 1.0 here, threads 1 there and 2 here"
+        "lr was 0.002 and is 1.0 now, threads was 1 and is 2 now"
     )
     assert run_settings.compare(described(), described()) == ""
     with pytest.raises(ThinwireError, match="layers"):
@@ -721,9 +721,9 @@ def test_other_data_need_a_word_and_other_rates_are_told():
     fewer = described() | {"world_size": 2, "mesh": "1 x 2", "layers": 3}
     with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize redistribute"):
         run_settings.compare(fewer, described())
-    with pytest.raises(ThinwireError, match=r"such a run: layers 3 there and 2 here$"):
+    with pytest.raises(ThinwireError, match=r"another kind of run: layers was 3 and is 2 now$"):
         run_settings.compare(fewer, described(), resize="flush")
-    assert "world_size 2 there" in run_settings.compare(fewer | {"layers": 2}, described(), resize="flush")
+    assert "world_size was 2" in run_settings.compare(fewer | {"layers": 2}, described(), resize="flush")
 
 
 # --- whole runs of one rank -------------------------------------------------------------------------------------------
@@ -807,7 +807,7 @@ def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_pat
     assert (str(caught.value), caught.value.status) == (line, 143)
     with pytest.raises(ThinwireError, match="holds a run already: --resume auto goes on"):
         one_rank("--steps", "6")
-    with pytest.raises(ThinwireError, match="seed 0 there and 1 here"):
+    with pytest.raises(ThinwireError, match="seed was 0 and is 1 now"):
         one_rank("--steps", "6", "--resume", "auto", "--seed", "1")
     with pytest.raises(ThinwireError, match="holds a run already"):
         one_rank("--steps", "9", "--resume", str(whole / "step-000006"))
@@ -836,7 +836,7 @@ def test_muon_and_adamw_go_on_exactly_too(tmp_path, one_rank):
     assert equal(whole, tmp_path / "run/checkpoints/step-000006")
     kinds = {name.rpartition("/")[2] for name in tensors(whole) if "optimizer/" in name}
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= kinds
-    with pytest.raises(ThinwireError, match="optimizer muon there and adamw here"):
+    with pytest.raises(ThinwireError, match="optimizer was muon and is adamw now"):
         one_rank("--steps", "8", "--method", "trickle:muon(smallest=1000)", "--resume", "auto")
     with pytest.raises(ThinwireError, match="--muon-lr is for --optimizer muon"):
         one_rank("--muon-lr", "8e-3")

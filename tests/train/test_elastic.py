@@ -209,7 +209,7 @@ def test_a_replica_that_never_takes_part_stays_away_after_three_times(tmp_path, 
     waits = f"until [ -e {tmp_path}/3 ]; do sleep 0.05; done; sleep 1"
     run = supervised(tmp_path, {"0": waits, "1": f"touch {tmp_path}/$((THINWIRE_STARTS + 1)); exit 7"})
     assert run.run() == 0 and run.replicas[1].starts == 3
-    assert "replica 1 ended with status 7, 3 times before its first step: it stays away" in capfd.readouterr().err
+    assert "replica 1 ended with status 7, 3 times before its first step: it is not" in capfd.readouterr().err
     run = supervised(tmp_path, {"0": "exit 7", "1": "exit 7"})
     assert run.run() == 7
 

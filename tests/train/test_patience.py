@@ -36,7 +36,7 @@ def test_all_ranks_and_groups_wait_as_long_as_the_link_needs_and_at_least_the_fl
     assert first["floor"] == (37.0, True)
     assert first["fitted"] == pytest.approx(first["asked"]) and first["fitted"] > 37
     assert first["later"] == [True, True, True]
-    assert "Mbit/s that were measured" in first["said"]
+    assert "at the measured rate of " in first["said"]
 
 
 class Link:

@@ -63,7 +63,7 @@ def test_what_srun_has_not_started_several_times_is_no_rank(text):
 
 def test_tasks_that_are_not_used_are_said():
     for text in (SBATCH, SALLOC, INTERACTIVE):
-        assert forgotten_srun(variables(text)).startswith("Slurm has 4 tasks for this job")
+        assert forgotten_srun(variables(text)).startswith("Slurm gave this job 4 tasks")
     assert forgotten_srun(variables(f"{SBATCH} SLURM_NTASKS=1")) is None
     assert forgotten_srun(variables(f"{SBATCH} {TASK}")) is None and forgotten_srun({}) is None
 
@@ -87,11 +87,11 @@ def test_srun_with_pmi_is_srun():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=3,1", "srun has put 3,1 tasks on the nodes"),
-        (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=2(x3),1", "srun has put 2(x3),1 tasks on the nodes"),
-        (f"{SBATCH} {TASK} SLURM_LOCALID=0", "neighbours on one"),
+        (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=3,1", "srun put 3,1 tasks on the nodes"),
+        (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=2(x3),1", "srun put 2(x3),1 tasks on the nodes"),
+        (f"{SBATCH} {TASK} SLURM_LOCALID=0", "consecutive numbers"),
         (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=many", "SLURM_STEP_TASKS_PER_NODE is 'many'"),
-        (f"{SBATCH} {TASK} SLURM_PROCID=x", "SLURM_PROCID is 'x', which is no number"),
+        (f"{SBATCH} {TASK} SLURM_PROCID=x", "SLURM_PROCID is 'x', which is not a number"),
         (f"{SBATCH} {TASK} SLURM_STEP_NODELIST=[", "cannot read Slurm's list of nodes"),
         ("PMI_RANK=1 PMI_SIZE=2", "nothing says which one on its node"),
         ("SLURM_STEP_NUM_TASKS=4", "SLURM_PROCID is ''"),

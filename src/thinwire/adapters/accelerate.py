@@ -47,21 +47,24 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
 
 
 def _check(accelerator: Any) -> None:
-    """Refuse what cannot be carried; warn of a sharding that was asked for and not made."""
+    """Refuse what is not supported; warn of a sharding that was asked for and not made."""
     if accelerator.num_processes == 1:
         raise ThinwireError(
-            "the Accelerator knows of one process: start under torchrun or accelerate launch; without a GPU with "
+            "Accelerate sees one process only: start with torchrun or accelerate launch; without a GPU, pass "
             "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
         )
     sharded = accelerator.distributed_type.value == "FSDP"
     if sharded and not accelerator.is_fsdp2:
         raise ThinwireError(
-            "Accelerate shards with FSDP1, its default: take FSDP2, with fsdp_version: 2 in its config file, or "
-            "FullyShardedDataParallelPlugin(fsdp_version=2)"
+            "Accelerate is set to FSDP1, its default, which Thinwire does not support: set fsdp_version: 2 in its "
+            "config file, or pass FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if not sharded and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.is_main_process:
         warnings.warn(
-            "FSDP was asked for, and Accelerate trains with DDP: it shards on GPUs only", ThinwireWarning, stacklevel=3
+            "FSDP was asked for, but Accelerate uses it on GPUs only: this run trains with DDP, and each rank holds "
+            "the whole model",
+            ThinwireWarning,
+            stacklevel=3,
         )
 
 

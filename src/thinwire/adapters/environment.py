@@ -144,8 +144,8 @@ def _compress(model: Any) -> None:
     compressed = any(wire.engine.model is inner for wire in _alive(Wire))
     if not holders and not compressed:
         warnings.warn(
-            f"{VARIABLE}: no optimizer holds the parameters of {type(model).__name__} yet: it is compressed from the "
-            "first forward pass on that finds one", ThinwireWarning, stacklevel=2,
+            f"{VARIABLE}: no optimizer holds the parameters of {type(model).__name__} yet: compression begins with "
+            "the first forward pass after one does", ThinwireWarning, stacklevel=2,
         )  # fmt: skip
         return
     while _hooks:
@@ -168,8 +168,8 @@ def _compress(model: Any) -> None:
               f"{wire.plan.dense_bytes / 1e6:.3g} MB", file=sys.stderr, flush=True)  # fmt: skip
         if accelerator is None and wire.method.card.keeps_state:
             warnings.warn(
-                f"{wire.method.name} keeps values from step to step, and this program's checkpoints do not hold them: "
-                "a resumed run loses what waits", ThinwireWarning, stacklevel=2,
+                f"{wire.method.name} keeps unsent values from step to step, and this program's checkpoints do not "
+                "save them: a resumed run loses them", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
 
 

@@ -41,6 +41,11 @@ def load(wire: Wire, folder: Path) -> None:
     if file.exists():
         wire.load_state_dict(safetensors.load_file(file))
     elif folder.exists():
-        raise ThinwireError(f"{file} is missing: the checkpoint was made by fewer ranks, or is not whole")
+        raise ThinwireError(f"{file} is missing: the checkpoint was made by fewer ranks, or is incomplete")
     else:
-        warnings.warn(f"there is no {folder}: Thinwire starts anew", ThinwireWarning, stacklevel=2)
+        warnings.warn(
+            f"there is no {folder}: the checkpoint was made without Thinwire, and the method begins with an empty "
+            "state",
+            ThinwireWarning,
+            stacklevel=2,
+        )

@@ -139,8 +139,8 @@ class ThinwireModelParallelStrategy(_Compressed, ModelParallelStrategy):
         roots = [cast(nn.Module, module) for module in sharded if id(module) not in inside]
         if len(roots) != 1:
             raise ThinwireError(
-                f"{len(roots)} modules of the LightningModule are sharded side by side: call fully_shard() on one that "
-                "holds them all, after its parts"
+                f"the LightningModule has {len(roots)} sharded modules that no sharded module contains: call "
+                "fully_shard() on one that contains them all, after its parts"
             )
         return roots[0]
 

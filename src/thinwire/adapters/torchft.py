@@ -83,7 +83,7 @@ def _join_sharded(model: Any, manager: Any, across: ManagedComm, options: Option
 
 
 def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None:
-    """Refuse what cannot be carried."""
+    """Refuse what is not supported."""
     if not isinstance(manager, torchft.Manager):
         raise ThinwireError(f"manager must be a torchft.Manager, got {type(manager).__name__}")
     private = ("_pg", "_quorum_id", "_timeout", "_use_async_quorum", "_replica_world_size_mode", "_min_replica_size",
@@ -94,22 +94,22 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
     fixed = manager._replica_world_size_mode != torchft.manager.WorldSizeMode.DYNAMIC
     modules = list(model.modules())
     refused = {
-        "the manager asks its quorum beside the forward pass, and who joins would step with weights that it does not "
-        "have yet: pass use_async_quorum=False": manager._use_async_quorum,
-        "FIXED_WITH_SPARES with min_replica_size=1 leaves one replica that exchanges nothing: take 2 or more, or "
-        "WorldSizeMode.DYNAMIC": fixed and manager._min_replica_size < 2,
-        f"{type(manager._pg).__name__} is not carried: pass Manager(pg=torchft.ProcessGroupGloo(...))":
+        "with use_async_quorum=True a replica that joins would take a step before it has the weights: pass "
+        "use_async_quorum=False": manager._use_async_quorum,
+        "FIXED_WITH_SPARES with min_replica_size=1 leaves one replica at work, with nobody to exchange with: set 2 "
+        "or more, or use WorldSizeMode.DYNAMIC": fixed and manager._min_replica_size < 2,
+        f"{type(manager._pg).__name__} is not supported: pass Manager(pg=torchft.ProcessGroupGloo(...))":
             not isinstance(manager._pg, torchft.ProcessGroupGloo),
-        "the manager's group is the only one between replicas: pass the bare module, not DistributedDataParallel":
+        "the manager already connects the replicas: pass the bare module, not DistributedDataParallel":
             any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules),
-        "parts of the model are sharded and the root is not: call fully_shard(model) after its parts":
+        "parts of the model are sharded, but the root is not: call fully_shard(model) after its parts":
             any(isinstance(module, FSDPModule) for module in modules[1:]) and not isinstance(model, FSDPModule),
-        f"the manager says that a replica has {manager._group_world_size} ranks, and the model is whole on this one: "
-        "call fully_shard(model) on a mesh of them, or pass world_size=1":
+        f"the manager says that a replica has {manager._group_world_size} ranks, but this rank holds the whole "
+        "model: call fully_shard(model) on a mesh of those ranks, or pass world_size=1":
             manager._group_world_size > 1 and not isinstance(model, FSDPModule),
-        "check_every is not carried under a manager, whose replicas may be lost in a comparison":
+        "check_every is not supported with a torchft manager: replicas may be lost in the middle of a comparison":
             safety.check_every is not None,
-        "under a manager the weights must be on a CPU: gloo sends no device memory from rank to rank":
+        "with a torchft manager the weights must be on a CPU: gloo cannot send a GPU's memory":
             any(weight.device.type != "cpu" for weight in model.parameters()),
     }  # fmt: skip
     for reason, applies in refused.items():
@@ -123,14 +123,14 @@ def _check_mesh(manager: Any, groups: Sequence[Any]) -> None:
     """Refuse a mesh that is not one dimension of the ranks that the manager counts as this replica's."""
     if len(groups) > 1:
         raise ThinwireError(
-            "under a manager shard on a 1-D mesh of the replica's ranks: the manager replicates, in the place of a "
-            "second dimension, and tensor parallelism inside a replica is not carried"
+            "with a torchft manager, shard over a 1-D mesh of the replica's own ranks: the manager takes the place "
+            "of a second dimension, and tensor parallelism inside a replica is not supported"
         )
     placed, counted = (groups[0].rank(), groups[0].size()), (manager._group_rank, manager._group_world_size)
     if placed != counted:
         raise ThinwireError(
-            f"this is rank {placed[0]} of {placed[1]} that the model is sharded over, and the manager counts it as "
-            f"rank {counted[0]} of {counted[1]} in its replica: pass Manager(rank=..., world_size=...) as in the mesh"
+            f"the model's mesh says that this is rank {placed[0]} of {placed[1]}, and the manager says rank "
+            f"{counted[0]} of {counted[1]}: pass Manager(rank=..., world_size=...) that match the mesh"
         )
 
 
@@ -163,10 +163,10 @@ class ManagerMembers:
         except (TimeoutError, RuntimeError) as refusal:
             words = (str(refusal).splitlines() or [type(refusal).__name__])[0]
             silent = ThinwireError(
-                f"this replica has no quorum ({words}): is the lighthouse up, can it be reached from here, and are "
-                "there min_replicas?"
+                f"this replica found no quorum ({words}): is the lighthouse running, can it be reached from here, "
+                "and are at least min_replicas replicas running?"
             )
-            silent.status = 1  # no input is at fault: it may have one when it is started again
+            silent.status = 1  # no input is at fault: it may find one when it is started again
             raise silent from refusal
         try:
             if (reported := manager.errored()) is not None:
@@ -202,7 +202,8 @@ class ManagerMembers:
         pairs = [bytes(row).decode().strip().split(" ", 1) for row in rows[:, :-1].tolist()]
         if unlike := sorted({place for _, place in pairs} - {self._place}):
             raise ThinwireError(
-                f"replicas must have as many ranks: this is rank {self._place}, and another replica's is {unlike[0]}"
+                f"all replicas must have the same number of ranks: this is rank {self._place}, and another replica's "
+                f"is {unlike[0]}"
             )
         return membership._replace(names=tuple(name for name, _ in pairs), late=late)
 

@@ -68,10 +68,13 @@ class ThinwireCallback(TrainerCallback):
         callbacks = trainer.callback_handler.callbacks
         if any(isinstance(other, ThinwireCallback) and other is not self for other in callbacks):
             raise ThinwireError(
-                "this Trainer compresses already: attach() once, or one ThinwireCallback; THINWIRE_METHOD adds one"
+                "this Trainer compresses already: use one of attach(), ThinwireCallback and THINWIRE_METHOD, once"
             )
         if not hasattr(trainer, "_save_optimizer_and_scheduler"):
-            raise ThinwireError("this transformers saves in another way: pip install -U 'thinwire[hf]'")
+            raise ThinwireError(
+                "this version of transformers saves checkpoints in a way that Thinwire does not know: pip install "
+                "-U 'thinwire[hf]'"
+            )
         self.trainer = trainer
         # Before the callbacks that report its logs. One that is being called stays behind those that were.
         callbacks[:] = [self, *(other for other in callbacks if other is not self)]
@@ -102,7 +105,10 @@ class ThinwireCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
-            raise ThinwireError("a ThinwireCallback goes into Trainer(callbacks=[...]); later, call attach(trainer)")
+            raise ThinwireError(
+                "pass ThinwireCallback to Trainer(callbacks=[...]); for a Trainer that exists already, call "
+                "attach(trainer)"
+            )
         model = self.trainer.model_wrapped
         if self.wire is None or self.wire.engine.model is not getattr(model, "_orig_mod", model):
             if self.wire is not None:

@@ -63,4 +63,4 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
                 store.set(f"thinwire/seen/{tokens[0]}/{rank}", "")
                 return tokens[0]
         time.sleep(POLL_S)
-    raise dist.DistStoreError(f"rank {rank} timed out: not all of the {size} ranks of this attempt have come")
+    raise dist.DistStoreError(f"rank {rank} timed out: some of the {size} ranks of this attempt did not connect")

@@ -71,8 +71,8 @@ class DamagedMessage(FailedExchange):
 
     def __str__(self) -> str:
         return (
-            f"{self._location}: what rank {self.sender} sent in {self._collective} arrived damaged, as its checksum "
-            "shows: go back to a checkpoint, and look at the memory and the link of these two"
+            f"{self._location}: the checksum shows that what rank {self.sender} sent in {self._collective} arrived "
+            "damaged: go back to a checkpoint, and check the memory and the link of these two"
         )
 
 

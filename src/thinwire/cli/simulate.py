@@ -53,7 +53,7 @@ class SimulateOptions:
     """A preset, a Hugging Face config.json, or file.py:function: your own, called under torch.device("meta"), returns a
     module and a tuple of example inputs; what is not token ids counts as one token each."""
     method: str = "bf16,int8,sdp4bit,trickle"
-    """Comma-separated methods, with or without knobs. Dense is always beside them."""
+    """Comma-separated methods, with or without knobs. Dense is always added."""
     engine: str = "ddp"
     """torch's engine for data parallelism: ddp, fsdp2 or hsdp."""
     nodes: int = 2

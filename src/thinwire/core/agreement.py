@@ -147,11 +147,18 @@ def find_difference(rows: Sequence[tuple[int, Facts]]) -> Difference | None:
 
 INSTRUCTIONS, KERNELS, GPU = "torch's CPU instructions", "Thinwire's CPU kernels", "the GPU"
 _ADVICE = {
-    INSTRUCTIONS: "every rank steps weights that all hold, and these would drift apart: set ATEN_CPU_CAPABILITY to the "
-    "least of them on all ranks (avx2, say), or shard weights with fully_shard",
-    KERNELS: "their last bits differ, and ranks would drift apart: pip install 'thinwire[cpu]' on all hosts or on none",
-    GPU: "their matrix products differ in the last bits, which this method needs equal on all ranks: use GPUs of one "
-    "kind, or another method",
+    INSTRUCTIONS: (
+        "each rank updates its own copy of the weights, and the copies would drift apart: set ATEN_CPU_CAPABILITY "
+        "on all ranks to the lowest of them (avx2, say), or shard weights with fully_shard"
+    ),
+    KERNELS: (
+        "their results differ in the last bits, and the ranks' weights would drift apart: pip install "
+        "'thinwire[cpu]' on all hosts or on none"
+    ),
+    GPU: (
+        "their matrix products differ in the last bits, and this method needs equal bits on all ranks: use GPUs of "
+        "one kind, or another method"
+    ),
 }
 
 

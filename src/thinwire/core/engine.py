@@ -179,9 +179,11 @@ def split_by_node(comm: Divisible) -> tuple[Divisible, Divisible]:
     """Group the ranks of this node, and the ranks with this local rank on every node. Collective over ``comm``."""
     sizes = [size for _, size in sorted(Counter(comm.nodes).items())]
     if len(set(sizes)) != 1:
-        raise ThinwireError(f"two levels need as many ranks on every node, got {sizes}: pass two_level=False")
+        raise ThinwireError(
+            f"two levels need the same number of ranks on every node, got {sizes}: pass two_level=False"
+        )
     if sorted(comm.nodes) != list(comm.nodes):
-        raise ThinwireError("two levels need the ranks of a node to be consecutive: pass two_level=False")
+        raise ThinwireError("two levels need consecutive rank numbers on each node: pass two_level=False")
     size = sizes[0]
     node, local_rank = divmod(comm.rank, size)
     return comm.subset(range(node * size, (node + 1) * size)), comm.subset(range(local_rank, comm.size, size))

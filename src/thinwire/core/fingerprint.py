@@ -106,19 +106,20 @@ class WeightWatch:
             return
         self._fingerprint.forget()
         text = (
-            f"{self._method}: since the last step most weights were given other values"
-            f"{' and the optimizer another state' * loaded}, and what waits to be sent belongs to those of before"
+            f"{self._method}: most weights were replaced since the last step"
+            f"{', and the optimizer got another state' * loaded}; the method's unsent values belong to the former ones"
         )
         if loaded and not alone:
             self._drop_waiting()
-            text += ": it was dropped. wire.load_state_dict() with what belongs to them keeps it"
+            text += (
+                ": they were dropped. To keep them, call wire.load_state_dict() with the state that belongs to the "
+                "new weights"
+            )
         elif self._warned:
             return
         else:
             self._warned = True
-            text += (
-                ": if they were put back to what they once were, call wire.reset() or wire.load_state_dict() after that"
-            )
+            text += ": if you restored earlier weights, call wire.reset() or wire.load_state_dict() after that"
         warnings.warn(text, ThinwireWarning, stacklevel=2)
 
     def _count_versions(self) -> int:

@@ -237,7 +237,10 @@ def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
         ThinwireError: the share of an unknown number of steps; a step beyond the end of the run.
     """
     if 0 < value < 1 and steps is None:
-        raise ThinwireError(f"{method}: {knob}={value} is a share of the run: compress() needs steps=")
+        raise ThinwireError(
+            f"{method}: {knob}={value} is a share of the run's steps: say how many there are, with compress(..., "
+            "steps=...)"
+        )
     first = int(value) if value == 0 or value >= 1 else round(value * (steps or 0))
     if steps is not None and first >= steps:
         raise ThinwireError(f"{method}: {knob}={value} lies beyond the end of the run of {steps} steps")

@@ -124,11 +124,11 @@ class OutlierClip:
         if often:
             self._warned = True
             i = self._index[often[0]]
-            also = f", and those of {len(often) - 1} more parameters" if often[1:] else ""
+            also = f" (also for {len(often) - 1} more parameters)" if often[1:] else ""
             warnings.warn(
                 f"{int(cut[i])} of {int(counted[i])} gradients of {often[0]} on this rank were more than "
-                f"{self.times:g} times as large as usual, and cut to that{also}: what is cut off is lost; give "
-                "compress() a higher outlier_clip=, or None, if gradients of that size are ordinary",
+                f"{self.times:g} times as large as usual, and were cut to that size{also}. What is cut off is lost: if "
+                "gradients are often that large here, pass safety=Safety(outlier_clip=...), a higher number or None",
                 ThinwireWarning, stacklevel=2,
             )  # fmt: skip
 

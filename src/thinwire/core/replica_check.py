@@ -93,7 +93,7 @@ class ReplicaCheck:
         if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:
             raise ThinwireError(
                 f"step {number}: rank {comm.ranks[comm.rank]} has gradients of {', '.join(names) or 'nothing more'}, "
-                "and another rank has others: each rank must use the same parameters in a step"
+                "and another rank of other parameters: all ranks must use the same ones in a step"
             )
 
     def _tensors(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
@@ -123,7 +123,7 @@ def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str
     difference = find_difference([(rank, facts) for rank, facts, _ in rows])
     assert difference is not None
     return (
-        f"after step {number}, {difference.name} on rank {difference.rank} are not those of "
+        f"after step {number}, {difference.name} on rank {difference.rank} differ from those of "
         f"{difference.other_ranks}: go back to a checkpoint, and look for what that rank does differently (its "
         "learning rate, its memory)"
     )

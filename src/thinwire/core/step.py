@@ -37,18 +37,18 @@ FRAMES = 16
 
 
 _LATE = (
-    "{name} was frozen when compress() was called, and has a gradient now: thaw it before, or wrap the model anew and "
-    "compress() it"
+    "{name} was frozen when compress() was called, and has a gradient now: unfreeze it before, or wrap the model "
+    "anew and call compress() again"
 )
-ENDED = "{what} after wire.close(): wrap the model anew, and compress() it"
+ENDED = "{what} after wire.close(): wrap the model anew, and call compress() again"
 _MISSING = (
-    "{name} has no gradient in this step, and DDP exchanges neither its bucket nor those behind it: use it in every "
-    "step, freeze it before wrapping, or take fully_shard, which leaves parameters out"
+    "{name} has no gradient in this step, so DDP exchanged neither its bucket nor those after it: use the parameter "
+    "in every step, freeze it before wrapping, or use fully_shard, which allows unused parameters"
 )
 _STRANGER = (
-    "{kind} steps {name}, and compress() was not told of it: its steps would be neither guarded nor agreed on. Pass it "
-    "to compress() in the first place; for another optimizer in mid-run call wire.close(), then compress() with it, "
-    "and wire.load_state_dict() with what wire.state_dict() gave"
+    "{kind} updates {name}, and compress() was not told of it: its steps would be neither guarded nor agreed on by the "
+    "ranks. Pass all optimizers to compress(); to change one in mid-run, keep wire.state_dict(), call wire.close(), "
+    "then compress() with the new one, and wire.load_state_dict() with what you kept"
 )
 
 
@@ -101,8 +101,8 @@ class StepLoop:
             raise ThinwireError(ENDED.format(what="gradients were exchanged"))
         if self.closed:
             raise ThinwireError(
-                "gradients were exchanged inside accumulate(last=False), as the end of a pipeline schedule's step() "
-                "does: give one schedule.step() all micro-batches of the optimizer step"
+                "gradients were exchanged inside accumulate(last=False), as at the end of a pipeline schedule's "
+                "step(): give one schedule.step() all micro-batches of the optimizer step"
             )
         for name in names:
             if name not in self.weights:
@@ -192,8 +192,8 @@ class StepLoop:
         if self._waiting and not self.method.card.adds_up:
             missing = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
             raise ThinwireError(
-                f"{missing} has not stepped after the last exchange, and {self.method.name} has moved on its momentum: "
-                "step all optimizers after each exchange"
+                f"{missing} did not step after the last exchange, for which {self.method.name} has already updated "
+                "its momentum: step all optimizers after each exchange"
             )
         self._finish()
 
@@ -206,11 +206,13 @@ class StepLoop:
         if not self.method.card.adds_up:
             raise ThinwireError(
                 f"{self.method.name}: {advice}, or shard a module that runs twice together with its parent; "
-                f"{self.method.name} keeps a momentum, which would move on twice"
+                f"{self.method.name} keeps a momentum, which would be updated twice"
             )
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{advice}, or each sends as many bytes as a step", ThinwireWarning, stacklevel=2)
+            warnings.warn(
+                f"{advice}, or each of them sends as many bytes as a whole step", ThinwireWarning, stacklevel=2
+            )
         next_exchange(self.state)
         self._exchanged.clear()
 
@@ -226,8 +228,8 @@ class StepLoop:
         """
         if torch._C._current_graph_task_id() != -1:
             raise ThinwireError(
-                f"{type(optimizer).__name__} steps inside a backward pass, before its gradients are exchanged: take "
-                "optimizer.step() out of register_post_accumulate_grad_hook(), and call it after backward()"
+                f"{type(optimizer).__name__} steps inside a backward pass, before its gradients are exchanged: call "
+                "optimizer.step() after backward(), not from register_post_accumulate_grad_hook()"
             )
         closure = next((value for value in (*args[1:], *kwargs.values()) if callable(value)), None)
         if closure is None:
@@ -256,7 +258,10 @@ class StepLoop:
             self._skipping.discard(id(optimizer))
             return
         if id(optimizer) not in self._waiting and _has_gradients(optimizer):
-            raise ThinwireError(f"{type(optimizer).__name__} steps a second time after one exchange of gradients")
+            raise ThinwireError(
+                f"{type(optimizer).__name__} steps a second time after one exchange of gradients: each step needs a "
+                "backward pass of its own"
+            )
         self.engine.stepping()
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -372,9 +377,9 @@ class StepLoop:
         not_finite = (label for label, values in named if not bool(local(values).isfinite().all()))
         culprit = next((f" ({label} among them)" for label in not_finite), "")
         return (
-            f"{self._in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not finite"
-            f"{culprit}: go back to a checkpoint before step {begun}, with a lower learning rate; max_skipped says how "
-            "many are too many"
+            f"{self._in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not "
+            f"finite{culprit}: go back to a checkpoint before step {begun}, with a lower learning rate; "
+            "Safety(max_skipped=...) sets how many are too many"
         )
 
     def _skip(self, *, was_due: bool = False) -> None:
@@ -422,8 +427,8 @@ class StepLoop:
         if has_gradients and not self._exchanged and self.engine.exchanges:
             missing = self.engine.missing()
             return (
-                "optimizer.step() without an exchange of gradients since the last one, so each rank has its own: the "
-                "last backward pass of a step must not be inside no_sync() or accumulate(last=False)"
+                "optimizer.step() was called before gradients were exchanged, so each rank has its own: the last "
+                "backward pass of a step must not be inside no_sync() or accumulate(last=False)"
                 + (f"; and {_MISSING.format(name=missing)}" if missing else "")
             )
         # DDP does not exchange parameters that were frozen when it was made: each rank would go its own way.
@@ -436,8 +441,8 @@ class StepLoop:
     def _look_for_scaler(self) -> None:
         if not self._knows_scaler and _under_scaler():
             raise ThinwireError(
-                f"{self.method.name} keeps values from step to step, and a GradScaler changes their unit: "
-                "pass it as compress(..., scaler=scaler)"
+                f"{self.method.name} keeps values from step to step, and a GradScaler changes their scale: pass it "
+                "as compress(..., scaler=scaler)"
             )
         self._knows_scaler = True
 
@@ -477,7 +482,7 @@ def _give_once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]
         if not losses:
             raise ThinwireError(
                 f"{type(optimizer).__name__} calls its closure several times in one step, each time with other "
-                "weights: take an optimizer that needs one gradient per step"
+                "weights: use an optimizer that needs one gradient per step"
             )
         return losses.pop()
 

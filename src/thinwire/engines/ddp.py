@@ -123,36 +123,41 @@ class DDP(Engine):
     def _check(model: DistributedDataParallel, method: Method) -> None:
         hook = CommHook.find(model)
         if hook is not None and not hook.free:
-            raise ThinwireError("this DDP model was given to compress() already: call close() of that wire first")
+            raise ThinwireError(
+                "compress() was already called on this DDP model: close that wire first, with wire.close()"
+            )
         if model._comm_hooks and hook is None:
             raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
         if model.mixed_precision is not None:
             raise ThinwireError(
-                "DDP(mixed_precision=...) occupies the communication hook: use torch.autocast, or a bf16 model, instead"
+                "DDP(mixed_precision=...) uses the communication hook that Thinwire needs: use torch.autocast, or a "
+                "bf16 model, instead"
             )
         # torch puts other parameters in the place of DTensors, before and after each forward pass.
         if any(hasattr(parameter, "_st_info") or isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ThinwireError(
-                "tensor parallelism under DDP is not carried (gradient norms would be of one part only): use "
+                "tensor parallelism under DDP is not supported (gradient norms would cover one part only): use "
                 "fully_shard(model, mesh=mesh['dp']), or a ('replicate', 'shard') mesh with one rank to shard over"
             )
         if method.card.keeps_state and model.find_unused_parameters:
             raise ThinwireError(
-                f"{method}: a residual sent for a parameter that no rank used would be lost with "
-                "find_unused_parameters=True: turn that off, or take feedback=None"
+                f"{method} keeps unsent values, and find_unused_parameters=True would lose those of a parameter that "
+                "no rank used: turn that off, or use feedback=None"
             )
         for name, module in model.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise ThinwireError(f"{name}: sparse gradients cannot be compressed: use sparse=False")
         if torch._dynamo.config.optimize_ddp == "python_reducer":
-            raise ThinwireError("torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: use True")
+            raise ThinwireError(
+                "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: set it to True"
+            )
 
     def attach(self, step_loop: StepLoop, road: Road) -> None:
         def reduce(bucket: dist.GradBucket) -> Any:
             if self.model._join_config.enable:
                 raise ThinwireError(
-                    "DDP.join() is not carried, since ranks without data cannot take part in an exchange: let all "
-                    "ranks take as many steps (a sampler with drop_last=True)"
+                    "DDP.join() is not supported, because a rank without data cannot take part in an exchange: give "
+                    "all ranks the same number of steps (a sampler with drop_last=True)"
                 )
             flat, pieces = bucket.buffer(), self._map(bucket)
             step_loop.enter([piece.name for piece in pieces])
@@ -218,7 +223,7 @@ class DDP(Engine):
                 if pieces[-1].form is not None and parameter.grad is not None:
                     laid_out, gradient = pieces[-1].strided(flat), parameter.grad
                     if not torch.equal(laid_out.nan_to_num(), gradient.to(flat.dtype).nan_to_num()):
-                        raise ThinwireError(f"DDP laid {described.name} out in a way that Thinwire does not know")
+                        raise ThinwireError(f"DDP stores {described.name} in a layout that Thinwire does not know")
                 offset += parameter.numel()
             if offset != flat.numel():
                 raise ThinwireError(f"DDP's bucket has {flat.numel()} values, its parameters {offset}")

@@ -173,18 +173,21 @@ class FSDP2(ShardedEngine):
                     "DistributedDataParallel, or fully_shard on a ('replicate', 'shard') mesh"
                 )
             if group.force_sum_reduction_for_comms:
-                raise ThinwireError("set_force_sum_reduction_for_comms(): Thinwire returns the mean; turn it off")
+                raise ThinwireError(
+                    "set_force_sum_reduction_for_comms() is not supported, because Thinwire returns the mean: turn "
+                    "it off"
+                )
             if isinstance(group.offload_policy, CPUOffloadPolicy):
-                raise ThinwireError(f"{name}: CPUOffloadPolicy is not carried: keep the shards on the device")
+                raise ThinwireError(f"{name}: CPUOffloadPolicy is not supported: keep the shards on the device")
             if len({param.mp_policy.param_dtype for param in params}) > 1:
                 raise ThinwireError(
-                    f"{name}: weights that are gathered in several dtypes are not carried: leave "
-                    "MixedPrecisionPolicy's param_dtype_override_fn out"
+                    f"{name}: gathering weights in several dtypes is not supported: leave out MixedPrecisionPolicy's "
+                    "param_dtype_override_fn"
                 )
             if torch.float16 in (self._reduce_dtype(group), *(param.sharded_param.dtype for param in params)):
                 raise ThinwireError(
-                    f"{name}: float16 gradients are not carried: use MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-                    "reduce_dtype=torch.float32)"
+                    f"{name}: float16 gradients are not supported: use "
+                    "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
                 )
             comms = group._reduce_scatter_comm, group._all_gather_comm
             if not all(type(comm).__name__.startswith("Default") for comm in comms):

@@ -221,8 +221,8 @@ class GroupLink:
             raise ThinwireError(f"FSDP2 asks for {op}: Thinwire returns the mean; see reduce_dtype")
         if group is not engine.reduce_group:
             raise ThinwireError(
-                f"FSDP2 reduces gradients over another group of {group.size()} ranks than when compress() was called, "
-                f"of {engine.reduce_group.size()}: call set_separate_reduce_scatter_group() before compress()"
+                f"FSDP2 reduces gradients over another group ({group.size()} ranks) than when compress() was called "
+                f"({engine.reduce_group.size()} ranks): call set_separate_reduce_scatter_group() before compress()"
             )
         pieces = self.verify(input_tensor)
         if self.divisor is not None:  # sum / divisor = mean of values scaled by ranks / divisor
@@ -299,7 +299,7 @@ class GroupLink:
             elif fsdp_param.sharded_param.requires_grad:
                 raise ThinwireError(
                     f"{piece.name} was frozen when compress() was called, or is another object now "
-                    "(load_state_dict(assign=True)): thaw and load it before"
+                    "(load_state_dict(assign=True)): unfreeze or load it before compress()"
                 )
             else:
                 frozen.append(piece)
@@ -325,7 +325,7 @@ class GroupLink:
                 continue
             block = rows[:, piece.offset : piece.offset + piece.numel // ranks].reshape(-1)[: gradient.numel()]
             if not torch.equal(block.nan_to_num(), gradient.reshape(-1).to(flat.dtype).nan_to_num()):
-                raise ThinwireError(f"FSDP2 laid {piece.name} out in a way that Thinwire does not know")
+                raise ThinwireError(f"FSDP2 stores {piece.name} in a layout that Thinwire does not know")
         return pieces
 
     def all_reduce_hook(self, stage: Stage):

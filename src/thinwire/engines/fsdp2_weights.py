@@ -33,8 +33,8 @@ class ModuleAllGather:
         method = self.engine.method
         if dtype == torch.uint8:
             raise ThinwireError(
-                f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: give them one, "
-                "or MixedPrecisionPolicy(param_dtype=...)"
+                f"{method} encodes weights, and the parameters of one FSDP module have several dtypes: convert them "
+                "to one, or pass MixedPrecisionPolicy(param_dtype=...)"
             )
         comm = self.engine.comm(self.link.group.mesh_info.shard_process_group)
         link, replica = self.link, self.link.replica
@@ -73,8 +73,9 @@ class ModuleAllGather:
         """Raise a ThinwireError if weights have changed uncounted since the last step. (On a GPU it would wait.)"""
         if devices.streams(replica.device) is None and replica.changed_unseen():
             raise ThinwireError(
-                f"the weights beside {replica.shard.names[0]} were given other values through .data, which torch does "
-                "not count: call wire.weights_changed() after that, on all ranks, or write parameter.copy_(...)"
+                f"{replica.shard.names[0]}, or a weight of the same module, was changed through .data, which torch "
+                "does not notice: call wire.weights_changed() after that, on all ranks, or write "
+                "parameter.copy_(...)"
             )
 
     def send(self, step: int) -> None:

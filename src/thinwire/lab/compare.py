@@ -72,8 +72,9 @@ class Comparison(Network):
     GROUPS: ClassVar[Mapping[str, str]] = {"methods": "Comparison", "nodes": "Emulated network"}
 
     methods: str = "dense,bf16,int8,sdp4bit,topk"
-    """Comma-separated names, with or without knobs, and with flags of thinwire train for one alone behind its name:
-    'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists them."""
+    """Comma-separated names, with or without knobs; behind a name, flags of thinwire train for that run alone:
+    'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists the names.
+    """
     preset: str = "net20m"
     """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
     small to be worth compressing."""
@@ -83,8 +84,7 @@ class Comparison(Network):
     """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have
     intervals."""
     fail_if_loss_worse_than: str | None = None
-    """Largest loss above dense's, as 1% or 0.01 (lower: stricter): with a method's mean above it the exit status is 3.
-    """
+    """End with status 3 if a method's mean loss is above dense's by more than this: 1% or 0.01 (lower: stricter)."""
     out: Path = Path("runs/compare")
     """A new directory for the report; each method's run lies in a directory of its own beneath."""
     limit_minutes: float = 60.0

@@ -61,9 +61,9 @@ class Link:
             share(loss, "a link's loss"), share(reorder, "a link's reorder"),
         )  # fmt: skip
         for wrong, message in (
-            (not SMALLEST <= mtu <= LARGEST, f"an MTU of {mtu} bytes is not to be had: choose {SMALLEST} to {LARGEST}"),
+            (not SMALLEST <= mtu <= LARGEST, f"an MTU of {mtu} bytes is not possible: choose {SMALLEST} to {LARGEST}"),
             (link.loopback and (mtu != cls.mtu or link.distant), "leave MTU, delay, jitter and loss out on loopback"),
-            (link.delay > MAX_DELAY, f"a delay of {delay} is not to be had: choose at most {MAX_DELAY:g}s"),
+            (link.delay > MAX_DELAY, f"a delay of {delay} is too long: choose at most {MAX_DELAY:g}s"),
             (link.jitter > link.delay, f"a jitter of {jitter} is above the delay, {delay}: choose at most the delay"),
             (link.loss > MAX_LOSS, f"a loss of {loss} leaves no connection: choose at most {MAX_LOSS:.0%}"),
             (link.reorder and not link.delay, f"reorder {reorder} without a delay changes nothing: choose a delay too"),
@@ -126,7 +126,7 @@ class Network:
     mtu: int = 1500
     """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
     delay: str = "0ms"
-    """From a node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
+    """Delay of a packet from one node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
     jitter: str = "0ms"
     """Each packet's delay lies evenly within the delay plus or minus this; so packets change places."""
     loss: str = "0%"

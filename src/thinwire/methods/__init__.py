@@ -30,7 +30,7 @@ TABLE: tuple[type[Method], ...] = tuple(
 REMOVED = {
     "fp8": "int8", "bf16-acc32": "bf16 or int8", "demo": "trickle", "frozen-adam": "onebit-adam(warmup_bits=4)",
     "local-steps:ls1": "local-steps:recommended", "local-steps:sparseloco": "local-steps:recommended",
-    "local-steps(decay=)": "what waits as it is",
+    "local-steps(decay=)": "local-steps without it, which keeps what waits whole",
     "local-steps:diloco": "local-steps, whose defaults are DiLoCo's",
     "trickle:shared": "trickle:merged", "trickle(choosers=)": "trickle:merged",
 }  # fmt: skip
@@ -62,14 +62,16 @@ def resolve(method: Method | str) -> Method:
     if isinstance(method, Method):
         return method
     if not isinstance(method, str):
-        raise ThinwireError(f"a method is a thinwire method or its name, got {type(method).__name__}")
+        raise ThinwireError(f"method must be a thinwire method or its name, got {type(method).__name__}")
     name, bracket, knobs = method.strip().partition("(")
     name, *colons = name.split(":")
     by_name = {cls.name: cls for cls in TABLE}
     cls = by_name.get(name.strip().lower().replace("_", "-"))
     if cls is None:
         if name.strip() == AUTO:
-            raise ThinwireError("'auto' tries steps: give compress() a thinwire.Auto(step), or name a method here")
+            raise ThinwireError(
+                "'auto' has to try steps of your program: pass thinwire.Auto(step) to compress(), or name a method here"
+            )
         _refuse_removed(name.strip().lower().replace("_", "-"))
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
     preset = colons.pop(0).strip() if len(colons) % 2 else None
@@ -86,7 +88,7 @@ def resolve(method: Method | str) -> Method:
     knob_names = [knob.name for knob in knobs_of(cls)]
     if preset is not None:
         if preset in knob_names:
-            raise ThinwireError(f"cannot read '{method}': a knob has a value behind it, {cls.name}:{preset}:VALUE")
+            raise ThinwireError(f"cannot read '{method}': a knob needs a value, {cls.name}:{preset}:VALUE")
         if preset not in cls.PRESETS:
             _refuse_removed(f"{cls.name}:{preset}")
             known_presets = ", ".join(f"{cls.name}:{name}" for name in cls.PRESETS) or "none"
@@ -112,7 +114,7 @@ def resolve(method: Method | str) -> Method:
 def _refuse_removed(name: str) -> None:
     """Raise ThinwireError if only older versions have ``name``: "fp8", "trickle:shared", "trickle(choosers=)"."""
     if name in REMOVED:
-        raise ThinwireError(f"{name} is no longer there (docs/log.md says why): take {REMOVED[name]}")
+        raise ThinwireError(f"{name} was removed (docs/log.md says why): use {REMOVED[name]}")
 
 
 def _value(text: str) -> Any:

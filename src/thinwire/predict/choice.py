@@ -351,7 +351,7 @@ class Trials:
             wire = self._start(method)
             try:
                 if math.prod(hop.ranks for hop in wire.engine.hops) != self.comm.size:
-                    raise ThinwireError("auto is for data parallelism over all ranks alone: name a method")
+                    raise ThinwireError("'auto' works with data parallelism over all ranks only: name a method")
                 wire.skip_warm_up()
                 card = wire.method.card
                 opening = min(card.steady, 1)

@@ -109,7 +109,9 @@ class Header:
                 raise ValueError
             entries = json.loads(bytes(saved.cpu().contiguous().view(-1).tolist()).decode())
             if entries["format"] != FORMAT:
-                raise ThinwireError(f"the state has format {entries['format']}, this version reads {FORMAT}")
+                raise ThinwireError(
+                    f"the state is in format {entries['format']}, and this version of Thinwire reads format {FORMAT}"
+                )
             entries["hops"] = tuple((int(rank), int(rows), bool(owner)) for rank, rows, owner in entries["hops"])
             entries["parameters"] = {
                 name: (tuple(map(int, shape)), int(local)) for name, (shape, local) in entries["parameters"].items()
@@ -153,7 +155,7 @@ class Header:
                 return f"it was saved with {argument}={given_then}, this run has {argument}={given}"
         for name, (shape, _) in self.parameters.items():
             if name not in saved.parameters:
-                return f"it knows nothing of {name}, which this run trains"
+                return f"it does not hold {name}, which this run trains"
             if saved.parameters[name][0] != shape:
                 return f"{name} was {saved.parameters[name][0]}, and is {shape} in this run"
         extra = [name for name in saved.parameters if name not in self.parameters]
@@ -274,7 +276,7 @@ def trim(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> None:
     missing = [key for key in shapes if key not in values]
     if missing:
-        raise ThinwireError(f"the state lacks '{prefix}/{missing[0]}'{_and_others(missing)}, which this run keeps")
+        raise ThinwireError(f"the state lacks '{prefix}/{missing[0]}'{_and_others(missing)}, which this run needs")
     unknown = [key for key in values if key not in shapes]
     if unknown:
         raise ThinwireError(f"this run keeps no '{prefix}/{unknown[0]}'{_and_others(unknown)}, which the state holds")
@@ -307,8 +309,8 @@ def split(state: Iterable[str]) -> dict[tuple[int, int], dict[str, str]]:
         match = _KEY.fullmatch(key)
         if match is None:
             raise ThinwireError(
-                f"'{key}' is no entry of a state: those are named 'rank-0000-of-0001/...', as wire.state_dict() does; "
-                "or an earlier version of Thinwire saved it"
+                f"'{key}' is not an entry of a state, whose names are like 'rank-0000-of-0001/...': pass what "
+                "wire.state_dict() returned; states of earlier versions of Thinwire cannot be read"
             )
         owners.setdefault((int(match[2]), int(match[3])), {})[match[4]] = key
     return owners
@@ -328,7 +330,9 @@ def choice_in(state: Mapping[str, Tensor]) -> Choice:
     key = next((key for key in state if key.endswith("/about")), "")
     plain = Header.load(key, state[key]).choice if key else ""
     if not plain:
-        raise ThinwireError("the state to resume from is not of a run that chose its method: name the method instead")
+        raise ThinwireError(
+            "the state to resume from is of a run with a fixed method, not with 'auto': name that method"
+        )
     return Choice.from_plain(json.loads(plain))
 
 

@@ -129,7 +129,9 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
                 waiting = waiting * (waits[kind] / waits[home])
                 whole[home] = waiting if home not in whole else whole[home] + waiting
             elif waiting.any():
-                raise ThinwireError(f"{kind} of {name} waits, and {name} stays dense in this run: pass resize='reset'")
+                raise ThinwireError(
+                    f"{name} has unsent values ({kind}), and stays dense in this run: pass resize='reset' to drop them"
+                )
         for kind in kinds:
             if kind in whole:
                 new[f"{kind}/{name}"] = _cut(whole[kind], form, kind, name, on_wire)

@@ -84,7 +84,9 @@ class Config:
     """Instructions to learn from, in place of --corpus: JSONL files or globs with "prompt" and "completion", or with
     "messages". Only the answers are learnt."""
     lora: Count | None = None
-    """Rank of LoRA adapters (peft), which alone are trained (lower: fewer values). Default: the whole model is."""
+    """Train LoRA adapters (peft) of this rank, and nothing else (lower: fewer values). Default: train the whole
+    model.
+    """
     lora_alpha: float | None = None
     """Scale of the adapters, divided by their rank. Default: twice the rank."""
     lora_targets: tuple[str, ...] = ()
@@ -94,8 +96,9 @@ class Config:
     """The method that exchanges gradients, by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
     methods` lists them. "auto": a few steps of several are tried, and the fastest trains."""
     max_loss: str = "1%"
-    """--method auto takes no method whose loss, measured in runs of a like length, was above dense's by more than this:
-    1% or 0.01 (lower: fewer candidates), or "any"."""
+    """With --method auto: how far a method's loss may have been above dense's in measured runs of similar length: 1%
+    or 0.01 (lower: fewer candidates), or "any".
+    """
     cluster: str | None = None
     """Name or TOML file of the cluster from which --method auto predicts. Default: it measures the links."""
     two_level: bool | None = None
@@ -137,8 +140,9 @@ class Config:
     """Highest learning rate. Default: 2e-3; less for models wider than 256 (512: 5e-4); 2e-5 with --init, 2e-4 with
     --lora."""
     muon_lr: Rate | None = None
-    """With --optimizer muon, the highest learning rate of the matrices (trickle:muon bears twice dense's). Default:
-    --lr."""
+    """With --optimizer muon, the highest learning rate of the matrices (trickle:muon works with twice as much as
+    dense). Default: --lr.
+    """
     lr_end: ShareOrZero = 0.1
     """Learning rate at the end, as a share of the highest."""
     warmup: ShareOrZero = 0.05
@@ -166,8 +170,9 @@ class Config:
     """CPU threads per rank."""
 
     elastic: bool = False
-    """Train on replicas of one rank each, in place of ranks: the others go on when one is lost, and it is started
-    again and let in. On torchft, on CPUs."""
+    """Train on replicas of one rank each, on CPUs (torchft): when one is lost the others go on, and it is started
+    again and joins them.
+    """
     replicas: Count | None = None
     """Replicas to start on this machine. Default: 2."""
     min_replicas: Count = 1
@@ -194,21 +199,22 @@ class Config:
     checkpoint_every: CountOrZero = 0
     """Steps between further checkpoints; 0: none."""
     keep: Count = 2
-    """Newest checkpoints that are kept. One from a run that was diverging does not count."""
+    """Newest checkpoints that are kept, beside those that were saved while the run diverged."""
     resume: str | None = None
     """Continue: from a checkpoint's folder, from the newest in --out ("latest"), or from that if there is one
     ("auto")."""
     resume_anyway: bool = False
     """Continue although the text, its order or the batch differs from the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """On another number of ranks, or another engine, what the old ranks had not sent yet when the run goes on is
-    handed to the new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step
-    in the middle of a run). refuse: do not continue there."""
+    """Fate of what the old ranks had not sent yet, when a run goes on with other ranks or another engine: handed to
+    the new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step in the
+    middle of a run). refuse: do not go on.
+    """
 
     guard: bool = True
     """Skip a step on all ranks when a gradient on any is not finite."""
     max_skipped: CountOrZero = 20
-    """Steps in a row that are skipped, or whose loss is not finite, after which the run ends; 0: it never does."""
+    """End the run after this many steps in a row that were skipped, or whose loss was not finite; 0: never."""
     check_every: CountOrZero = 0
     """Steps between comparisons of the weights of all ranks, by hashes; 0: never."""
     timeout: Seconds = 120.0

@@ -358,7 +358,7 @@ class Trainer:
             first, latest = self.step - self.streak + 1, self.checkpoints.latest
             raise ThinwireError(
                 f"the run diverges: steps {first} to {self.step} were skipped, or had a loss that is not finite; "
-                f"{_last_good(latest)}. A lower --lr may help; --max-skipped 0 goes on"
+                f"{_last_good(latest)}. A lower --lr may help; with --max-skipped 0 a run never ends for it"
             )
 
     def _save_checkpoint(self, outcome: StepOutcome) -> None:

@@ -214,7 +214,7 @@ class Supervisor:
         begin_line(sys.stderr)
         ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if replica.tries == TRIES:
-            line = f"replica {replica.name} {ending}, {TRIES} times before its first step: it stays away"
+            line = f"replica {replica.name} {ending}, {TRIES} times before its first step: it is not started again"
             say(f"thinwire: {line}", sys.stderr)
             return
         say(f"thinwire: replica {replica.name} {ending}; it is started again", sys.stderr)

@@ -32,7 +32,7 @@ class DGC(TopK):
     name: ClassVar[str] = "dgc"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     OPTIMIZER: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
-    ABSENT: ClassVar[Mapping[str, str]] = {"feedback": "the momentum waits: topk has it"}
+    ABSENT: ClassVar[Mapping[str, str]] = {"feedback": "its momentum keeps what is not sent; topk has this knob"}
 
     feedback: Gradients | Updates = GRADIENTS
     density: Density = 0.001

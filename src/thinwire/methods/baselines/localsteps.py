@@ -181,7 +181,10 @@ class LocalSteps(Method):
         self._check_averages("outer", self._outer)
         self._check_averages("start_with", self._starter)
         if self._starter.card.steady or len(self._starter.card.cycle) > 1:
-            raise ThinwireError(f"{self.name}: start_with={self._starter.name}: take one whose steps are all alike")
+            raise ThinwireError(
+                f"{self.name}: start_with={self._starter.name} does not do the same in every step: choose a method "
+                "that does, such as int8"
+            )
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._ranks_differ = False  # do the ranks' weights differ?
@@ -195,7 +198,9 @@ class LocalSteps(Method):
         """Refuse a ``method`` that does not just average gradients for any optimizer."""
         label = f"{self.name}: {knob}={method.name}"
         if isinstance(method, LocalSteps) or not method.rank_equal:
-            raise ThinwireError(f"{label} leaves ranks apart: take one that averages")
+            raise ThinwireError(
+                f"{label} leaves ranks with different weights: choose a method that averages, such as int8"
+            )
         if isinstance(method, Lossy) and method.updates is not None:
             raise ThinwireError(
                 f"{label} sends AdamW's steps (feedback='updates'), and the outer optimizer is SGD: write "
@@ -203,8 +208,8 @@ class LocalSteps(Method):
             )
         if method.card.promise.of != "gradients":
             raise ThinwireError(
-                f"{label} works in an Adam's place, and the outer optimizer is SGD: take a method that averages "
-                "gradients, such as int8 or topk(feedback='gradients')"
+                f"{label} needs an Adam, and the outer optimizer is SGD: choose a method that averages gradients, "
+                "such as int8 or topk(feedback='gradients')"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -219,7 +224,7 @@ class LocalSteps(Method):
         refuse_chunks(self.name, run)
         if run.scaled:
             raise ThinwireError(
-                f"{self.name} does not run under a GradScaler, which skips a rank's steps without a word, so that it "
+                f"{self.name} does not run under a GradScaler, which skips steps of single ranks, so that these "
                 "would miss the others: train in bfloat16"
             )
         if self.second_moment == "mean":

@@ -89,7 +89,7 @@ class Trickle(TopK):
 
     def __post_init__(self) -> None:
         if str(self.mask) == "shared":
-            raise ThinwireError("trickle: mask='shared' is no longer there (docs/log.md says why): take trickle:merged")
+            raise ThinwireError("trickle: mask='shared' was removed (docs/log.md says why): use trickle:merged")
         self._encodes_weights = False
         super().__post_init__()
         if self.mask == "own":

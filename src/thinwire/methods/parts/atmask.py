@@ -68,7 +68,7 @@ class WeightsAtMask:
         if weights == "masked" and not self._wanted:
             raise ThinwireError(
                 f"{method}: weights='masked' keeps gathered weights up to date in float32, and FSDP2 gathers them in "
-                f"{', '.join(sorted(map(str, run.gathers)))}: take weights='auto', or leave param_dtype out of "
+                f"{', '.join(sorted(map(str, run.gathers)))}: use weights='auto', or leave param_dtype out of "
                 "MixedPrecisionPolicy"
             )
 

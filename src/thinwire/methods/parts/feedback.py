@@ -69,7 +69,7 @@ GRADIENTS, UPDATES = Gradients(), Updates()
 KINDS: dict[str, Any] = {"gradients": Gradients, "updates": Updates}
 OLD_KNOBS = {"portion": "delivered_share", "beta1": "beta1"}
 """Former knobs of methods, which saved runs and measurements still name -> knobs of ``Updates``."""
-NO_DIRECTION = "direction='muon' is no knob any more: give the matrices to torch.optim.Muon, the rest to AdamW"
+NO_DIRECTION = "direction='muon' was removed: give the matrices to torch.optim.Muon, the rest to AdamW"
 
 
 def read_feedback(text: str, default: Any, method: str = "") -> Gradients | Updates:

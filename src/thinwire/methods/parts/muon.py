@@ -64,7 +64,7 @@ class Orthogonal:
             optimizer, group = holders[name]
             if not has_step_of_torch(optimizer):
                 raise ThinwireError(
-                    f"{method} takes the steps of {name} by Muon's rule, and {type(optimizer).__name__} has a step of "
+                    f"{method} computes Muon's step of {name} itself, and {type(optimizer).__name__} has a step() of "
                     "its own: pass torch.optim.Muon, or name the parameter in dense="
                 )
             if group["adjust_lr_fn"] not in SCALES:

@@ -19,13 +19,13 @@ def check_adam(method: str, run: Run) -> None:
     for name, (optimizer, _) in run.holders.items():
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ThinwireError(
-                f"{method}: second_moment='mean' is about Adam's: pass torch.optim.AdamW or Adam as the "
-                f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
+                f"{method}: second_moment='mean' needs Adam: pass torch.optim.AdamW or Adam as the optimizer of "
+                f"{name}, got {type(optimizer).__name__}, or leave it out"
             )
         if not has_step_of_torch(optimizer):
             raise ThinwireError(
-                f"{method}: second_moment='mean' lets Adam's own step see other gradients, and "
-                f"{type(optimizer).__name__} has a step of its own: leave it out"
+                f"{method}: second_moment='mean' works inside Adam's own step, and {type(optimizer).__name__} has "
+                "another step(): leave it out"
             )
 
 

@@ -55,7 +55,8 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
     """
     if run.scaled and len(run.optimizers) > 1:
         raise ThinwireError(
-            f"{method} under a GradScaler takes one optimizer: the scaler unscales the gradients of several one by one"
+            f"{method} under a GradScaler works with one optimizer only: the scaler unscales the gradients of "
+            "several one by one"
         )
     holders = {name: run.holders[name] for name in names if name in run.holders}
     for name, (optimizer, group) in holders.items():
@@ -66,18 +67,18 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
             )
         if not has_step_of_torch(optimizer):
             raise ThinwireError(
-                f"{method} takes the steps of {name} by Adam's rule, and {type(optimizer).__name__} has a step of its "
+                f"{method} computes Adam's step of {name} itself, and {type(optimizer).__name__} has a step() of its "
                 "own: pass torch.optim.AdamW, or name the parameter in dense="
             )
         for knob in REFUSED:
             if group.get(knob):
-                raise ThinwireError(f"{method} takes Adam's steps itself, and knows no {knob}=True: leave it out")
+                raise ThinwireError(f"{method} computes Adam's steps itself, without {knob}=True: leave it out")
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         if group["weight_decay"] and not decoupled:
             raise ThinwireError(f"{method} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
         if run.scaled and group.get("fused"):
             raise ThinwireError(
-                f"{method} under a GradScaler takes gradients unscaled before the step: leave fused=True out"
+                f"{method} under a GradScaler needs gradients that are unscaled before the step: leave fused=True out"
             )
     return holders
 
@@ -94,6 +95,6 @@ def refuse_chunks(method: str, run: Run) -> None:
     """Refuse two levels on DDP for a ``method`` on the optimizer's moments: DDP has them whole, levels send chunks."""
     if run.chunk is not None:
         raise ThinwireError(
-            f"{method} on DDP takes one level: leave two_level=True out, or use fully_shard on a ('replicate', "
-            "'shard') mesh (HSDP), whose ranks hold the chunk that they send"
+            f"{method} on DDP works on one level only: leave two_level=True out, or use fully_shard on a "
+            "('replicate', 'shard') mesh (HSDP), whose ranks hold the chunk that they send"
         )

@@ -103,7 +103,7 @@ class UpdateSpace:
             adam_of(self._name, run, [name for name in sent if name not in self.matrices])
         except ThinwireError as refused:
             raise ThinwireError(
-                f"{refused}; with gradients in place of steps, any optimizer will do: write {instead()}"
+                f"{refused}; or send gradients, which works with any optimizer: write {instead()}"
             ) from None
         self._steps = OwnSteps()
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
@@ -201,8 +201,8 @@ class UpdateSpace:
             copied.synchronize()  # over, unless nobody has waited for the step's flag
         if bool(scaled):
             raise ThinwireError(
-                f"{self._name}: a gradient is a step of the weights when backward() is over, and something has scaled "
-                "it: clip with wire.clip_grad_norm_, which leaves steps alone"
+                f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
+                "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
             )
 
     def end_step(self, step: Step) -> None:

@@ -107,7 +107,7 @@ def compare(
 
     def describe(*levels: str) -> str:
         return ", ".join(
-            f"{name} {_shown(saved.get(name))} there and {_shown(current.get(name))} here"
+            f"{name} was {_shown(saved.get(name))} and is {_shown(current.get(name))} now"
             for name in differing(saved, current)
             if (EXACT if resize and name in LAYOUT else TABLE[name][0]) in levels
         )
@@ -117,11 +117,11 @@ def compare(
         if saved.get("world_size") != current.get("world_size"):
             line = f"made by {saved.get('world_size')} ranks, this run has {current.get('world_size')}"
         raise ThinwireError(
-            f"the checkpoint is not of such a run: {line}; make it one, or say with --resize redistribute that its "
-            "ranks may be others"
+            f"the checkpoint is of another kind of run: {line}; start one like it, or allow other ranks with "
+            "--resize redistribute"
         )
     if line := describe(FITS):
-        raise ThinwireError(f"the checkpoint is not of such a run: {line}")
+        raise ThinwireError(f"the checkpoint is of another kind of run: {line}")
     if (line := describe(DATA)) and not resume_anyway:
         raise ThinwireError(
             f"the checkpoint's run has other data or another order: {line}; --resume-anyway goes on all the same"

@@ -137,7 +137,7 @@ class Checkpoints:
                 self.run, self.latest = meta["run"], state.checkpoint.path.name
             difference = run_settings.compare(meta["about"], self.description, resume_anyway=True, resize=self.resize)
             if difference:
-                self._warn(f"going on, but not bit for bit as the run would have: {difference}")
+                self._warn(f"going on, but not bit for bit as an uninterrupted run: {difference}")
         return state
 
     def _warn(self, line: str) -> None:

@@ -82,7 +82,9 @@ class TokenFiles:
         tokens = np.frombuffer(data, dtype).astype(np.int64)
         if count and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             worst = tokens.max() if tokens.min() >= 0 else tokens.min()
-            raise ThinwireError(f"the corpus holds token {worst}, and the tokenizer has {self._vocabulary} of them")
+            raise ThinwireError(
+                f"the corpus holds token number {worst}, and the tokenizer knows {self._vocabulary} tokens"
+            )
         return tokens
 
     def digest(self) -> str:

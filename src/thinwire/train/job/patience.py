@@ -31,7 +31,7 @@ class Patience(NamedTuple):
         if not self.need_s:  # there are none, so that no link was measured
             return line
         rate = f"{self.rate * 8 / 1e6:,.0f} Mbit/s"
-        return f"{line}: a step of float32 values takes about {self.need_s:.3g} s at the {rate} that were measured"
+        return f"{line}: a step of float32 values takes about {self.need_s:.3g} s at the measured rate of {rate}"
 
 
 def fit_timeout(comm: GroupComm, parameters: int, floor_s: float) -> Patience:

@@ -45,8 +45,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     rank, size, local_rank, per_node = position
     if size % per_node or rank % per_node != local_rank:
         raise ThinwireError(
-            f"rank {rank} of {size} is number {local_rank} of {per_node} on its node: as many ranks are needed on each "
-            "node, and neighbours on one (srun --distribution=block, mpirun --map-by core)"
+            f"rank {rank} of {size} is number {local_rank} of {per_node} on its node: every node needs the same "
+            "number of ranks, with consecutive numbers (srun --distribution=block, mpirun --map-by core)"
         )
     job = " ".join(environment.get(name, "") for name in JOB)
     derived = {
@@ -73,7 +73,7 @@ def forgotten_srun(environment: Mapping[str, str]) -> str | None:
     alone = "SLURM_JOB_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     if not alone or tasks == "1":
         return None
-    return f"Slurm has {tasks} tasks for this job, which are not used: `srun thinwire train` is one run on all of them"
+    return f"Slurm gave this job {tasks} tasks, of which one is used: `srun thinwire train` runs on all of them"
 
 
 def first_host(nodes: str) -> str:
@@ -114,7 +114,9 @@ def _by_slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | Non
             "set LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
     if len(set(counts)) > 1:
-        raise ThinwireError(f"srun has put {by_node} tasks on the nodes: each needs as many (--ntasks-per-node)")
+        raise ThinwireError(
+            f"srun put {by_node} tasks on the nodes: every node needs the same number (--ntasks-per-node)"
+        )
     return rank, size, local_rank, int(counts[0])
 
 
@@ -122,4 +124,6 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except (KeyError, ValueError):
-        raise ThinwireError(f"{name} is '{environment.get(name, '')}', which is no number: who has set it?") from None
+        raise ThinwireError(
+            f"{name} is '{environment.get(name, '')}', which is not a number: unset it, or set it right"
+        ) from None

@@ -94,7 +94,7 @@ def open_service(name: str, config: Config, last_step: int) -> Iterator[Log]:
                 tell(*values)
         except Exception as error:
             lost = True
-            line = f"--track {name} has ended, the run goes on: {_one_line(error)}"
+            line = f"--track {name} failed, and the run goes on without it: {_one_line(error)}"
             warnings.warn(line, ThinwireWarning, stacklevel=2)
 
     def log(row: dict[str, float]) -> None:
