@@ -97,7 +97,7 @@ FAULTS = (
         ("tests/ops/test_triton.py", "-k", "machine_code and 80"), triton=True,
     ),
     Fault(
-        "DDP's side stream begins without the stream that computes", "core/road.py",
+        "DDP's side stream begins without the stream that computes", "core/worker.py",
         "        self._stream.wait_stream(streams.current_stream(device))\n", "",
         ("tests/engines/test_streamorder.py", "-k", "unordered and ddp-dense"),
     ),
@@ -158,7 +158,7 @@ FAULTS = (
         ("tests/engines/test_streamorder.py", "-k", "unordered and scape or without_the_guard"),
     ),
     Fault(
-        "DDP's future is completed on the stream that computes", "core/road.py",
+        "DDP's future is completed on the stream that computes", "core/worker.py",
         "            future.set_result(result)\n        return future",
         "        future.set_result(result)\n        return future",
         ("tests/engines/test_streamorder.py", "-k", "unordered and ddp-dense"),
@@ -182,7 +182,8 @@ FAULTS = (
     ),
     Fault(
         "the places of programs are copied once, for all streams", "ops/programs.py",
-        "    stream = None if stream_module is None else stream_module.current_stream(device)\n", "    stream = None\n",
+        "        return cached(None if backend is None else backend.current_stream(device), device, *arguments)\n",
+        "        return cached(None, device, *arguments)\n",
         ("tests/engines/test_streamorder.py", "-k", "unordered or two_streams"),
     ),
     Fault(
@@ -215,12 +216,12 @@ FAULTS = (
     ),
     Fault(
         "a grid is larger than CUDA's", "ops/gpu.py",
-        "    if max(grid) > GRID[-1] and any(size > most for size, most in zip(grid, GRID, strict=False)):\n",
+        "    if max(grid) > GRID[-1] and any(size > limit for size, limit in zip(grid, GRID, strict=False)):\n",
         "    if False:\n",
         ("tests/ops/test_triton.py", "-k", "grid"),
     ),
     Fault(
-        "the worker's stream waits behind the model's kernels", "core/road.py",
+        "the worker's stream waits behind the model's kernels", "core/worker.py",
         "streams.Stream(device, priority=-1)", "streams.Stream(device)",
         ("tests/engines/test_streamorder.py", "-k", "go_before"),
     ),
