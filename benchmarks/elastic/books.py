@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from thinwire.core.state import written_rows
 from thinwire.methods.parts.fragments import Fragment
 from thinwire.network.comm import local
+from thinwire.proof.record import values_of
 
 
 class Books:
@@ -69,7 +70,7 @@ class Books:
                 compress = type(method).compress
 
                 def send(bucket: Any, exchange: Any) -> None:
-                    bucket.copies.unpack(bucket.rows, entered)
+                    bucket.copies.unpack(values_of(bucket), entered)
                     self._line(takes=self._project(views(entered, pieces)))
                     compress(method, bucket, exchange)
 

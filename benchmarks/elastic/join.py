@@ -38,14 +38,20 @@ def join(method: str, options: argparse.Namespace) -> dict[str, float]:
         wait(replicas, lambda lines: any(line.get("counted") and line["replica"] == JOINER for line in lines), options)
         counters = cluster.counters()
         received = 0 if counters is None else counters[2].rx - before
+        joined = next(line for line in replicas.lines() if line.get("counted") and line["replica"] == JOINER)
+        wait(replicas, lambda lines: any(is_of(line, "r0", joined["step"]) for line in lines), options)
         lines = replicas.lines()
     ready = next(line["time"] for line in lines if line.get("ready") and line["replica"] == JOINER)
-    joined = next(line["time"] for line in lines if line.get("counted") and line["replica"] == JOINER)
     others = sorted(line["time"] for line in lines if line.get("counted") and line["replica"] == "r0")
     gaps = [(later - earlier, later) for earlier, later in pairwise(others)]
     usual = statistics.median(gap for gap, later in gaps if later < ready)
     longest = max(gap for gap, later in gaps if later >= ready)
-    return {"seconds": joined - ready, "received": received, "usual": usual, "waited": longest - usual}
+    return {"seconds": joined["time"] - ready, "received": received, "usual": usual, "waited": longest - usual}
+
+
+def is_of(line: dict[str, Any], replica: str, step: int) -> bool:
+    """Does the line say that ``replica`` has counted ``step``?"""
+    return bool(line.get("counted")) and line["replica"] == replica and line["step"] == step
 
 
 def wait(replicas: kills.Replicas, over: Any, options: argparse.Namespace) -> None:
@@ -64,7 +70,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a replica waits for another")
     parser.add_argument("--limit", type=float, default=400, help="seconds until it is given up")
     options = parser.parse_args()
-    fixed = {"replicas": 3, "shards": 1, "min_replicas": 1, "spares": False, "pause": 0.0, "slow": 1.0}
+    fixed = {"replicas": 3, "shards": 1, "min_replicas": 1, "spares": False, "pause": 0.0, "slow": 1.0, "books": False}
     options = argparse.Namespace(**vars(options), **fixed)
     print(f"128 x {options.hidden} parameters, links of {options.link}, a third replica joins two")
     print(f"{'method':36} {'usual step':>10} {'joined in':>10} {'received':>10} {'the rate':>12} {'others waited':>13}")

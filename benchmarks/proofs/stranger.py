@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -182,8 +183,8 @@ def type_in(words: Sequence[str], bin_: Path, folder: Path, key_s: float | None 
 
 def faults(typed: Typed, statuses: Sequence[int], wide: bool = False) -> Iterator[str]:
     seen = typed.seen
-    if "Fatal Python error: init_import_site" in seen.output:
-        return
+    if "KeyboardInterrupt" in seen.output and not re.search(r"/thinwire/\w+\.py|/thinwire/\w+/", seen.output):
+        return  # Python's own answer, while it was starting
     if "Traceback" in seen.output:
         yield "a traceback"
     if len(seen.widest) > COLUMNS and not wide:

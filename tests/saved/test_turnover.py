@@ -1,5 +1,6 @@
 """Replicas that die, join and lose messages: nothing is lost but what is counted, and all hold equal weights."""
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -147,10 +148,51 @@ def test_local_steps_in_rounds(text: str) -> None:
         played.run()
         for program in programs:
             program.wire.close()
+        assert not any("rounds that did not count" in program.wire.method.facts() for program in programs)
         assert weights and all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
         seen += played.seen
     for what in ("killed", "joined", "behind", "lost", "stopped", "deaf"):
         assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
+
+
+def test_a_checkpoint_within_a_round_keeps_the_steps_of_the_round() -> None:
+    weights: dict[tuple[int, int], set[int]] = defaultdict(set)
+    saved: list[Any] = []
+
+    def first(replica: lighthouse.Replica) -> Any:
+        program = Rounds(replica, "local-steps(every=4)", weights)
+
+        def run() -> None:
+            for step in range(6):
+                for weight in program.model.parameters():
+                    weight.grad = torch.full_like(weight, 1.0 + step)
+                program.optimizer.step()
+            program.wire.close()
+            assert program.wire.turnover is not None
+            copies = [weight.detach().clone() for weight in program.model.parameters()]
+            saved.extend([copies, copy.deepcopy(program.optimizer.state_dict()), program.wire.turnover.saved()])
+
+        return run
+
+    def second(replica: lighthouse.Replica) -> Any:
+        program = Rounds(replica, "local-steps(every=4)", weights)
+
+        def run() -> None:
+            with torch.no_grad():
+                for weight, value in zip(program.model.parameters(), saved[0], strict=True):
+                    weight.copy_(value)
+            program.optimizer.load_state_dict(saved[1])
+            assert program.wire.turnover is not None
+            program.wire.turnover.resume(saved[2])
+            assert program.wire.engine.ask()
+            for weight, value in zip(program.model.parameters(), saved[0], strict=True):
+                assert torch.equal(weight, value)
+            program.wire.close()
+
+        return run
+
+    for begin in (first, second):
+        lighthouse.Lighthouse(0, begin, replicas=1, quorums=0).run()
 
 
 @pytest.mark.parametrize("inside", [0, 1])

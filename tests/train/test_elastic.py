@@ -125,15 +125,55 @@ def test_overwrite_removes_a_run_only_when_the_new_one_has_begun(begins, tmp_pat
     assert not (tmp_path / ".previous").exists() and (tmp_path / REPLICAS).exists() is begins
 
 
+def test_a_run_that_was_set_aside_in_part_comes_back(tmp_path):
+    """A launcher was killed between two of its renames: before all was aside, or before all was back."""
+    (tmp_path / ".previous/checkpoints/step-000007").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("old")
+    with hold_run_folder(tmp_path, None, anew=False, goes_on=True):
+        assert (tmp_path / "checkpoints/step-000007").exists() and (tmp_path / "metrics.jsonl").read_text() == "old"
+    (tmp_path / ".previous").mkdir()
+    (tmp_path / "metrics.jsonl").rename(tmp_path / ".previous/metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text("half")
+    (tmp_path / "..previous.01234567.old").mkdir()  # and a removal that was cut short
+    with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
+        pass
+    assert (tmp_path / "checkpoints/step-000007").exists() and (tmp_path / "metrics.jsonl").read_text() == "old"
+    assert not (tmp_path / "..previous.01234567.old").exists() and not (tmp_path / ".previous").exists()
+
+
+def test_what_tells_why_a_run_never_began_stays(tmp_path):
+    with hold_run_folder(tmp_path, None, anew=False, goes_on=False):
+        (tmp_path / REPLICAS / "0.jsonl").write_text("a line")
+    assert (tmp_path / REPLICAS / "0.jsonl").exists()
+
+
+def test_a_run_is_not_put_back_under_another_machine(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("old")
+    url = "http://10.0.0.1:29510"
+    with hold_run_folder(tmp_path, url, anew=True, goes_on=False):
+        with hold_run_folder(tmp_path, url, anew=True, goes_on=False):
+            pass  # a second machine comes and goes
+        assert (tmp_path / REPLICAS).exists() and not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+
+
+@pytest.mark.parametrize("port", ["any", "\u00b2", "65536", "-1"])
+def test_a_port_that_is_none_is_refused(port, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", port)
+    with pytest.raises(ThinwireError, match="TORCHFT_MANAGER_PORT is"):
+        supervisor.supervise([], Config(elastic=True, out=tmp_path / "run"))
+
+
 def test_each_replica_has_a_port_of_its_own(tmp_path, monkeypatch, capsys):
     """With one TORCHFT_MANAGER_PORT for all of them only the first could open its manager."""
     monkeypatch.setenv("TORCHFT_MANAGER_PORT", "29600")
     run = supervised(tmp_path, {name: f"echo $TORCHFT_MANAGER_PORT > {tmp_path}/port-{name}" for name in "01"})
     assert run.run() == 0
     assert [(tmp_path / f"port-{name}").read_text() for name in "01"] == ["29600\n", "29601\n"]
-    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "any")
-    with pytest.raises(ThinwireError, match="TORCHFT_MANAGER_PORT is 'any'"):
-        supervisor.supervise([], Config(elastic=True, out=tmp_path / "run"))
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "0")  # any port that is free
+    run = supervised(tmp_path, {name: f"echo $TORCHFT_MANAGER_PORT > {tmp_path}/port-{name}" for name in "01"})
+    assert run.run() == 0
+    assert [(tmp_path / f"port-{name}").read_text() for name in "01"] == ["0\n", "0\n"]
 
 
 # ------------------------------------------------------------------------------------------- who is started again

@@ -162,10 +162,12 @@ class ManagerMembers:
             manager.start_quorum()
         except (TimeoutError, RuntimeError) as refusal:
             words = (str(refusal).splitlines() or [type(refusal).__name__])[0]
-            raise ThinwireError(
+            silent = ThinwireError(
                 f"this replica found no quorum ({words}): is the lighthouse running, can it be reached from here, "
                 "and are at least min_replicas replicas running?"
-            ) from refusal
+            )
+            silent.status = 1  # no input is at fault: it may find one when it is started again
+            raise silent from refusal
         try:
             if (reported := manager.errored()) is not None:
                 raise LostRank(membership.rank, [], "quorum", 0.0, str(reported).splitlines()[0])
@@ -191,20 +193,19 @@ class ManagerMembers:
         membership = Membership(heard, tuple(range(size)), manager._quorum_id, (), present - size, spare)
         comm = ManagedComm(manager._pg, Ledger(), manager._timeout)
         comm.take(membership)
-        late = self._late or self._received is not None
-        text = f"{self._name}{' late' * late:5}"
-        name = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
-        rows = torch.zeros(size, len(name), dtype=torch.uint8, device="cpu")
-        comm.all_gather(rows, name)
-        texts = [bytes(row.tolist()).decode() for row in rows]
-        behind = tuple(rank for rank, text in enumerate(texts) if text.endswith(" late"))
-        pairs = [text[: len(self._name)].strip().split(" ", 1) for text in texts]
+        text = bytearray(self._name.encode("ascii", "replace"))
+        text.append(self._late or self._received is not None)
+        row = torch.frombuffer(text, dtype=torch.uint8)
+        rows = torch.zeros(size, len(row), dtype=torch.uint8, device="cpu")
+        comm.all_gather(rows, row)
+        late = tuple(rank for rank, flag in enumerate(rows[:, -1].tolist()) if flag)
+        pairs = [bytes(row).decode().strip().split(" ", 1) for row in rows[:, :-1].tolist()]
         if unlike := sorted({place for _, place in pairs} - {self._place}):
             raise ThinwireError(
                 f"all replicas must have the same number of ranks: this is rank {self._place}, and another replica's "
                 f"is {unlike[0]}"
             )
-        return membership._replace(names=tuple(name for name, _ in pairs), late=behind)
+        return membership._replace(names=tuple(name for name, _ in pairs), late=late)
 
     def vote(self, counts: bool) -> bool:
         """Return whether the step counts for this replica; another may vote otherwise, and one is then behind."""

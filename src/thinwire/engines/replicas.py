@@ -145,7 +145,7 @@ class Replicas(Engine):
         lost = any_of(self.inside, self.failed is not None)
         if not lost and comms is not None:  # a step alone
             return finite, stuck
-        verdict, behind = 2.0 if stuck else float(not finite), False
+        verdict, outdated = 2.0 if stuck else float(not finite), False
         waiting, agreed = list[float](), False
         if not lost:
             with self._attempt(self.attempts.doubt):
@@ -157,8 +157,8 @@ class Replicas(Engine):
                 branches = {*map(tuple, rows[:, 2:].tolist()), self.attempts.branch}
                 agreed = len(branches) == 1
                 # Else some went on while others, who count as many steps, took them again.
-                behind = self.attempts.branch != max(branches, key=lambda branch: branch[::-1])
-        if any_of(self.inside, behind):
+                outdated = self.attempts.branch != max(branches, key=lambda branch: branch[::-1])
+        if any_of(self.inside, outdated):
             self.members.fall_behind()
         counted = self.members.vote(agreed)
         if agreed and not counted:
@@ -180,7 +180,7 @@ class Replicas(Engine):
         """Do the others end a round of steps that each took alone, in which this replica, which was away, has no part?
 
         Its next step is then none: it only meets them."""
-        return self._alone and self.attempts.asked and self.attempts.behind
+        return self._alone and self.attempts.asked and self.attempts.meets_round
 
     def attempt(self, road: Road, exchange: Callable[[int], Any]) -> Any:
         result = None

@@ -120,6 +120,15 @@ def play(
     return Recording(setup, [records for records, _ in results], results[0][1])
 
 
+def values_of(bucket: Bucket) -> Tensor:
+    """Return what is to be compressed of ``bucket``: its rows, or the steps that a codec is to make of them."""
+    if bucket.adam is None:
+        return bucket.rows
+    steps = bucket.rows.clone()
+    bucket.adam.take(steps)
+    return steps
+
+
 class RecordedStage(Stage):
     """A stage that keeps its method's last input and mean."""
 
@@ -131,7 +140,7 @@ class RecordedStage(Stage):
             compress = method.compress  # type: ignore[attr-defined]
 
             def recorded(bucket: Bucket, exchange: Exchange) -> None:
-                bucket.copies.unpack(bucket.rows, entered)
+                bucket.copies.unpack(values_of(bucket), entered)
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]

@@ -47,9 +47,9 @@ class Turnover:
     """The state of one wire over the changes of its membership.
 
     Attributes:
-        met: has it ever asked who takes part? asked: has it, since the last vote? behind: were the others, when it last
-            asked, at the end of a round in which this replica has no part? healed: how often it took over the state of
-            another. losses: by name, of replicas that left and did not come back.
+        met: has it ever asked who takes part? asked: has it, since the last vote? meets_round: were the others, when it
+            last asked, at the end of a round in which this replica has no part? healed: how often it took over the
+            state of another. losses: by name, of replicas that left and did not come back.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Turnover:
         self._resumed: Mapping[str, Any] | None = None
         self._norms: dict[str, float] = {}  # by replica: the norm of what waited after the last step
         self.losses: dict[str, Loss] = {}
-        self.met = self.behind = self.asked = self._ends_round = False
+        self.met = self.meets_round = self.asked = self._ends_round = False
         self.healed = 0
         members.offer(self.give, functools.partial(setattr, self, "_received"))
 
@@ -87,7 +87,7 @@ class Turnover:
         membership = self._members.ask()
         received, self._received = self._received, None
         from_peer, resumed, self._resumed = received is not None, self._resumed, None
-        self.behind = received is not None and received["ends_round"]
+        self.meets_round = received is not None and received["ends_round"]
         received = resumed if received is None else received
         changed = not self.met or membership.number != self._comm.membership.number or received is not None
         if unsent is not None and not changed:
@@ -95,7 +95,7 @@ class Turnover:
         former, present = set(self._comm.membership.names), set(membership.names)
         self.losses |= {name: Loss(name, self._stage.step, self._norms.get(name, 0.0)) for name in former - present}
         self.losses = {name: loss for name, loss in self.losses.items() if name not in present}
-        stale = changed and self._change(membership, received)
+        stale = changed and self._change(membership, received, from_peer=from_peer)
         self.met = self.asked = True
         self.healed += from_peer
         return stale
@@ -186,7 +186,7 @@ class Turnover:
             if entry.own and key.removeprefix("=").partition("/")[0] == entry.own
         }
 
-    def _change(self, membership: Membership, received: Mapping[str, Any] | None) -> bool:
+    def _change(self, membership: Membership, received: Mapping[str, Any] | None, *, from_peer: bool) -> bool:
         ranks, stale, stage, (inside, shards) = len(membership.nodes), False, self._stage, self._header.shard
         rank = membership.rank * shards + inside
         hops = (*self._header.hops[:-1], (membership.rank, ranks, False))
@@ -206,7 +206,7 @@ class Turnover:
             own_rows = self._own_rows(received["history"], received["step"], values)
             values = {key: value for key, value in received["values"].items() if key not in own_rows}
             values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
-            values |= self._first_own(values)
+            values |= self._first_own(values) if from_peer else {}  # a checkpoint's own weights are loaded already
             step, skipped, flush, bound = (received[key] for key in ("step", "skipped", "flush", "bound"))
             self._history, stale = list(received["history"]), self._load(received)
         self._doubt, self._header = None, new

@@ -130,7 +130,7 @@ class ReplicaTrainer(Trainer):
         self._keeps = self._reopen = False  # the run's files
         self._news: Mapping[str, Any] | None = None  # from a replica that is ahead
         self._healed = 0  # how often it was taken over
-        self._stepping, self._first = False, 0  # is a step under way? the place in the text where it began
+        self._stepping = self._joining = False  # is a step under way, or the end of a round of others?
         self._rows: list[dict[str, Any]] = []  # of steps since the last vote but one, which may be in no file yet
         self._votes = self._voted = 0  # votes that counted, and the step at the last one
         self._newcomers: set[str] = set()  # who have no rows of the round under way
@@ -185,8 +185,6 @@ class ReplicaTrainer(Trainer):
                         self._conclude_step(outcome, signals)
             except Interrupted:
                 counted = False
-                if self._stepping:
-                    self.sequences = self._first
             except _Over:
                 self.log.write("ended", step=self.step, why="done")
                 return 0
@@ -207,7 +205,7 @@ class ReplicaTrainer(Trainer):
         if self.wire.engine.joins_round:
             self._join_round()
             return None
-        self._first, skipped_before = self.sequences, self.wire.skipped
+        first, skipped_before = self.sequences, self.wire.skipped
         self._alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
         self._stepping = True
         loss, norm = self._take_step()
@@ -219,7 +217,7 @@ class ReplicaTrainer(Trainer):
             self._note_members(new=late)
         skipped = self.wire.skipped > skipped_before and not late
         if skipped and self.wire.engine.uncounted:
-            self.sequences = self._first
+            self.sequences = first
             self._drop(began)
             return None
         # A replica that is told to end leaves alone.
@@ -227,13 +225,14 @@ class ReplicaTrainer(Trainer):
 
     def _join_round(self) -> None:
         """Meet the others at the end of their round, without a step of one's own."""
+        self._joining = True
         for weight in self.net.parameters():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self._votes = self.manager.current_step()
+        self._votes, self._joining = self.manager.current_step(), False
 
     def _take_news(self) -> bool:
         """Take over the counts of a replica that turned out to be ahead, if the wire has taken over its state."""
@@ -249,10 +248,7 @@ class ReplicaTrainer(Trainer):
 
     def _ask(self) -> bool:
         """Ask who takes part in the next step, and take over what they have; return whether it can be taken."""
-        try:
-            asked = self.wire.engine.ask()
-        except (RuntimeError, TimeoutError) as error:
-            raise _lighthouse_is_silent(error) from None
+        asked = self.wire.engine.ask()
         self._take_news()
         if not asked:
             return False
@@ -362,6 +358,12 @@ class ReplicaTrainer(Trainer):
             raise stopped
         if counted and not self._keeps:
             return 128 + number
+        if self._stepping or self._joining:  # counts and weights are of two moments
+            stopped = ThinwireError(
+                f"ended by {name} as a round of local steps ended: --resume auto goes on from the last checkpoint"
+            )
+            stopped.status = 128 + number
+            raise stopped
         if self.config.checkpoints and not counted and self.streak == 0:
             with turn(self.config.out):
                 if not format.is_good(self.checkpoints.path / self._checkpoint_name):

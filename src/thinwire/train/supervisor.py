@@ -86,8 +86,9 @@ def supervise(words: list[str], config: Config) -> int:
     Return the exit status: 0 if the run came to its end, 128 + signal if one ended it, else that of the replica that
     was the last to fail. When this process ends in any way, its replicas and its lighthouse are ended.
     """
-    if (port := os.environ.get(MANAGER_PORT)) is not None and not port.isdigit():
-        raise ThinwireError(f"{MANAGER_PORT} is '{port}': write the number of the first replica's port")
+    port = os.environ.get(MANAGER_PORT, "0")
+    if not (port.isascii() and port.isdigit()) or int(port) + config.local_replicas > 65_536:
+        raise ThinwireError(f"{MANAGER_PORT} is '{port}': write the number of the first replica's port, or 0 for any")
     shared = os.environ.get(LIGHTHOUSE)  # with other machines
     names, address = replica_names(config.local_replicas, os.environ, shared=bool(shared)), _own_address(shared)
     with ExitStack() as stack:
@@ -229,7 +230,9 @@ class Supervisor:
     def _port(self, replica: Replica) -> dict[str, str]:
         """Give each replica a port of its own for its manager, from TORCHFT_MANAGER_PORT on, if that is set."""
         first = self._environment.get(MANAGER_PORT)
-        return {} if first is None else {MANAGER_PORT: str(int(first) + self.replicas.index(replica))}
+        if first is None or int(first) == 0:  # 0: any that is free
+            return {}
+        return {MANAGER_PORT: str(int(first) + self.replicas.index(replica))}
 
     def _end_late_ones(self) -> None:
         """End who still waits for others when the run's last files are written, or when too few are left to go on."""

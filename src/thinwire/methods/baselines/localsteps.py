@@ -264,10 +264,8 @@ class LocalSteps(Method):
             OWN_WEIGHT: replace(MEAN if streams else SHARD, own="anchor"), f"{OWN_MOMENT}*": replace(MEAN, own="none"),
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
-        kinds |= {f"{START}{kind}": word for kind, word in {**start.state_kinds, "*": StateKind()}.items()}
-        kinds |= {
-            kind: replace(word, one_row=start.summed_by_network) for kind, word in kinds.items() if kind[:6] == START
-        }
+        of_start = {**start.state_kinds, "*": StateKind()}
+        kinds |= {f"{START}{kind}": replace(of, one_row=start.summed_by_network) for kind, of in of_start.items()}
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
             outer, promise=self._promise(outer.promise), group=start.group,
@@ -411,7 +409,10 @@ class LocalSteps(Method):
 
         while True:
             averaged = step.attempt(average)
-            if self._conclude(self._fragments[number], averaged, step.agree) or not step.failed():
+            if self._conclude(self._fragments[number], averaged, step.agree):
+                break
+            if not step.failed():
+                self._lost += 1
                 break
         self._set(step, self._fragments[number], 0.0)
 
@@ -424,7 +425,6 @@ class LocalSteps(Method):
                 self.state.keep("outer momentum", name, momentum)
             return True
         fragment.undo()
-        self._lost += 1
         return False
 
     def _set(self, step: Step, fragment: Fragment, mix: float) -> None:
@@ -447,7 +447,7 @@ class LocalSteps(Method):
             with twin.beside():
                 mean = fragment.average_and_agree(moved, norm, rounds, exchange)
             if not self._conclude(fragment, Averaged(rounds, norm, mean), step.agree_inside):
-                self._merge_at = -self._merge_at
+                self._lost, self._merge_at = self._lost + 1, -self._merge_at
             return
         fragment.state.leave(OWN_KINDS, self._outer.card.offloaded_kinds)
         average = partial(fragment.average_and_agree, moved, norm, rounds, on_comm(exchange, twin))
@@ -464,7 +464,7 @@ class LocalSteps(Method):
             averaged = Averaged(journey.number, journey.norm, journey.mean.wait())
             journey.twin.release()
             if not self._conclude(fragment, averaged, journey.agree):
-                self._merge_at = -self._merge_at
+                self._lost, self._merge_at = self._lost + 1, -self._merge_at
         finally:
             fragment.state.come_back()
             self._worker.close()

@@ -23,15 +23,16 @@ from thinwire.base.files import remove, write
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS
 
-_PREVIOUS = ".previous"
+_PREVIOUS, _WHOLE = ".previous", "whole"
 """The folder in which --overwrite --elastic sets an earlier run aside until the new one has begun."""
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
               "valid_losses.csv", ELASTIC)  # fmt: skip
+_OF_A_RUN = ("checkpoints", *_RUN_FILES, REPLICAS)
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
 _REMOVED = r"\.[0-9a-f]{8}\.old"
 _UNFINISHED = {
-    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}){_REMOVED}|"
+    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}|\.previous){_REMOVED}|"
           r"\.rank-[0-9a-f]{32}-\d+",
     "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
     "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
@@ -87,25 +88,44 @@ def _clear(path: Path) -> None:
             remove(path / name)
 
 
-def _move(source: Path, target: Path) -> None:
-    """Move a run's files from one folder to another on the same disk, checkpoints first: they tell that it is there."""
-    target.mkdir(exist_ok=True)
-    for name in ("checkpoints", *_RUN_FILES, REPLICAS):
-        if (source / name).exists():
-            (source / name).rename(target / name)
+def _set_aside(path: Path) -> None:
+    """Move the run in ``path`` to ``_PREVIOUS``; its mark says that all of it is there."""
+    previous = path / _PREVIOUS
+    previous.mkdir(exist_ok=True)
+    for name in _OF_A_RUN:
+        if (path / name).exists():
+            (path / name).rename(previous / name)
+    (previous / _WHOLE).touch()
+
+
+def _put_back(path: Path) -> None:
+    """Move back what is in ``_PREVIOUS``, in the place of what is there."""
+    previous = path / _PREVIOUS
+    (previous / _WHOLE).unlink(missing_ok=True)  # from now on it may be a part
+    for name in _OF_A_RUN:
+        if (previous / name).exists():
+            if (path / name).is_dir():
+                remove(path / name)
+            (previous / name).replace(path / name)
+    remove(previous)
 
 
 def settle_previous(path: Path, *, over: bool) -> None:
-    """Remove the run that was set aside once a new one has begun; put it back if none has and all is ``over``."""
+    """Remove the run that was set aside once a new one has begun; put it back if none has and all is ``over``.
+
+    What a launcher that was killed has moved in part is put back.
+    """
     previous = path / _PREVIOUS
-    if not previous.exists():
-        return
-    if _holds_run(path):
-        remove(previous)
-    elif over:
-        _clear(path)
-        _move(previous, path)
-        remove(previous)
+    with contextlib.suppress(FileNotFoundError):  # another machine's launcher does the same
+        if not previous.exists():
+            return
+        whole = (previous / _WHOLE).exists()
+        if whole and _holds_run(path):
+            remove(previous)
+        elif over:
+            if whole:
+                _clear(path)
+            _put_back(path)
 
 
 @contextlib.contextmanager
@@ -129,14 +149,23 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
             settle_previous(path, over=True)  # of a launcher that was killed
             if not anew and not goes_on and _holds_run(path):
                 raise ThinwireError(_HOLDS_RUN.format(path=path))
-            if not goes_on:
-                _move(path, path / _PREVIOUS)
-                stack.callback(settle_previous, path, over=True)
+            if anew and _holds_run(path):
+                _set_aside(path)
+            elif not goes_on:
+                _clear(path)
             (path / REPLICAS).mkdir(exist_ok=True)
             if lighthouse is not None:
                 write(path / ELASTIC, json.dumps({"lighthouse": lighthouse}) + "\n")
                 fcntl.flock(lock, fcntl.LOCK_SH)
+        stack.callback(_settle_alone, path, lock)
         yield
+
+
+def _settle_alone(path: Path, lock: IO[str]) -> None:
+    """Settle what was set aside, unless another machine still holds the ``lock`` of the run."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        settle_previous(path, over=True)
 
 
 def _lock_together(path: Path, lighthouse: str) -> tuple[IO[str], bool]:
@@ -173,6 +202,7 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
     with contextlib.ExitStack() as stack:
         folder.do_once(lambda: stack.enter_context(_lock(path)))
         folder.do_once(lambda: _sweep(path))
+        folder.do_once(lambda: settle_previous(path, over=True))  # of a launcher of replicas that was killed
         yield folder
 
 
