@@ -94,7 +94,8 @@ def play(order: Order, corpora: Path, device: torch.device) -> Iterator[Any]:
         yield from stack.go(length)
         spans = stack.stretches(valid, indices, each)
         losses = stack.losses[:, max(length - 50, 0) : length].mean(1).tolist()
-        shared = {"stack_seconds": round(time.monotonic() - began, 1), **ladder.where(device)}
+        tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        shared = {"tf32": tf32, "stack_seconds": round(time.monotonic() - began, 1), **ladder.where(device)}
         for job, own, ended in zip(order.jobs, spans, losses, strict=True):
             yield _row(order, job, length, stack, own, ended) | shared
         stack.restore(trunk)

@@ -1,8 +1,10 @@
 """The runs of ``ladder.py`` as tables: each method at its best settings, its gap to the best dense runs, and its error.
 
-A gap is paired by seed. Its ± is half of a 95% interval: of the held-out text, from the differences in the same
-stretches, and of the seeds, if there are several, as the root of the sum of their squares. A gap that is below its ±
-is none: "=" stands before it.
+A method's settings are told apart by the seeds that all of them have. Those within ``ALIKE`` of the best are not told
+apart by these, and the one with the most seeds is taken. A gap is paired by seed. Its ± is half of a 95% interval: of
+the held-out text, from the differences in the same stretches, and of the seeds, as the root of the sum of their
+squares. How far seeds lie apart is taken from all settings of a table that have several. A gap that is below its ± is
+none: "=" stands before it; with "?" behind it, its table has no setting with two seeds, and ± is of the text alone.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from thinwire.lab.verdict import NORMAL95, Span, block_error, interval
+from thinwire.lab.verdict import NORMAL95, T95, Span, block_error, interval
 
 STRETCHES = 128
 """Of the held-out text, in each of which two runs are compared."""
+ALIKE = 0.005
+"""Share of a loss below which two settings are not told apart: the same run on another machine, whose sums are rounded
+otherwise, was up to that far from itself."""
+STABLE = 0.02
+"""Share above a method's best setting beyond which another says nothing of how far seeds lie apart."""
 Run = dict[str, Any]
 SETTING = ("model", "text", "ranks", "sequences", "steps")
 """What the runs in one table share."""
@@ -39,9 +46,40 @@ def read(file: Path) -> dict[str, Run]:
     return {key_of(run, run["steps"]): run for run in runs}
 
 
-def gap(pairs: Sequence[tuple[Run, Run]]) -> Span:
-    """How far the first run of each pair ends above the second, as a share of the second; a pair for each seed."""
+class Spread(NamedTuple):
+    """How far seeds of a setting lie apart: the standard deviation, as a share of the loss, from ``count`` degrees."""
+
+    deviation: float
+    count: int
+
+
+def spread_of(runs: Iterable[Run]) -> Spread | None:
+    """Of all runs of a table: of its settings with several seeds, but for those far above their method's best, which
+    are unstable. None: there are none."""
+    by_method: dict[Any, dict[Any, list[float]]] = {}
+    for run in runs:
+        if has_loss(run):
+            tuned = by_method.setdefault((run["method"], run["optimizer"]), {})
+            tuned.setdefault(tuple(run[key] for key in TUNED), []).append(run["valid"])
+    squares, count = 0.0, 0
+    for settings in by_method.values():
+        least = min(map(fmean, settings.values()))
+        for losses in settings.values():
+            mean = fmean(losses)
+            if len(losses) > 1 and mean <= (1 + STABLE) * least:
+                squares += sum((loss / mean - 1) ** 2 for loss in losses)
+                count += len(losses) - 1
+    return Spread(math.sqrt(squares / count), count) if count else None
+
+
+def gap(pairs: Sequence[tuple[Run, Run]], spread: Spread | None = None) -> Span:
+    """How far the first run of each pair ends above the second, as a share of the second; a pair for each seed.
+
+    ``spread``: of seeds; None: that of these pairs."""
     seeds = interval([mine["valid"] / dense["valid"] - 1 for mine, dense in pairs])
+    if spread is not None:
+        half = T95[min(spread.count, len(T95)) - 1] * spread.deviation * math.sqrt(2 / len(pairs))
+        seeds = Span(seeds.mean, seeds.mean - half, seeds.mean + half)
     excess = [0.0] * len(pairs[0][1]["spans"])
     for mine, dense in pairs:
         ratio = mine["valid"] / dense["valid"]
@@ -51,18 +89,19 @@ def gap(pairs: Sequence[tuple[Run, Run]]) -> Span:
     return Span(seeds.mean, seeds.mean - half, seeds.mean + half)
 
 
-def written(span: Span) -> str:
-    """``+1.2% ± 0.3%``; with "= " before it, if it is below its error."""
+def written(span: Span, *, seeds: bool = True) -> str:
+    """``+1.2% ± 0.3%``; with "= " before it, if it is below its error, and "?" behind it, if that lacks the seeds'."""
     none = span.low <= 0 <= span.high
-    return f"{'= ' if none else ''}{100 * span.mean:+.2f}% ± {100 * span.half:.2f}%"
+    return f"{'= ' if none else ''}{100 * span.mean:+.2f}% ± {100 * span.half:.2f}%{'' if seeds else ' ?'}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method with its optimizer at its best settings: the lowest mean over the seeds that all of its settings have.
+    """A method with its optimizer at its best settings.
 
     Attributes:
         tuned: the values of ``TUNED``. tried: how many settings were run. runs: by seed. failed: runs without a loss.
+        edge: "lowest" or "highest" of the rates that were run, so that a better one may lie beyond; "": neither.
     """
 
     setting: tuple[Any, ...]
@@ -72,6 +111,7 @@ class Row:
     tried: int
     runs: dict[int, Run]
     failed: int
+    edge: str
 
     @property
     def loss(self) -> float:
@@ -81,11 +121,11 @@ class Row:
     def share(self) -> float:
         return fmean(run["bytes"] / run["dense_bytes"] for run in self.runs.values())
 
-    def above(self, dense: Row | None) -> Span | None:
+    def above(self, dense: Row | None, spread: Spread | None = None) -> Span | None:
         seeds = sorted(self.runs.keys() & dense.runs.keys()) if dense is not None else []
         if dense is None or not seeds or dense is self:
             return None
-        return gap([(self.runs[seed], dense.runs[seed]) for seed in seeds])
+        return gap([(self.runs[seed], dense.runs[seed]) for seed in seeds], spread)
 
 
 def has_loss(run: Run) -> bool:
@@ -107,29 +147,38 @@ def rows(runs: Iterable[Run]) -> list[Row]:
             chosen = [by_tuned[tuned][seed] for seed in seeds[tuned]]
             return fmean(run["valid"] if has_loss(run) else math.inf for run in chosen)
 
-        best = min(by_tuned, key=mean)
+        least = min(map(mean, by_tuned))
+        alike = [tuned for tuned in by_tuned if mean(tuned) <= (1 + ALIKE) * least]
+        best = min(alike, key=lambda tuned: (-len(by_tuned[tuned]), mean(tuned)))
+        rates = sorted({tuned[0] for tuned in by_tuned})
+        edge = {rates[0]: "lowest", rates[-1]: "highest"}.get(best[0], "") if rates[1:] else ""
         kept = {seed: run for seed, run in sorted(by_tuned[best].items()) if has_loss(run)}
         failed = sum(not has_loss(run) for by_seed in by_tuned.values() for run in by_seed.values())
         if kept:
-            found.append(Row(setting, method, optimizer, best, len(by_tuned), kept, failed))
+            found.append(Row(setting, method, optimizer, best, len(by_tuned), kept, failed, edge))
     order = list(dict.fromkeys(row.setting for row in found))
     return sorted(found, key=lambda row: (order.index(row.setting), row.optimizer, row.method != "dense", row.loss))
 
 
 def markdown(runs: Iterable[Run]) -> str:
     """A table for each setting."""
+    runs = list(runs)
     every = rows(runs)
-    return "\n\n".join(_table([row for row in every if row.setting == setting])
-                       for setting in dict.fromkeys(row.setting for row in every))  # fmt: skip
+    tables = []
+    for setting in dict.fromkeys(row.setting for row in every):
+        spread = spread_of(run for run in runs if tuple(run[key] for key in SETTING) == setting)
+        tables.append(_table([row for row in every if row.setting == setting], spread))
+    return "\n\n".join(tables)
 
 
-def _table(of: Sequence[Row]) -> str:
+def _table(of: Sequence[Row], spread: Spread | None) -> str:
     model, text, ranks, sequences, steps = of[0].setting
     tokens = next(iter(of[0].runs.values()))["tokens_per_parameter"]
     dense = {row.optimizer: row for row in of if row.method == "dense"}
+    apart = "" if spread is None else f" Seeds: {spread.deviation:.2%} apart (standard deviation)."
     lines = [
         f"{model} on {text}, {ranks} ranks, {sequences} sequences a step, {steps} steps: {tokens:.3g} tokens per "
-        "parameter.",
+        f"parameter.{apart}",
         "",
         "| method | optimizer | lr, beta1, clip, warm-up | settings run | seeds | loss | above dense AdamW | "
         "above dense Muon | all bytes |",
@@ -137,9 +186,9 @@ def _table(of: Sequence[Row]) -> str:
     ]
     for row in of:
         lr, beside, beta1, clip, warmup = row.tuned
-        rate = f"{lr:g}" + (f" ({beside:g})" if beside else "")
-        gaps = [row.above(dense.get(optimizer)) for optimizer in ("adamw", "muon")]
-        cells = " | ".join("-" if span is None else written(span) for span in gaps)
+        rate = f"{lr:g}" + (f" [{row.edge}]" if row.edge else "") + (f" ({beside:g})" if beside else "")
+        gaps = [row.above(dense.get(optimizer), spread) for optimizer in ("adamw", "muon")]
+        cells = " | ".join("-" if span is None else written(span, seeds=spread is not None) for span in gaps)
         lost = f" ({row.failed} without a loss)" if row.failed else ""
         lines.append(
             f"| `{row.method}` | {row.optimizer} | {rate}, {beta1:g}, {clip:g}, {warmup:g} | {row.tried}{lost} | "

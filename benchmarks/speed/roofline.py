@@ -63,7 +63,8 @@ def elements(found: dict[str, Any]) -> int:
         return int(constants["BLOCK"] * constants["GROUP"])
     if "A" in constants:
         return int(constants["A"] * constants["C"] * LANES)
-    return int(constants.get("BLOCK", constants.get("BINS"))) * (64 if found["kernel"] == "mask._pack" else 1)
+    words = {"mask._pack": 64, "sparse._third": 32, "sparse._tally": 32, "sparse._list": 32}  # programs take those
+    return int(constants.get("BLOCK", constants.get("BINS"))) * words.get(found["kernel"], 1)
 
 
 def occupancy(found: dict[str, Any], device: Device) -> float:
@@ -87,7 +88,9 @@ def share(found: dict[str, Any], device: Device) -> float:
 
 def variant(found: dict[str, Any]) -> str:
     """The constants that tell a kernel's variants apart."""
-    same = ("BLOCK", "ALIGN", "A", "C", "GOLDEN", "MIX1", "MIX2", "MIX3", "COPIED", "FIELDS", "DIRECTORY")
+    same = ("BLOCK", "ALIGN", "A", "C", "GOLDEN", "MIX1", "MIX2", "MIX3", "COPIED", "FIELDS", "DIRECTORY",
+        "STEP_FIELDS",
+    )  # fmt: skip
     told = {name: int(value) for name, value in found["constants"].items() if name not in same and value is not None}
     return ", ".join(f"{name.lower()} {value}" for name, value in told.items() if value)
 

@@ -139,10 +139,38 @@ def test_each_method_is_shown_at_its_best_and_held_against_both_baselines():
     assert (trickle.failed, trickle.tried) == (1, 2)
     table = ladder_tables.markdown(runs)
     assert "smallest on words, 2 ranks, 4 sequences a step, 800 steps: 6.8 tokens per parameter." in table
-    assert (
-        "| `trickle` | muon | 0.004, 0.9, 1, 3 | 2 (1 without a loss) | 1 | 1.8900 | -5.50% ± 0.00% | +5.00%" in table
+    assert "parameter. Seeds: 3.63% apart" in table, "of dense AdamW's two"
+    ours = (
+        "| `trickle` | muon | 0.004 [lowest], 0.9, 1, 3 | 2 (1 without a loss) | 1 | 1.8900 | = -5.50% ± 65.16% | = +5."
     )
-    assert "| `dense` | muon | 0.004 (0.004), 0.9, 1, 3 | 1 | 1 | 1.8000 | -10.00% ± 0.00% | - | 100.00% |" in table
+    assert ours in table
+    dense = "| `dense` | muon | 0.004 (0.004), 0.9, 1, 3 | 1 | 1 | 1.8000 | = -10.00% ± 65.16% | - | 100.00% |"
+    assert dense in table
+
+
+def test_how_far_seeds_lie_apart_is_taken_from_all_settings():
+    """Of two methods with two seeds each 1% apart; one that is unstable is left out."""
+    runs = [
+        row(method, [loss * (1 + shift)] * 128, seed)
+        for method, loss in (("dense", 2.0), ("trickle", 2.2)) for seed, shift in ((0, 0.005), (1, -0.005))
+    ]  # fmt: skip
+    wild = [row("dense", [loss] * 128, seed, lr=1.6e-2) for seed, loss in ((0, 2.1), (1, 4.0))]
+    spread = ladder_tables.spread_of([*runs, *wild])
+    assert spread is not None and spread == pytest.approx((0.01 / math.sqrt(2), 2), rel=1e-3)
+    span = ladder_tables.gap([(runs[2], runs[0])], spread)
+    assert span.half == pytest.approx(4.303 * 0.01, rel=1e-3), "one pair: the difference of two seeds"
+    assert ladder_tables.gap([(runs[2], runs[0]), (runs[3], runs[1])], spread).half < span.half
+    assert "Seeds: 0.71% apart (standard deviation)." in ladder_tables.markdown(runs)
+    assert ladder_tables.spread_of(runs[::2]) is None and "% ?" in ladder_tables.markdown(runs[::2])
+
+
+def test_settings_that_one_seed_does_not_tell_apart():
+    """The one with the most seeds is taken, but for one that is better by more than rounding moves a run."""
+    runs = [row("dense", [2.0] * 128, seed) for seed in (0, 1, 2)]
+    (found,) = ladder_tables.rows([*runs, row("dense", [1.995] * 128, clip=0.3)])
+    assert (found.tuned[3], sorted(found.runs), found.edge) == (1.0, [0, 1, 2], "")
+    (found,) = ladder_tables.rows([*runs, row("dense", [1.98] * 128, lr=8e-3)])
+    assert (found.tuned[0], sorted(found.runs), found.edge) == (8e-3, [0], "highest")
 
 
 def test_the_command_line_names_what_is_missing(capsys, monkeypatch):

@@ -19,7 +19,7 @@ On FSDP2 the owners of the weights are the servers. The step is zero off the mas
 the mask, too (``weights``, ``parts/atmask.py``).
 
 Matrices that the user's ``torch.optim.Muon`` holds take Muon's step of this rank's momentum for u_n
-(``parts/muon.py``). Send three values of a hundred then (``trickle:muon``) and take twice the rate of dense Muon.
+(``parts/muon.py``). Send three values of a hundred then (``trickle:muon``), at one to two times dense Muon's rate.
 
 A share of what is sent is delivered, and the rest goes on waiting: at a density of 0.01 all is delivered, at 0.05 a
 fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there.

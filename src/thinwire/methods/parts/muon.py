@@ -11,7 +11,8 @@ columns)), which gives a step the root mean square of Adam's (Liu et al., arXiv 
 torch iterates in bfloat16, this in float32: the steps are the same up to bfloat16's rounding.
 
 g and M are the rank's own. The mean of the ranks' orthogonalised steps is shorter than the step that Muon makes of the
-mean gradient, the more so the less alike the ranks' gradients are: so it takes about twice the rate (docs/quality.md).
+mean gradient, the more so the less alike the ranks' gradients are: so short runs take up to twice the rate
+(docs/quality.md).
 """
 
 from __future__ import annotations
