@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 THEMES = ("light", "dark")
 WIDTHS = (375, 1280)
@@ -70,6 +70,13 @@ FAULTS = """() => {
 }"""
 
 
+def errors_of(tab: Page) -> list[str]:
+    """List the errors of scripts in ``tab``, as they come."""
+    errors: list[str] = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    return errors
+
+
 def look(browser: Browser, page: Path, site: Path, out: Path) -> list[str]:
     """Draw ``page`` in every theme and width; list what is wrong."""
     label = "-".join(page.relative_to(site).with_suffix("").parts)
@@ -77,8 +84,8 @@ def look(browser: Browser, page: Path, site: Path, out: Path) -> list[str]:
     for theme in THEMES:
         for width in WIDTHS:
             how: dict[str, Any] = {"viewport": {"width": width, "height": 900}, "color_scheme": theme}
-            tab, errors = browser.new_page(**how), []
-            tab.on("pageerror", errors.append)
+            tab = browser.new_page(**how)
+            errors = errors_of(tab)
             tab.goto(page.as_uri())
             tab.wait_for_load_state("load")
             found += [f"{label} {theme} {width}: {fault}" for fault in [*tab.evaluate(FAULTS), *errors]]

@@ -6,6 +6,7 @@ The law is over all commands: one that is new is in it by its name, once it is i
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,14 @@ def test_every_knob_has_a_sentence(cls) -> None:
     documented = knob_docs(cls)
     assert list(documented) == [knob.name for knob in knobs_of(cls)]
     assert [name for name, text in documented.items() if len(text) < 20] == []
+
+
+def test_make_help_fits_in_80_columns() -> None:
+    makefile = Path(__file__).resolve().parents[2] / "Makefile"
+    if not makefile.exists() or not shutil.which("make"):
+        pytest.skip("not a checkout, or no make")
+    told = subprocess.run(["make", "-f", str(makefile), "help"], capture_output=True, text=True, check=True).stdout
+    assert told.startswith("make train ") and max(map(len, told.splitlines())) <= COLUMNS
 
 
 def test_help_names_the_file_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
