@@ -110,7 +110,8 @@ def _damaged(rank, world, kind, name):
 def test_a_bit_that_flips_on_the_way_is_named_and_no_rank_goes_on(kind, name):
     other, (found, said) = ranks.run(_damaged, 2, kind, name)
     assert found == "DamagedMessage", said
-    assert "rank 1, step 3: what rank 0 sent in the exchange of" in said and "arrived damaged" in said
+    assert "rank 1, step 3: the checksum shows that what rank 0 sent in the exchange of" in said, said
+    assert "arrived damaged" in said
     assert other[0] == "LostRank", other
 
 

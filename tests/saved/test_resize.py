@@ -237,7 +237,7 @@ def _flushed(rank: int, world: int, kind: str) -> list[str]:
         wire.flush(with_next=True)
         wrong.append("int8 has something to deliver")
     except ThinwireError as error:
-        if "int8(smallest=100): nothing waits" not in str(error):
+        if "int8(smallest=100): no unsent values are kept" not in str(error):
             wrong.append(str(error))
     return wrong
 
