@@ -264,10 +264,12 @@ assert "numba" not in sys.modules
 
 def test_without_numba_the_reference_runs_and_says_so_once() -> None:
     code = """
-import sys, warnings
-sys.modules["numba"] = None
+import pathlib, sys, warnings
+sys.modules["numba"] = sys.modules["llvmlite"] = None  # as in an empty environment: what comes with numba is not there
 import torch
+from thinwire import ops
 from thinwire.codecs import Int8
+from thinwire.ops.backends import _load
 warnings.simplefilter("always")
 with warnings.catch_warnings(record=True) as caught:
     for _ in range(2):
@@ -276,6 +278,11 @@ with warnings.catch_warnings(record=True) as caught:
 assert [str(w.message) for w in caught if "numba" in str(w.message)] == [
     "numba is not installed: thinwire's kernels run as plain torch, slower: pip install 'thinwire[cpu]'"
 ]
+warnings.simplefilter("ignore")
+families = [file.parent.name for folder in ops.__path__ for file in pathlib.Path(folder).glob("*/cpu.py")]
+assert len(families) > 8 and all(
+    _load(f"thinwire.ops.{family}", "cpu", "numba").__name__.endswith(".reference") for family in families
+)
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr

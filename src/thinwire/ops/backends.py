@@ -19,6 +19,8 @@ from thinwire.base.extras import EXTRAS
 def _load(family: str, module: str, needs: str) -> ModuleType:
     """Import the fast module at first use; if ``needs`` is not installed, warn once and import the reference."""
     try:
+        if needs:  # first, so that it is what is missing, and not a package that comes with it
+            importlib.import_module(needs)
         return importlib.import_module(f"{family}.{module}")
     except ModuleNotFoundError as error:
         if error.name != needs:
