@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest import mock
 
 import torch
@@ -134,26 +134,37 @@ def _order(by_rank: Sequence[Sequence[Call]]) -> None:
         ) from None
 
 
-class StrictGroup(dist.ProcessGroup):
-    """A process group of gloo's that refuses what NCCL's would, and writes down its collectives."""
+class OverGloo(dist.ProcessGroup):
+    """A process group with one of gloo's inside (``_inner``), for CPU tensors. ``NAME``: of the backend."""
+
+    NAME: ClassVar[str]
 
     def __init__(self, options: Any) -> None:
         """``options``: what torch tells the maker of a backend."""
         store, rank, size = options.store, options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch declares another one
-        self._ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-        self._device = torch.device("cpu")
         self._inner = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
         gloo._set_sequence_number_for_group()
-        self._inner._register_backend(self._device, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def getBackendName(self) -> str:
-        return NAME
+        return self.NAME
 
     @property
     def group_name(self) -> Any:
         return dist.distributed_c10d._world.pg_names[self]
+
+
+class StrictGroup(OverGloo):
+    """A process group of gloo's that refuses what NCCL's would, and writes down its collectives."""
+
+    NAME = NAME
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        self._device = torch.device("cpu")
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
         self._refuse("send", tensors, DTYPES)
@@ -165,7 +176,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def _collective(self, verb: str, arguments: tuple[Any, ...]) -> None:
         """Refuse, or write down, a call of ``verb``."""
-        tensors, options = list(_tensors(arguments)), cast(Any, arguments[-1] if arguments else None)
+        tensors, options = list(tensors_in(arguments)), cast(Any, arguments[-1] if arguments else None)
         op = getattr(options, "reduceOp", None)
         reduction = next((name for reduce_op, name in _REDUCTIONS if op == reduce_op), "")
         if op is not None and not reduction:
@@ -202,12 +213,12 @@ class StrictGroup(dist.ProcessGroup):
         )
 
 
-def _tensors(arguments: Any) -> Iterator[Tensor]:
+def tensors_in(arguments: Any) -> Iterator[Tensor]:
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
         elif isinstance(argument, list | tuple):
-            yield from _tensors(argument)
+            yield from tensors_in(argument)
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:

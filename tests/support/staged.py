@@ -16,29 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nccl_double import VERBS
+from nccl_double import VERBS, OverGloo, tensors_in
 
 NAME = "staged"
 
 
-class StagedGroup(dist.ProcessGroup):
+class StagedGroup(OverGloo):
     """A process group of gloo's for tensors of a GPU."""
 
-    def __init__(self, options: Any) -> None:
-        """``options``: what torch tells the maker of a backend."""
-        store, rank, size = options.store, options.group_rank, options.group_size
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch declares another one
-        self._inner = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
-        gloo._set_sequence_number_for_group()
-        self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    @property
-    def group_name(self) -> Any:
-        return dist.distributed_c10d._world.pg_names[self]
+    NAME = NAME
 
     def collective(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """Run ``name`` on copies; what it writes, its first argument, is copied back."""
@@ -50,11 +36,11 @@ class StagedGroup(dist.ProcessGroup):
         getattr(self._inner, name)(*host).wait()
         if averages:
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        for written, values in zip(_tensors(arguments[0]), _tensors(host[0]), strict=True):
+        for written, values in zip(tensors_in(arguments[:1]), tensors_in(host[:1]), strict=True):
             written.copy_(values / self.size() if averages else values)
-        device = next(iter(_tensors(arguments[0])), torch.zeros(0)).device
+        device = next(tensors_in(arguments[:1]), torch.zeros(0)).device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-        future.set_result(list(_tensors(arguments[0])))
+        future.set_result(list(tensors_in(arguments[:1])))
         return torch._C._distributed_c10d._create_work_from_future(future)
 
 
@@ -62,12 +48,6 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     return [_map(item, change) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 def _verb(name: str) -> Callable[..., Any]:
