@@ -45,7 +45,7 @@ that save launches, 900 for evaluation, trackers, Muon and mends; 1,300 for ``th
 kernels that are launched as compiled and choose the largest faster, 250 for local steps on replicas that come and go.
 """
 
-TODAY: dict[str, float] = {}
+TODAY: dict[str, float] = {"lines of source": 37_900}
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
 FLOORS: tuple[tuple[str, ...], ...] = (
