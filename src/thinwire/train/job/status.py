@@ -33,7 +33,7 @@ ANSWER_S = 1.0
 SEEN_S = 1.0
 """Seconds within which all replicas see that an attempt at a step has failed."""
 FEW = 3
-"""Of fewer undisturbed gaps of a kind, what is usual for that kind is not known."""
+"""The fewest undisturbed gaps that say what is usual for their kind."""
 WIDTH = 80
 
 
@@ -84,8 +84,8 @@ class Run:
 
     @property
     def gaps(self) -> list[Gap]:
-        """Evaluations and checkpoints are not in them: ``wall_s`` is the time of attempts at steps. Of local steps, one
-        in which a round ends is of another kind than those between."""
+        """The times between steps, without evaluations and checkpoints: ``wall_s`` is the time of attempts at steps.
+        Of local steps, one in which a round ends is of another kind than those between."""
         changed = {event["step"] for kind in ("members", "dropped") for event in self._all(kind)}
         return [
             Gap(
