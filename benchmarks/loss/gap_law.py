@@ -1,18 +1,18 @@
 """Laws of the gap: what the ladder's runs say of runs that were not made, and how far that can be trusted.
 
-    python benchmarks/loss/gap_law.py                                   each law, its test on runs left out, its forecasts
-    python benchmarks/loss/gap_law.py --at 3.2M 3210496 1563 2048       of a run: name, parameters, steps, tokens a step
+    python benchmarks/loss/gap_law.py                                  each law, its test on runs left out, its forecasts
+    python benchmarks/loss/gap_law.py --at 3.2M 3257856 1563 2048      of a run: name, parameters, steps, tokens a step
 
 A point is a method's gap to dense in one setting of ``ladder_tables.py``, each side at its best rate; its standard
-error is of the held-out text and of seeds, whose spread is taken from all settings together. Each of ``FORMS`` is fitted
-by weighted least squares; what the points lie apart beyond their errors is a spread of settings (the least with which
-chi squared is its degrees of freedom). Then each model, text and batch is left out with all its lengths, which share
-seeds, and the law of the others is asked for them.
+error is of the held-out text and of seeds, whose spread is taken from all settings together. Each of ``FORMS`` is
+fitted by weighted least squares; what the points lie apart beyond their errors is a spread of settings (the least with
+which chi squared is its degrees of freedom). Then each model, text and batch is left out with all its lengths, which
+share seeds, and the law of the others is asked for them.
 
-A forecast is the union of the 95% intervals of all forms whose error on what was left out is at most ``WORSE`` times the
-least: forms differ most where no run was made. Of a size or a batch beyond ``REACH`` times those that were run only
-forms speak that have it in them, since the others take for granted that it does not matter. A forecast that is uncertain
-by more than ``USEFUL`` on either side says nothing.
+A forecast is the union of the 95% intervals of all forms whose error on what was left out is at most ``WORSE`` times
+the least: forms differ most where no run was made. Of a size or a batch beyond ``REACH`` times those that were run only
+forms speak that have it in them, since the others take for granted that it does not matter. A forecast that is
+uncertain by more than ``USEFUL`` on either side says nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The measured loss of a method against dense, in the runs nearest to a plan's method. Nothing is predicted.
 
-``benchmarks/loss/regime_tables.py`` makes ``measured.csv`` from docs/data/ladder.jsonl and regimes.jsonl. What these runs
-say of longer runs and larger models, ``benchmarks/loss/gap_law.py`` asks them: too little to be said here.
+``benchmarks/loss/regime_tables.py`` makes ``measured.csv`` from docs/data/ladder.jsonl and regimes.jsonl. What these
+runs say of longer runs and larger models, ``benchmarks/loss/gap_law.py`` asks them: too little to be said here.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class MeasuredLoss:
         error = "" if math.isnan(self.error_percent) else f" ± {self.error_percent:.1f}%"
         length = f" ({self.tokens_per_parameter:.2g} tokens per parameter)" if self.tokens_per_parameter else ""
         return (
-            f"{self.gap_percent:+.1f}%{error} ({self.method} and dense {self.dense}, {self.ranks} ranks, {self.parameters / 1000:.0f}k "
-            f"parameters, {self.text}, {self.steps} steps{length} {REGIMES[self.regime]}, {seeds})"
+            f"{self.gap_percent:+.1f}%{error} ({self.method} and dense {self.dense}, {self.ranks} ranks, "
+            f"{self.parameters / 1000:.0f}k parameters, {self.text}, {self.steps} steps{length} "
+            f"{REGIMES[self.regime]}, {seeds})"
         )
 
 
