@@ -1,6 +1,6 @@
 """Laws of the gap: what the ladder's runs say of runs that were not made, and how far that can be trusted.
 
-    python benchmarks/loss/gap_law.py                                  each law, its test on runs left out, its forecasts
+    python benchmarks/loss/gap_law.py                                  each law, its test on runs left out, forecasts
     python benchmarks/loss/gap_law.py --at 3.2M 3257856 1563 2048      of a run: name, parameters, steps, tokens a step
 
 A point is a method's gap to dense in one setting of ``ladder_tables.py``, each side at its best rate; its standard
