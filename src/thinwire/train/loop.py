@@ -51,6 +51,9 @@ from thinwire.train.model.decoder import Decoder
 from thinwire.wire import Wire, compress
 
 TIMES = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
+ALONE_S = 5.0
+"""Longest time, by the steps before, that ranks which step alone go without telling each other their losses (higher:
+fewer messages and waits; a signal takes as much longer to be obeyed)."""
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -147,6 +150,7 @@ class Trainer:
     Attributes:
         step: optimizer steps that are done.
         sequences: sequences of the shuffled text that all ranks together have trained on.
+        unshared: of steps that ranks took alone, what is not averaged yet: this rank's loss and flags, and its row.
         streak: steps in a row that were skipped, or had a loss that is not finite.
         losses, step_seconds: mean loss of all ranks, and this rank's time, for each step since the process began.
         wall_s: seconds of all steps, including those before the checkpoint.
@@ -167,6 +171,8 @@ class Trainer:
         self.optimizers = make_optimizers(self.net, config)
         self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
         self.trained = 0
+        self.unshared: list[tuple[Tensor, dict[str, Any]]] = []
+        self.steps_alone = 1  # at most, before ranks tell each other their losses
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         description = checkpoints.description
@@ -254,7 +260,8 @@ class Trainer:
             self.wire.ledger.close_step()
             self.wire.reset_stats()
             while self.step < config.steps:
-                self._conclude_step(self.train_step(signals), signals)
+                if (outcome := self.train_step(signals)) is not None:
+                    self._conclude_step(outcome, signals)
             summary = self._conclude(first_loss)
         self.wire.close()
         return summary
@@ -290,34 +297,55 @@ class Trainer:
         shared = self.collective.share([list(row) for row in own])
         return [held_out.WindowLoss(*row) for rows in shared for row in rows]
 
-    def train_step(self, signals: list[int]) -> StepOutcome:
-        """Take one optimizer step, count it and log it. Collective."""
+    def train_step(self, signals: list[int]) -> StepOutcome | None:
+        """Take one optimizer step, count it and log it, unless that waits (``_shares``): None. Collective."""
         began, skipped_before = time.perf_counter(), self.wire.skipped
         loss, norm = self._take_step()
         return self._count_step(began, loss, norm, self.wire.skipped > skipped_before, signals)
 
     def _count_step(
         self, began: float, loss: Tensor, norm: Tensor, skipped: bool, signals: list[int]
-    ) -> StepOutcome:  # fmt: skip
-        """Agree on the outcome of the step that ``began`` then, count it and log it. Collective."""
-        # Each rank's flags travel to all together with its loss.
-        flags = [skipped, bool(signals), bool(self.display.write_error)]
-        row = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
-        outcome = StepOutcome(*self._mean(row).tolist())
-        # Timed after that exchange: messages that leave ahead of the next forward pass travel beside it.
-        seconds = time.perf_counter() - began
+    ) -> StepOutcome | None:  # fmt: skip
+        """Count the step that ``began`` then; where that is due, agree on it and those before it. Collective."""
         self.step += 1
         self.trained += self.sequences_per_step
+        # Each rank's flags travel to all together with its loss.
+        flags = [skipped, bool(signals), bool(self.display.write_error), time.perf_counter() - began]
+        report = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
+        reports, shares = [*(report for report, _ in self.unshared), report], self._shares
+        means = self._mean(torch.stack(reports)).tolist() if shares else []
+        # Timed after that exchange: messages that leave ahead of the next forward pass travel beside it.
+        seconds = time.perf_counter() - began
         self.wall_s += seconds
         self.step_seconds.append(seconds)
-        self.losses.append(outcome.loss)
-        self.streak = self.streak + 1 if outcome.skipped or not math.isfinite(outcome.loss) else 0
-        self.display.step(self._row(outcome.loss, float(norm), seconds, skipped), self.tokens_per_step / seconds)
-        return outcome
+        self.unshared.append((report, self._row(float(norm), seconds, skipped)))
+        return self._note_losses(means) if shares else None
 
-    def _mean(self, row: Tensor) -> Tensor:
-        """Average ``row`` over the ranks that took the step. Collective."""
-        return self.ranks.comm.all_reduce(row, "mean")
+    @property
+    def _shares(self) -> bool:
+        """Do ranks tell each other their losses after this step? Not after each that they take alone."""
+        config, step = self.config, self.step
+        return (
+            not self.wire.method.card.alone(self.wire.step - 1)
+            or len(self.unshared) + 1 >= self.steps_alone
+            or step == config.steps
+            or any(every and step % every == 0 for every in (config.eval_every, config.checkpoint_every))
+        )
+
+    def _note_losses(self, means: list[list[float]]) -> StepOutcome:
+        """Log steps whose ``means`` over the ranks are known; return the outcome of the last. Collective."""
+        for (_, row), (loss, skipped, *_) in zip(self.unshared, means, strict=True):
+            self.losses.append(loss)
+            self.streak = self.streak + 1 if skipped or not math.isfinite(loss) else 0
+            self.display.step(row | {"loss": loss}, self.tokens_per_step / row["step_ms"] * 1e3)
+            self._check_streak(row["step"])
+        self.unshared.clear()
+        self.steps_alone = max(1, int(ALONE_S / max(means[-1][4], 1e-3)))
+        return StepOutcome(*means[-1][:4])
+
+    def _mean(self, rows: Tensor) -> Tensor:
+        """Average ``rows`` over the ranks that took the steps. Collective."""
+        return self.ranks.comm.all_reduce(rows.reshape(-1), "mean").reshape(rows.shape)
 
     def _take_step(self) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; return this rank's loss and the gradients' norm."""
