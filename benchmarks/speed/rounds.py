@@ -44,7 +44,7 @@ class Way:
         self.wire = thinwire.compress(self.model, self.optimizer, method, safety=safety)
 
     def block(self, tokens: torch.Tensor, steps: int, computing: float) -> float:
-        """Take ``steps`` steps whose forward and backward pass last ``computing`` seconds; return the seconds of one."""
+        """Take ``steps`` steps whose passes last ``computing`` seconds at least; return the seconds of one."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(steps):
