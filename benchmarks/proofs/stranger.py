@@ -5,12 +5,12 @@
     python benchmarks/proofs/stranger.py --keys             # without the runs to their end
 
 The wheel is built of this checkout and installed beside the packages of the Python that runs this; the checkout itself
-is not on the path. Then a clone of the checkout, whose ``make train`` uses that environment, and commands that cannot
-be followed: what they need is missing, or is another thing. Of each command: seconds until its first line and until its end, the longest time in which nothing
-was printed, the widest line, the status. Then the same command with Ctrl-C after 0.2, 1, 3 and 8 seconds, and into
-``| head -1``. Wrong, with exit status 1: a first line after more than 10 s, a line of more than 80 columns, a
-traceback, a hidden cursor, a process that is left, a status that is not the command's own, 130, or 2 for what cannot be
-followed. A Ctrl-C that meets
+is not on the path. Then commands that cannot be followed, since what they need is missing or is another thing, and a
+clone of the checkout, whose ``make train`` uses that environment. Of each command: seconds until its first line and
+until its end, the longest time in which nothing was printed, the widest line, the status. Then the same command with
+Ctrl-C after 0.2, 1, 3 and 8 seconds, and into ``| head -1``. Wrong, with exit status 1: a first line after more than
+10 s, a line of more than 80 columns, a traceback, a hidden cursor, a process that is left, a status that is not the
+command's own, 130, or 2 for what cannot be followed. A Ctrl-C that meets
 Python itself before it has started is Python's to answer. Evaluation needs ``pip install 'thinwire[eval]'``.
 """
 
@@ -73,14 +73,18 @@ REFUSED = [
     "thinwire status runs/first", "thinwire status text.txt", "thinwire inspect text.txt",
     "thinwire inspect runs/first runs/own", "thinwire sample runs/compare --prompt x", "thinwire export runs/first hf",
     "thinwire sample hf --prompt x --temperature -1", "thinwire tokenize sums.jsonl --tokenizer gpt9 --out tokens2",
-    "thinwire eval runs/sums --tasks nowhere --include tasks", "thinwire eval runs/sums --tasks sums --include text.txt",
+    "thinwire eval runs/sums --tasks nowhere --include tasks",
+    "thinwire eval runs/sums --tasks sums --include text.txt",
     "thinwire compare --methods dense,int9 --out runs/none", "thinwire compare --out runs/compare --steps 0",
     "thinwire lab run --nodes 2 -- no-such-program", "thinwire simulate --model text.txt --cluster l40s-1g",
     "thinwire simulate --model small --cluster text.txt", "thinwire doctor --seconds 20 --preset huge",
     "thinwire methods trikle",
 ]  # fmt: skip
 """After all of them."""
-CLONED = ["make help", "make train", "python examples/ddp.py", "thinwire paper", "thinwire sample runs/first --prompt def"]
+CLONED = [
+    "make help", "make train", "thinwire paper", "thinwire sample runs/first --prompt def",
+    "env OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 examples/ddp.py",
+]  # fmt: skip
 """In a clone."""
 FOR_PROGRAMS = ("thinwire completion bash",)
 """Its lines are read by a shell."""
