@@ -1,24 +1,28 @@
 """Faults of the CUDA path, put back one at a time: which test of a machine without a GPU turns red?
 
-    python benchmarks/proofs/planted.py [--only 2 7]
+    python benchmarks/proofs/planted.py [--only 2 7]        # docs/data/planted.txt is what it prints
 
-The first ten and the next to last seven were in the project once; those between are what the checker of streams is
-there to see, and the last six what a launch may hand to CUDA. Each is planted in a copy of the source, and the tests that stand for it run on that copy, with every case
-everywhere. A fault that no test notices is a fault of the tests: it makes the status 1. Those of Triton's launches need
-Triton, and are said to be left out where it is not installed.
+The first ten and those from 28 to 34 were in the project once; 11 to 27 are what the checker of streams is there to
+see, and the last six what a launch may hand to CUDA. Each is planted in a copy of the source, and the tests that stand
+for it run on that copy, with every case everywhere. A fault that no test notices is a fault of the tests: it makes the
+status 1. Those of Triton's launches need Triton, and are said to be left out where it is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -302,7 +306,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="*", default=range(1, len(FAULTS) + 1), help="their numbers")
     unseen = 0
-    print("| | fault | tests | | |\n|--:|---|---|---|---|")
+    installed = importlib.util.find_spec("triton") is not None
+    tried = f"torch {torch.__version__}, Triton {importlib.metadata.version('triton') if installed else 'none'}"
+    print(f"python benchmarks/proofs/planted.py      # {tried}, {time.strftime('%Y-%m-%d')}\n")
+    print("| | fault | tests | | |\n|--:|---|---|---|---|", flush=True)
     for number in parser.parse_args().only:
         fault = FAULTS[number - 1]
         found, said = verdict(fault)

@@ -30,7 +30,7 @@ from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
-from thinwire.ops import backends, mask, quant
+from thinwire.ops import backends, direction, mask, quant, sparse
 from thinwire.ops.backends import launches
 from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
 from thinwire.plan.plan import road_of
@@ -163,6 +163,23 @@ def test_a_grid_beyond_cudas_is_refused_by_a_dry_run():
         mask.from_indices(torch.zeros(65535, 3, dtype=torch.int32, device="meta"), words[1:])
         with pytest.raises(ThinwireError, match=r"_from_indices: CUDA takes grids .*, not \(1, 65536\)"):
             mask.from_indices(torch.zeros(65536, 3, dtype=torch.int32, device="meta"), words)
+
+
+def test_a_row_of_which_kernels_would_lose_count_is_refused():
+    """They count columns and positions in 32 bits: rows of 2^31 values, and 8.6 GB, would be cut short in silence."""
+    rows = torch.empty(1, 2**31, device="meta")
+    lists, found = (sparse.ListSegment(0, 2**31, 5, 0),), torch.empty(1, 8, dtype=torch.int32, device="meta")
+    adam = [direction.DirectionSegment(0, 2**31, 0, 0.9, 1e-8)]
+    calls = {
+        "largest": lambda: sparse.largest(rows, None, lists, None, found, rows[:, :8]),
+        "marked": lambda: sparse.marked(rows, lists, torch.empty(1, 2**25, dtype=torch.int64, device="meta")),
+        "direction": lambda: direction.direction(
+            rows, rows, rows, None, None, adam, lr=rows[0], scale=rows[0], factor=rows[0, 0], beta1=0.0
+        ),
+    }
+    for call in calls.values():
+        with pytest.raises(ThinwireError, match=r"2147483648 values in one row .* train on more ranks"):
+            call()
 
 
 def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
