@@ -230,10 +230,10 @@ def check_kernels(gpu: Gpu) -> int:
             assert list(of.arguments) == expected, f"{kernel}, launch {turn}: {of.arguments}, not {expected}"
             assert (of.grid, of.stream) == ((3 + turn, 2, 1), 16 * turn), of
             assert of.threads == 32 * constants.get("num_warps", 4), of
-            functions.add(of.function)
-        assert len(functions) == 1, f"{kernel} was compiled anew for other sizes or addresses"
-        assert not functions & known, f"{kernel}: machine code of other types or constants"
-        known |= functions
+            functions.add((of.function, of.shared))
+        assert len(functions) == 1, f"{kernel} was compiled anew for other sizes or addresses, or has other memory"
+        assert of.function not in known, f"{kernel}: machine code of other types or constants"
+        known.add(of.function)
     assert all(ops._bound.values()), "all later launches are direct"
     return len(cases)
 
