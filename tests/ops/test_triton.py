@@ -283,8 +283,8 @@ cuda_library.start(Path({str(tmp_path)!r}))
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_machine_code_of_all_kernels(capability, folder, tmp_path):
-    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices; 16 KB of
-    shared memory, 48 for those; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by
+    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices, 16 KB
+    of shared memory but for these; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by
     size."""
     code = f"import sys; sys.path[:0] = {[folder] * bool(folder)}; import aot; aot.main({capability})"
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
