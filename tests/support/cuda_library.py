@@ -335,11 +335,10 @@ def main(folder: Path) -> None:
     gpu = Gpu(folder / "libcuda.so.1")
     warnings.simplefilter("error")
     with gpu.there():
-        print(check_kernels(gpu), "kernels", flush=True)
-        check_operations(gpu)
         check_surroundings(gpu)
         check_variants(gpu)
-    print("checked")
+        check_operations(gpu)
+        print(f"{check_kernels(gpu)} kernels: checked")
 
 
 if __name__ == "__main__":
