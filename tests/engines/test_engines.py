@@ -53,7 +53,7 @@ def test_dense_is_the_stock_engine_bit_for_bit(kind, world):
 
 def _methods(rank, world, kind):
     stock = build(kind, world)
-    reference = train(stock, adamw(stock), rank, range(20))
+    reference = train(stock, adamw(stock), rank, range(8))
     found = {}
     for method in ["bf16", "int8(smallest=100)", *dealt(REST, kind)]:
         model = build(kind, world)
