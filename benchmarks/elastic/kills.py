@@ -9,8 +9,8 @@
 Starts torchft's lighthouse and the replicas of ``replica.py``, on this machine's loopback or on an emulated network
 (``--link``; the lighthouse is a node of its own, on the side of the first replicas). Every ``--every`` seconds one
 replica is killed, and started again after 5 to 20 seconds. At the end it prints the goodput (the share of the wall
-clock in which steps counted: 1 minus the gaps between two steps that counted beyond the usual time of a step), the
-steps, the longest gap, and whether all replicas had one hash of the weights at every step that both counted; with
+clock in which steps counted: ``thinwire.train.job.status.goodput``), the steps, the longest gap between two that
+counted, and whether all replicas had one hash of the weights at every step that both counted; with
 ``--events``, after each event, who waited how long. Several methods: give ``--method`` several times; ``torchft`` is
 torchft's own dense all-reduce.
 """
@@ -18,8 +18,10 @@ torchft's own dense all-reduce.
 from __future__ import annotations
 
 import argparse
+import bisect
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -39,7 +41,7 @@ from typing import Any
 
 from books import Balance, balance
 from thinwire.lab.cluster import Cluster
-from thinwire.train.job.status import share_of_steps
+from thinwire.train.job.status import Gap, goodput
 from thinwire.train.supervisor import SERVE
 
 REPLICA = Path(__file__).with_name("replica.py")
@@ -68,7 +70,6 @@ class Outcome:
     """
 
     lines: list[dict[str, Any]]
-    seconds: float
     events: list[Event]
     failed: list[str] = field(default_factory=list)
     batches: int = 0
@@ -92,13 +93,19 @@ class Outcome:
         ]  # fmt: skip
 
     @property
-    def gaps(self) -> list[float]:
-        times = sorted(min(line["time"] for line in lines) for lines in self.counted.values())
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
+    def gaps(self) -> list[Gap]:
+        steps = sorted(self.counted.values(), key=lambda lines: min(line["time"] for line in lines))
+        ends = [min(line["time"] for line in lines) for lines in steps]
+        who = [{line["process"] for line in lines} for lines in steps]
+        failed = {bisect.bisect(ends, line["time"]) for line in self.lines if line.get("counted") is False}
+        return [
+            Gap(ends[later] - ends[later - 1], len(who[later]), later in failed or who[later] != who[later - 1])
+            for later in range(1, len(steps))
+        ]
 
     @property
     def goodput(self) -> float:
-        return share_of_steps(self.gaps)
+        return goodput(self.gaps) or 0.0
 
     @property
     def loss(self) -> float:
@@ -262,16 +269,24 @@ def run(method: str, options: argparse.Namespace) -> Outcome:
         failed = replicas.errors()
         for name in list(replicas.processes):
             replicas.signal(name, signal.SIGKILL)
-        seconds, every_line = time.time() - began, replicas.lines()
-        lines = [line for line in every_line if line.get("time", 0) >= began]
+        every_line = replicas.lines()
+        load = statistics.fmean(loads)
         if options.keep:
             stem = options.keep / re.sub(r"\W+", "-", method).strip("-")
-            keep(stem, every_line, events, began)
+            keep(stem, every_line, events, {"began": began, "method": method, "failed": failed, "load": load})
             if failed:
                 shutil.copytree(folder, stem, dirs_exist_ok=True)
-        steps = {line["step"]: line["replicas"] for line in every_line if line.get("counted")}
-        books = balance(every_line) if any("takes" in line for line in every_line) else None
-        return Outcome(lines, seconds, events, failed, sum(steps.values()), books, statistics.fmean(loads))
+        return outcome_of(every_line, events, began, failed, load)
+
+
+def outcome_of(
+    lines: list[dict[str, Any]], events: list[Event], began: float, failed: list[str], load: float
+) -> Outcome:
+    """Judge all that the replicas of one method wrote; ``began``: when all had taken a step."""
+    steps = {line["step"]: line["replicas"] for line in lines if line.get("counted")}
+    books = balance(lines) if any("takes" in line for line in lines) else None
+    later = [line for line in lines if line.get("time", 0) >= began]
+    return Outcome(later, events, failed, sum(steps.values()), books, load)
 
 
 def undisturbed(method: str, options: argparse.Namespace, batches: int) -> float:
@@ -285,16 +300,25 @@ def undisturbed(method: str, options: argparse.Namespace, batches: int) -> float
             replicas.start(name)
         while not all(process.poll() is not None for ranks in replicas.processes.values() for process in ranks):
             time.sleep(0.2)
-        return Outcome(replicas.lines(), 0.0, []).loss
+        return Outcome(replicas.lines(), []).loss
 
 
-def keep(stem: Path, lines: list[dict[str, Any]], events: list[Event], began: float) -> None:
-    """Write the lines of a run, and a line for each event."""
+def keep(stem: Path, lines: list[dict[str, Any]], events: list[Event], facts: dict[str, Any]) -> None:
+    """Write the ``facts`` and the lines of a run, and a line for each event."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     told = [{"event": event.kind, "of": event.names, "time": event.time, "end": event.end} for event in events]
     with stem.with_suffix(".jsonl").open("w") as out:
-        for line in [{"began": began}, *told, *lines]:
+        for line in [facts, *told, *lines]:
             out.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> tuple[str, Outcome]:
+    """Read what ``keep`` has written: the method, and its outcome."""
+    facts, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    events = [Event(line["event"], line["of"], line["time"], line["end"]) for line in lines if "event" in line]
+    lines = [line for line in lines if "event" not in line]
+    outcome = outcome_of(lines, events, facts["began"], facts.get("failed", []), facts.get("load", math.nan))
+    return facts.get("method", path.stem), outcome
 
 
 def play(replicas: Replicas, options: argparse.Namespace, began: float, loads: list[float]) -> list[Event]:
@@ -354,6 +378,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of computing in a step")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--keep", type=Path, help="a folder for a file of each method: its events and its steps")
+    parser.add_argument("--read", type=Path, nargs="+", help="print again what files of --keep say, and run nothing")
     parser.add_argument("--books", action="store_true", help="check that all that is taken is delivered or lost")
     parser.add_argument("--calm", action="store_true", help="the loss of a run without events, too, after as much data")
     parser.add_argument("--events", action="store_true", help="print a line for each event")
@@ -367,17 +392,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     kind = "cut in two" if options.cut else "one stopped" if options.stop else "one killed"
-    print(f"{options.replicas} replicas of {options.shards}, {kind} every {options.every:g} s, seed {options.seed}")
+    if not options.read:
+        print(f"{options.replicas} replicas of {options.shards}, {kind} every {options.every:g} s, seed {options.seed}")
     heads = [f"{'method':36} {'events':>6} {'steps':>6} {'goodput':>8} {'longest gap':>11} {'loss':>8}"]
     heads += [f"{'undisturbed':>11}"] * options.calm + [f"{'missing':>9}"] * options.books + [f"{'load':>5}  weights"]
     print(" ".join(heads))
     wrong = False
-    for method in options.method or ["torchft", "dense", "int8(smallest=0)", "trickle(density=0.05, smallest=0)"]:
-        outcome = run(method, options)
+    methods = options.method or ["torchft", "dense", "int8(smallest=0)", "trickle(density=0.05, smallest=0)"]
+    for method, outcome in (
+        map(read, options.read) if options.read else ((name, run(name, options)) for name in methods)
+    ):
         equal = "equal at every step" if not outcome.unequal else f"unequal at step {outcome.unequal[0]}"
         wrong |= bool(outcome.unequal or outcome.failed)
         texts = [f"{method:36} {len(outcome.events):6} {len(outcome.counted):6} {outcome.goodput:8.1%}"]
-        texts += [f"{max(outcome.gaps):9.2f} s {outcome.loss:8.4f}"]
+        texts += [f"{max(gap.seconds for gap in outcome.gaps):9.2f} s {outcome.loss:8.4f}"]
         texts += [f"{undisturbed(method, options, outcome.batches):11.4f}"] if options.calm else []
         if options.books:
             texts += [f"{outcome.balance.gap:9.1e}" if outcome.balance else "        -"]

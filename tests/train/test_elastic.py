@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job.replica_log import REPLICAS
 from thinwire.train.job.run_folder import hold_run_folder, settle_previous
-from thinwire.train.job.status import alive_on, goodput, read_run, shown
+from thinwire.train.job.status import Gap, alive_on, goodput, read_run, shown
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
@@ -295,8 +297,41 @@ def test_status_of_what_is_no_elastic_run_is_one_line(tmp_path, capsys):
 
 
 def test_goodput_of_steps_as_they_should_be_is_all_of_the_time():
-    assert goodput([{"wall_s": 0.1 * step} for step in range(9)]) == (1.0, pytest.approx(0.1))
-    assert goodput([{"wall_s": 1.0}, {"wall_s": 2.0}]) is None
+    assert goodput([Gap(0.1)] * 8) == goodput([Gap(0.1), Gap(9.0), *[Gap(0.1)] * 8]) == 1.0
+    assert goodput([Gap(1.0)]) is None
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 1.3, 5.0], ids="{:g} s".format)
+def test_goodput_is_the_share_of_the_time_that_was_not_wasted(seconds, noise):
+    """A made-up run: now and then a replica dies in the middle of a step, which fails; the others wait a second for the
+    lighthouse; then it comes back, and all wait until it has the weights. With three, a step takes less."""
+    draw = random.Random(1)
+    gaps, clock, wasted = list[Gap](), 0.0, 0.0
+    replicas, every, next_death, joins_at = 4, max(15.0, 12 * seconds), 15.0, math.inf
+
+    def drawn() -> float:
+        return seconds * (0.8 if replicas == 3 else 1.0) * draw.lognormvariate(-(noise**2) / 2, noise)
+
+    while clock < 240 * every:
+        lost = 0.0
+        if clock + drawn() > next_death:
+            lost = max(next_death - clock, 0.0) + 1.0 + 0.1 * draw.random()
+            replicas, joins_at, next_death = 3, next_death + every / 2, next_death + every
+        elif clock > joins_at:
+            lost = draw.uniform(0.5, 2)
+            replicas, joins_at = 4, math.inf
+        step = drawn()
+        gaps.append(Gap(lost + step, replicas, lost > 0))
+        clock, wasted = clock + lost + step, wasted + lost
+    assert goodput(gaps) == pytest.approx(1 - wasted / clock, abs=0.01)
+
+
+def test_the_gaps_of_a_run_know_in_which_of_them_somebody_left_or_came(tmp_path):
+    a_run(tmp_path / "run")
+    gaps = read_run(tmp_path / "run").gaps
+    assert [step for step, gap in enumerate(gaps, 2) if gap.disturbed] == [4, 6]
+    assert {gap.kind for gap in gaps} == {(None, False)}
 
 
 def test_the_page_of_a_lighthouse_is_read():

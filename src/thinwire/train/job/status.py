@@ -9,10 +9,11 @@ import re
 import statistics
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -31,8 +32,8 @@ ANSWER_S = 1.0
 """Seconds to wait for the lighthouse."""
 SEEN_S = 1.0
 """Seconds within which all replicas see that an attempt at a step has failed."""
-USUAL = 3.0
-"""A gap between two steps that is longer than so many usual ones has gone to something else than training."""
+FEW = 3
+"""The fewest undisturbed gaps that say what is usual for their kind."""
 WIDTH = 80
 
 
@@ -66,8 +67,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """``members``: the last event that says who takes part; {} before the first."""
-        events = [event for name in self.logs for event in self._members_of(name)]
-        self.members = max(events, key=lambda event: event["time"], default={})
+        self.members = max(self._all("members"), key=lambda event: event["time"], default={})
 
     @property
     def losses(self) -> list[tuple[str, int, float]]:
@@ -79,11 +79,26 @@ class Run:
     def _members_of(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.logs.get(name, []) if event["event"] == "members"]
 
+    def _all(self, kind: str) -> list[dict[str, Any]]:
+        return [event for log in self.logs.values() for event in log if event["event"] == kind]
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """The times between steps, without evaluations and checkpoints: ``wall_s`` is the time of attempts at steps.
+        Of local steps, one in which a round ends is of another kind than those between."""
+        changed = {event["step"] for kind in ("members", "dropped") for event in self._all(kind)}
+        return [
+            Gap(
+                later["wall_s"] - earlier["wall_s"], (later.get("replicas"), bool(later.get("wire_bytes"))),
+                not changed.isdisjoint(range(earlier["step"] + 1, later["step"] + 1)),
+            )
+            for earlier, later in itertools.pairwise(self.rows)
+        ]  # fmt: skip
+
     @property
     def dropped(self) -> int:
         """The attempts that did not count, each counted once although several replicas have seen it."""
-        events = [event for log in self.logs.values() for event in log if event["event"] == "dropped"]
-        attempts = sorted((event["step"], event["time"]) for event in events)
+        attempts = sorted((event["step"], event["time"]) for event in self._all("dropped"))
         pairs = zip([(-1, 0.0), *attempts], attempts, strict=False)
         return sum(step != earlier_step or time - earlier > SEEN_S for (earlier_step, earlier), (step, time) in pairs)
 
@@ -118,23 +133,32 @@ def read_run(path: Path) -> Run:
     return Run(path, lighthouse, settings if isinstance(settings, dict) else {}, rows, logs, ended)
 
 
-def goodput(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """Return the share of the time in which steps counted, and the longest gap between two of them in s; None: there
-    are too few.
+class Gap(NamedTuple):
+    """The time between two steps that counted. kind: on what else than the replicas' turnover it depends, such as how
+    many they are. disturbed: did an attempt fail in it, or did a replica leave or come?"""
 
-    Of a gap of more than ``USUAL`` usual ones (the median), what is beyond a usual one is wasted. Evaluations and
-    checkpoints are not in it: ``wall_s`` is the time of attempts at steps.
+    seconds: float
+    kind: Hashable = None
+    disturbed: bool = False
+
+
+def goodput(gaps: Sequence[Gap]) -> float | None:
+    """Return the share of the time in which steps counted; None: there are too few gaps.
+
+    Of a disturbed gap, what is beyond the mean of the others of its kind is wasted: attempts that failed, waits for
+    who is dead and for who joins. Seconds count, not how many steps they are, so that the shares of fast and of slow
+    steps can be compared. Gaps that nothing disturbed are part of the work, long ones, too: an undisturbed run has 1.
     """
-    gaps = [later["wall_s"] - earlier["wall_s"] for earlier, later in itertools.pairwise(rows)]
-    if len(gaps) < 2 or sum(gaps) <= 0:
+    total = sum(gap.seconds for gap in gaps)
+    if len(gaps) < 2 or total <= 0:
         return None
-    return share_of_steps(gaps), max(gaps)
-
-
-def share_of_steps(gaps: Sequence[float]) -> float:
-    """Return the goodput of a run whose steps that counted lie so far apart."""
-    usual = statistics.median(gaps)
-    return 1 - sum(gap - usual for gap in gaps if gap > USUAL * usual) / sum(gaps)
+    calm: dict[Hashable, list[float]] = defaultdict(list)
+    for gap in gaps:
+        if not gap.disturbed:
+            calm[gap.kind].append(gap.seconds)
+    every = [seconds for kind in calm.values() for seconds in kind] or [gap.seconds for gap in gaps]
+    usual = {kind: statistics.fmean(calm[kind] if len(calm[kind]) >= FEW else every) for kind in {g.kind for g in gaps}}
+    return 1 - sum(gap.seconds - usual[gap.kind] for gap in gaps if gap.disturbed) / total
 
 
 def ask_lighthouse(address: str) -> list[str] | None:
@@ -164,8 +188,9 @@ def shown(run: Run, clock: float, alive: Sequence[str] | None) -> str:
         age = "ended" if run.ended else f"{since(clock - last['time'])} ago"
         tokens = f"{last['tokens']:,} tokens"
         lines = [f"{head}", f"last step     {last['step']}{total}, {age}; loss {last['loss']:.4f}, {tokens}"]
-    if (share := goodput(run.rows)) is not None:
-        lines.append(f"goodput       {share[0]:.1%} of {since(run.rows[-1]['wall_s'])}; longest gap {share[1]:.2f} s")
+    if (share := goodput(gaps := run.gaps)) is not None:
+        longest = max(gap.seconds for gap in gaps)
+        lines.append(f"goodput       {share:.1%} of {since(run.rows[-1]['wall_s'])}; longest gap {longest:.2f} s")
     lines.append(f"dropped       {run.dropped} attempt{'s' * (run.dropped != 1)} at a step, to be taken again")
     losses = run.losses
     lines += [f"lost          what waited on replica {name} after step {step}, of norm {norm:.3g}"
