@@ -103,7 +103,8 @@ def points_of(runs: Iterable[ladder_tables.Run], method: str, optimizer: str) ->
             continue
         run = next(iter(row.runs.values()))
         *group, steps = row.setting
-        at = Setting(run["parameters"], steps, round(run["tokens_per_parameter"] * run["parameters"] / steps))
+        length = round(run["tokens_per_parameter"] * run["parameters"] / steps / run["sequences"])  # of a sequence
+        at = Setting(run["parameters"], steps, length * run["sequences"])
         found.append(Point(tuple(group), at, span.mean, span.half / NORMAL95, len(row.runs)))
     return found
 

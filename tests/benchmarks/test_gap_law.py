@@ -96,5 +96,5 @@ def test_the_ladders_points_are_its_gaps_and_say_nothing_of_large_models():
     assert point.seeds == 2 and 0 < point.gap < 0.02 and point.error < 0.01
     for method, optimizer in gap_law.PAIRS:
         study = Study(gap_law.points_of(runs, method, optimizer))
-        for at in gap_law.TARGETS.values():
+        for at in (at for at in gap_law.TARGETS.values() if at.parameters >= 1e8):
             assert gap_law.says(study.forecast(at)).startswith("nothing"), method
