@@ -42,7 +42,8 @@ def lab_main(argv: list[str]) -> int:
             status = f"exit status {outcome.returncode}"
             say(f"thinwire: rank {outcome.failed_rank} failed with {status}; all ranks were ended")
         link = ", ".join(filter(None, (cluster.link.text, cluster.link.distance)))
-        say(f"lab: {outcome.seconds:.1f} s on {cluster.nodes} nodes x {cluster.ranks_per_node}, link {link}")
+        ranks = f"{cluster.ranks_per_node} rank{'s' * (cluster.ranks_per_node > 1)}"
+        say(f"lab: {outcome.seconds:.1f} s on {cluster.nodes} nodes of {ranks}, link {link}")
         for node, traffic in enumerate(outcome.traffic or []):
             say(f"lab: node {node} sent {traffic.tx:,} B, received {traffic.rx:,} B")
         if cluster.delayed_by is not None:
