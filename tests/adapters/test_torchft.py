@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -17,6 +19,8 @@ from torch import nn
 import thinwire
 from thinwire.adapters import torchft as adapter
 from thinwire.methods import resolve
+from thinwire.network.comm import ManagedComm, Membership
+from thinwire.network.ledger import Ledger
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "elastic"
 
@@ -28,6 +32,11 @@ class WorldSizeMode(Enum):
 
 class ProcessGroupGloo:
     """What torchft calls its group; nobody else is in it here."""
+
+    timeout = timedelta(seconds=60)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
 
     def size(self) -> int:
         return 1
@@ -130,6 +139,30 @@ def test_a_quorum_that_never_comes_ends_the_replica_in_one_line(manager):
     assert "\n" not in str(error.value) and error.value.status == 1  # not 2, of input: it is to be started again
 
 
+@pytest.mark.parametrize(("patience", "connects"), [(60, 3), (1, 1)])
+def test_a_replica_that_dies_as_it_connects_holds_up_the_others_for_seconds_only(patience, connects, manager):
+    """gloo waits five times the group's own timeout for it; exchanges name the manager's."""
+    manager._timeout = timedelta(seconds=patience)
+    wire = compress(manager)
+    assert manager._pg.timeout == timedelta(seconds=connects)
+    assert wire.engine.across.timeout == timedelta(seconds=patience)
+    wire.close()
+
+
+def test_an_all_reduce_has_the_patience_of_the_manager():
+    group = Reducing()
+    comm = ManagedComm(group, Ledger(), timedelta(seconds=40))
+    comm.take(Membership(0, (0, 1)))
+    comm.all_reduce(torch.zeros(1))
+    assert group.timeout == timedelta(seconds=40)
+
+
+class Reducing(ProcessGroupGloo):
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.timeout = options.timeout
+        return SimpleNamespace(wait=lambda timeout: True)
+
+
 def test_a_run_of_one_replica(manager):
     """A step counts when the manager says so; else nothing has changed, and the next one does."""
     model = nn.Linear(8, 8)
@@ -180,7 +213,45 @@ def test_the_command_that_installs_torchft_is_named():
         compress(object())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+real = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+
+
+@real
+def test_who_gets_another_s_state_does_so_in_a_membership_that_all_meet_anew():
+    """All tell each other who was behind when its number changes (``Membership.late``): torchft heals in no other."""
+    coordination = importlib.import_module("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, quorum_tick_ms=10)
+    address, limit = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}", timedelta(seconds=20)
+    servers = [
+        coordination.ManagerServer(
+            replica_id=f"{name}:1", lighthouse_addr=address, hostname="127.0.0.1", bind="127.0.0.1:0", store_addr="",
+            world_size=1, heartbeat_interval=timedelta(milliseconds=100), connect_timeout=limit, quorum_retries=0,
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    clients = [coordination.ManagerClient(server.address(), connect_timeout=limit) for server in servers]
+
+    def ask(steps: tuple[int, int], failures: tuple[int, int]) -> list[tuple[int, bool]]:
+        with ThreadPoolExecutor(2) as pool:
+            answers = [
+                pool.submit(
+                    client._quorum, group_rank=0, step=step, checkpoint_metadata="", shrink_only=False, timeout=limit,
+                    commit_failures=failed, init_sync=True,
+                )
+                for client, step, failed in zip(clients, steps, failures, strict=True)
+            ]  # fmt: skip
+            return [(answer.result().quorum_id, answer.result().heal) for answer in answers]
+
+    (number, _), _ = ask((0, 0), (0, 0))
+    assert ask((1, 1), (0, 0)) == [(number, False)] * 2
+    assert ask((2, 1), (0, 1)) == [(number + 1, False), (number + 1, True)]  # b has not counted step 2
+    assert ask((3, 3), (0, 0)) == [(number + 1, False)] * 2
+    assert ask((3, 0), (1, 1)) == [(number + 2, False), (number + 2, True)]  # b has fallen behind by itself
+    for server in (*servers, lighthouse):
+        server.shutdown()
+
+
+@real
 @pytest.mark.parametrize(
     ("method", "given"),
     [

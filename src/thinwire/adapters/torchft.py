@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
 NAME = 64
 """Bytes of a replica's name."""
+CONNECT = timedelta(seconds=3)
+"""How long a replica waits for another's address when they connect. gloo waits five times as long for an answer from
+it: so long a replica that dies in that moment holds the others up."""
 
 
 def compress(
@@ -59,6 +63,7 @@ def compress(
     _check(load("torchft"), manager, model, safety)
     ledger, optimizers = Ledger(), tuple(unwrapped(optimizer))
     across = ManagedComm(manager._pg, ledger, manager._timeout)
+    manager._pg.set_timeout(min(CONNECT, manager._timeout))  # exchanges name their own
     options = Options(resolve(method), optimizers, False, None, steps, seed, None, None, safety)
     if not isinstance(model, FSDPModule):
         check_parameters(model, options.method)
