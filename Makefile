@@ -47,7 +47,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "thinwire needs Python 3.11 or newer: apt-get install python3, or make PYTHON=/path/to/python3.11" >&2; exit 1; }
+		|| { echo "thinwire needs Python 3.11 or newer: apt-get install python3," \
+			"or make PYTHON=/path/to/python3.11" | fold -sw 79 >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "python3 cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
 	@echo "setting up $(VENV), once: pip is silent while it loads torch, which takes minutes"
@@ -56,7 +57,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --editable ".[$(FRAMEWORKS)]" "$(TORCH)" 2>$(VENV)/frameworks.log \
 		|| echo "the tests of accelerate, transformers, peft and lightning will skip, since pip could not install them:" \
-			"$$(grep -m 1 ^ERROR $(VENV)/frameworks.log) (make -B setup tries again)" >&2
+			"$$(grep -m 1 ^ERROR $(VENV)/frameworks.log) (make -B setup tries again)" | fold -sw 79 >&2
 	@touch $@
 
 train: $(STAMP)

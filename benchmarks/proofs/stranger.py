@@ -5,10 +5,12 @@
     python benchmarks/proofs/stranger.py --keys             # without the runs to their end
 
 The wheel is built of this checkout and installed beside the packages of the Python that runs this; the checkout itself
-is not on the path. Of each command: seconds until its first line and until its end, the longest time in which nothing
-was printed, the widest line, the status. Then the same command with Ctrl-C after 0.2, 1, 3 and 8 seconds, and into
-``| head -1``. Wrong, with exit status 1: a first line after more than 10 s, a line of more than 80 columns, a
-traceback, a hidden cursor, a process that is left, a status that is not the command's own or 130. A Ctrl-C that meets
+is not on the path. Then commands that cannot be followed, since what they need is missing or is another thing, and a
+clone of the checkout, whose ``make train`` uses that environment. Of each command: seconds until its first line and
+until its end, the longest time in which nothing was printed, the widest line, the status. Then the same command with
+Ctrl-C after 0.2, 1, 3 and 8 seconds, and into ``| head -1``. Wrong, with exit status 1: a first line after more than
+10 s, a line of more than 80 columns, a traceback, a hidden cursor, a process that is left, a status that is not the
+command's own, 130, or 2 for what cannot be followed. A Ctrl-C that meets
 Python itself before it has started is Python's to answer. Evaluation needs ``pip install 'thinwire[eval]'``.
 """
 
@@ -57,9 +59,33 @@ COMMANDS = [
     "thinwire eval runs/sums --tasks sums --include tasks --limit 20",
     "thinwire doctor --seconds 20 --preset tiny",
     "thinwire compare --methods dense,int8(smallest=4096) --preset tiny --link 5mbit --steps 6 --out runs/compare",
-    "thinwire lab run --link 200mbit --nodes 2 -- hostname", "thinwire completion bash",
+    "thinwire lab run --link 200mbit --nodes 2 -- hostname",
+    "thinwire lab run --link 200mbit --nodes 2 -- thinwire train --preset tiny --steps 20 --out runs/lab",
+    "thinwire completion bash",
 ]  # fmt: skip
 """In an order in which each finds what it needs."""
+REFUSED = [
+    "thinwire train --preset tiny --steps 40 --out runs/first", "thinwire train --out text.txt",
+    "thinwire train --preset tiny --steps 80 --method sdp4bit --out runs/first --resume auto",
+    "thinwire train --preset tiny --corpus sums --out runs/none", "thinwire train --data text.txt --out runs/none",
+    "thinwire train --preset tiny --corpus text.txt --tokenizer bpe:7 --out runs/none",
+    "thinwire train --preset tiny --method int8(group=7) --out runs/none",
+    "thinwire status runs/first", "thinwire status text.txt", "thinwire inspect text.txt",
+    "thinwire inspect runs/first runs/own", "thinwire sample runs/compare --prompt x", "thinwire export runs/first hf",
+    "thinwire sample hf --prompt x --temperature -1", "thinwire tokenize sums.jsonl --tokenizer gpt9 --out tokens2",
+    "thinwire eval runs/sums --tasks nowhere --include tasks",
+    "thinwire eval runs/sums --tasks sums --include text.txt",
+    "thinwire compare --methods dense,int9 --out runs/none", "thinwire compare --out runs/compare --steps 0",
+    "thinwire lab run --nodes 2 -- no-such-program", "thinwire simulate --model text.txt --cluster l40s-1g",
+    "thinwire simulate --model small --cluster text.txt", "thinwire doctor --seconds 20 --preset huge",
+    "thinwire methods trikle",
+]  # fmt: skip
+"""After all of them."""
+CLONED = [
+    "make help", "make train", "thinwire paper", "thinwire sample runs/first --prompt def",
+    "env OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 examples/ddp.py",
+]  # fmt: skip
+"""In a clone."""
 FOR_PROGRAMS = ("thinwire completion bash",)
 """Its lines are read by a shell."""
 TASK = """task: sums
@@ -211,10 +237,10 @@ def head(words: Sequence[str], bin_: Path, folder: Path) -> list[str]:
     return found
 
 
-def once(text: str, bin_: Path, folder: Path) -> list[str]:
+def once(text: str, bin_: Path, folder: Path, statuses: Sequence[int] = (0,)) -> list[str]:
     """Type one command to its end; print its row; return what is wrong."""
     typed = type_in(shlex.split(text), bin_, folder)
-    found = list(faults(typed, [2 if text == "thinwire" else 0], wide=text in FOR_PROGRAMS))
+    found = list(faults(typed, [2] if text == "thinwire" else statuses, wide=text in FOR_PROGRAMS))
     if typed.first_s is None or typed.first_s > FIRST_S:
         found.append(f"a first line after {typed.first_s} s")
     first = "-" if typed.first_s is None else f"{typed.first_s:.1f}"
@@ -248,6 +274,14 @@ def interrupted(text: str, number: int, bin_: Path, folder: Path) -> list[str]:
     return found + head(words, bin_, folder)
 
 
+def clone(folder: Path) -> Path:
+    """Clone the checkout into ``folder``, with the environment of ``install`` as that of make."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder / "clone")], check=True)
+    (folder / "clone" / ".venv").symlink_to(folder / "venv")
+    (folder / "venv" / ".ready").touch()
+    return folder / "clone"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs="*", help="words of thinwire, such as train: only their commands")
@@ -273,6 +307,12 @@ def main() -> int:
         if not options.no_keys and text not in FOR_PROGRAMS:
             found += interrupted(text, number, bin_, work)
         wrong += [f"{text}: {fault}" for fault in found]
+    if not options.keys and not options.commands:
+        for text in REFUSED:
+            wrong += [f"{text}: {fault}" for fault in once(text, bin_, work, statuses=(2,))]
+        cloned = clone(place)
+        for text in CLONED:
+            wrong += [f"in a clone, {text}: {fault}" for fault in once(text, bin_, cloned)]
     print("\n".join(wrong) or "nothing is wrong")
     return int(bool(wrong))
 

@@ -1,6 +1,10 @@
 """What of a round's exchange do the ranks wait for, where they stop for it and where it travels beside their steps?
 
-    thinwire lab run --nodes 2 --link 50mbit -- python benchmarks/speed/rounds.py
+    thinwire lab run --nodes 2 --link 50mbit -- python benchmarks/speed/rounds.py --computing 0.13
+
+Where ranks compute on the cores that also encode and send, the clock shows both. ``--computing 0.13`` stands in for an
+accelerator: a rank learns one short sequence, and sleeps until 0.13 s of each step are over, while its processor is
+idle. The model, and so the messages, are those of the run that computes; what its ranks do beyond is communication.
 
 Every rank trains the same model without any exchange, with rounds that stop (``local-steps``), and with rounds beside
 the steps (streaming DiLoCo: fragments and a delay), a block of as many steps as a round has of each in turn. Nothing is
@@ -35,14 +39,18 @@ class Way:
         self.method = method
         self.model = DistributedDataParallel(Decoder(dataclasses.replace(PRESETS[preset], vocabulary=256)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.wire = thinwire.compress(self.model, self.optimizer, method)
+        # Ranks that never meet: the guard would let them wait for each other in every step of none.
+        safety = thinwire.Safety(guard=method != "none")
+        self.wire = thinwire.compress(self.model, self.optimizer, method, safety=safety)
 
-    def block(self, tokens: torch.Tensor, steps: int) -> float:
-        """Take ``steps`` steps; return the seconds of one."""
+    def block(self, tokens: torch.Tensor, steps: int, computing: float) -> float:
+        """Take ``steps`` steps whose passes last ``computing`` seconds at least; return the seconds of one."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(steps):
+            end = time.perf_counter() + computing
             self.model(tokens[:, :-1], tokens[:, 1:]).backward()
+            time.sleep(max(end - time.perf_counter(), 0.0))
             self.optimizer.step()
             self.optimizer.zero_grad()
         dist.barrier()
@@ -58,6 +66,9 @@ def main() -> int:
     parser.add_argument("--outer", default="dense", help="the method that averages what was moved")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank")
+    parser.add_argument(
+        "--computing", type=float, default=0.0, help="seconds that a step's forward and backward pass last, asleep"
+    )
     parser.add_argument("--limit", type=float, default=0.2, help="largest share of the stopping rounds' exposed time")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -68,17 +79,23 @@ def main() -> int:
     )
     ways = [Way(options.preset, method) for method in ("none", stop, stream)]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    context = PRESETS[options.preset].context
-    tokens = torch.randint(0, 256, (options.batch_size, context + 1), generator=generator)
+    batch, context = options.batch_size, PRESETS[options.preset].context
+    if options.computing:
+        batch, context = 1, 8
+    tokens = torch.randint(0, 256, (batch, context + 1), generator=generator)
     for way in ways:  # as the delay is over, nothing is under way
-        way.block(tokens, options.every + options.delay)
+        way.block(tokens, options.every + options.delay, options.computing)
         way.wire.reset_stats()
-    times: list[list[float]] = [[way.block(tokens, options.every) for way in ways] for _ in range(options.turns)]
+    times: list[list[float]] = [
+        [way.block(tokens, options.every, options.computing) for way in ways] for _ in range(options.turns)
+    ]
     exposed = [interval([1e3 * (turn[number] - turn[0]) for turn in times]) for number in range(len(ways))]
     share = exposed[2].mean / exposed[1].mean
+    most = (exposed[2].mean + exposed[2].half) / (exposed[1].mean - exposed[1].half)
     if dist.get_rank() == 0:
-        size = f"{dist.get_world_size()} ranks, {options.batch_size} x {context} tokens each"
-        print(f"{options.preset}, {size}, {options.turns} turns of {options.every} steps")
+        size = f"{dist.get_world_size()} ranks, {batch} x {context} tokens each"
+        asleep = f", {1e3 * options.computing:g} ms of computing (asleep)" * bool(options.computing)
+        print(f"{options.preset}, {size}{asleep}, {options.turns} turns of {options.every} steps")
         for number, way in enumerate(ways):
             waited = sum(step.seconds["exposed"] for step in way.wire.ledger.steps) / way.wire.ledger.total.steps
             sent = sum(way.wire.ledger.total.bytes.values()) / way.wire.ledger.total.steps
@@ -87,7 +104,7 @@ def main() -> int:
                 f"{step:8.1f} ms per step, {exposed[number].mean:6.1f} ± {exposed[number].half:.1f} beyond none "
                 f"(by the ledger {1e3 * waited:.1f}), {sent / 1e3:.0f} kB sent   {way.method}"
             )
-        print(f"exposed: {share:.1%} of the rounds that stop")
+        print(f"exposed: {share:.1%} of the rounds that stop, at most {most:.1%} by both intervals")
     for way in ways:
         way.wire.close()
     dist.destroy_process_group()

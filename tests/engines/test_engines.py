@@ -33,11 +33,11 @@ REST = [method for method in METHODS if method not in ("bf16", "int8(smallest=10
 
 def _dense(rank, world, kind):
     stock = build(kind, world)
-    train(stock, adamw(stock), rank, range(8))
+    train(stock, adamw(stock), rank, range(20))
     ours = build(kind, world)
     optimizer = adamw(ours)
     wire = thinwire.compress(ours, optimizer, "dense")
-    train(ours, optimizer, rank, range(8), wire)
+    train(ours, optimizer, rank, range(20), wire)
     wire.close()
     return torch.equal(flat(stock), flat(ours))
 

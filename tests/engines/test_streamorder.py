@@ -27,6 +27,7 @@ from thinwire.base.random import Pool, Seeds
 from thinwire.core.exchange import bucket_rows
 from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
+from thinwire.network.guard import Guard
 from thinwire.ops import backends, quant
 from thinwire.plan import plan
 from thinwire.proof.record import small
@@ -175,6 +176,22 @@ def test_two_streams_that_use_one_table_have_a_copy_each():
             quant.quantize(rows, format, torch.empty(2, 192, dtype=torch.int8), torch.empty(2, 3), drawn)
     assert not world.wrong(), world.wrong()[:4]
     assert "quant.quantize" not in str(world.syncs)
+
+
+def test_what_two_streams_tell_the_guard_is_in_no_order():
+    """The hops of HSDP and the micro-batches of an engine observe where they are; only ``agree`` comes after all."""
+    world, guard, streams = World(), Guard([]), [Stream(), Stream()]
+    with Watch():
+        gradient = torch.ones(4)
+        for stream in streams:
+            stream.wait_stream(world.main)
+            with on(stream):
+                guard.observe(gradient)
+                guard.note(torch.zeros(3))
+        for stream in streams:
+            world.main.wait_stream(stream)
+        assert guard.agree(gradient.device) == (True, False)
+    assert not world.wrong(), world.wrong()[:4]
 
 
 def test_pinned_memory_belongs_to_a_copy_until_that_is_over():

@@ -141,6 +141,16 @@ def test_windows_that_only_one_of_two_runs_has_are_left_out():
     assert verdict.above([(run, part(1.0, 1.0, [1.0], 0.0))]).half == 0
 
 
+def test_the_step_of_a_round_counts_as_often_as_it_comes():
+    """Three steps of 100 ms and one of 500: a median of steps would leave out what a round costs."""
+    times = [900.0, 900.0, *[100.0, 500.0, 100.0, 100.0] * 5, 100.0]
+    assert verdict.steady(times, 4) == [200.0] * 5 and statistics.median(verdict.steady(times, 1)) == 100.0
+    assert verdict.steady(times[:5], 20) == [pytest.approx(700 / 3)], "less than a round: all that there is"
+    run, dense = ({"rows": [{"step_ms": time} for time in times]} for times in (times, [400.0] * 22))
+    run["summary"], dense["summary"] = {"step_ms": 200.0, "cycle_steps": 4}, {"step_ms": 400.0}
+    assert verdict.faster([(run, dense)]) == (2.0, 2.0, 2.0)
+
+
 @pytest.mark.parametrize(
     ("dense", "words"), [(52.0, "a step is only 1.04x faster"), (49.0, "dense is as fast as the run without")]
 )

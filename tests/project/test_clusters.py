@@ -169,7 +169,8 @@ def test_the_command_of_a_manifest_trains_on_two_nodes(name, tmp_path):
     assert LAST.search(printed[0]), printed[0]
 
 
-TORCHFT = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
+LIGHTHOUSE = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+TORCHFT = pytest.mark.skipif(LIGHTHOUSE is None, reason="needs torchft, with its torchft_lighthouse on PATH")
 
 
 def programs(folder: Path, **more: str) -> dict[str, str]:
@@ -177,7 +178,7 @@ def programs(folder: Path, **more: str) -> dict[str, str]:
     python = shlex.quote(sys.executable)
     scripts = {
         "thinwire": f'exec {python} -m thinwire "$@"',
-        "torchft_lighthouse": f'exec {Path(sys.executable).with_name("torchft_lighthouse")} "$@"',
+        "torchft_lighthouse": f'exec {LIGHTHOUSE} "$@"',
         **more,
     }
     for name, text in scripts.items():
@@ -225,6 +226,14 @@ def test_the_elastic_script_of_slurm_trains_on_all_its_nodes_and_ends_its_lighth
         printed = job.communicate(timeout=240 * PATIENCE)[0]  # which waits for the lighthouse, too: it holds the pipe
     assert job.returncode == 0, printed
     assert LAST.search(printed), printed
+
+
+def test_the_elastic_script_of_slurm_says_that_the_lighthouse_is_not_installed(tmp_path):
+    job = subprocess.run(
+        ["bash", str(CLUSTERS / "elastic_slurm.sh")], env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "1"}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60 * PATIENCE,
+    )  # fmt: skip
+    assert (job.returncode, job.stderr) == (1, "torchft_lighthouse is not on PATH: pip install 'thinwire[elastic]'\n")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")

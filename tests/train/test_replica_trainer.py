@@ -63,7 +63,7 @@ class Counting(ReplicaTrainer):
         self.checkpoints: Any = SimpleNamespace(run={}, latest="")
         self.step = self.sequences = self.trained = self.streak = self.dropped = 0
         self.wall_s = self.first_loss = 0.0
-        self.step_seconds, self.losses = [], []
+        self.step_seconds, self.losses, self.unshared = [], [], []
         self._begin_counts()
         self.display = Display(self.config, 1, 0)
         self._files: Any = SimpleNamespace(close=self._close, enter_context=lambda display: display.__enter__())

@@ -29,6 +29,7 @@ from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
+from thinwire.train import loop
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import windows as window_module
 from thinwire.train.data.corpus import read_corpus, spans, split
@@ -299,6 +300,31 @@ def _train(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[in
 def train(world: int, *words: str) -> list[tuple[int, str]]:
     """``thinwire train`` as torchrun starts it, on ranks that have torch already: what each ends with, and says."""
     return ranks.run(_train, world, free_port(), words, LOCAL_WORLD_SIZE=str(world))
+
+
+def _train_alone(rank: int, world: int, port: int, words: tuple[str, ...], alone_s: float) -> tuple[int, int]:
+    """As ``_train``; return the exit status, and how often ranks told each other their losses."""
+    loop.ALONE_S, calls, mean = alone_s, list[int](), loop.Trainer._mean
+    loop.Trainer._mean = lambda self, row: calls.append(len(row)) or mean(self, row)  # type: ignore[method-assign]
+    return _train(rank, world, port, words)[0], len(calls)
+
+
+def test_ranks_that_step_alone_do_not_meet_for_the_loss_of_each_step(tmp_path, text):
+    """They tell each other all losses since the last time: metrics.jsonl has each step's mean over the ranks."""
+    losses = {}
+    for alone_s, meetings in ((0.0, 12), (1e6, 4)):  # after steps 1 and 2, which they take together, 6 and 12
+        out = tmp_path / f"{alone_s}"
+        words = (
+            "--preset", "tiny", "--layers", "1", "--width", "64", "--corpus", str(text), "--steps", "12",
+            "--eval-sequences", "0", "--checkpoint-every", "6", "--method", "local-steps(every=4, start=2)",
+            "--out", str(out),
+        )  # fmt: skip
+        found = ranks.run(_train_alone, 2, free_port(), words, alone_s, LOCAL_WORLD_SIZE="2")
+        assert found == [(0, meetings)] * 2
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, 13))
+        losses[alone_s] = [row["loss"] for row in rows]
+    assert losses[0.0] == losses[1e6]
 
 
 def refused(found: list[tuple[int, str]], line: str) -> bool:

@@ -135,6 +135,11 @@ class Card:
         return self.alone_from is not None and number >= self.alone_from
 
     @property
+    def period(self) -> int:
+        """Optimizer steps until the method does the same again, by the rarest step of ``cycle``."""
+        return round(1 / min(self.cycle.values()))
+
+    @property
     def steady_steps(self) -> dict[int, float]:
         """``cycle`` by the number of the optimizer step."""
         return {self.steady + number: share for number, share in self.cycle.items()}

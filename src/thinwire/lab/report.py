@@ -22,7 +22,8 @@ from thinwire.plan.plan import human
 
 def network(report: dict[str, Any]) -> str:
     """Describe the network of the runs in one line."""
-    world = f"{report['nodes']} nodes x {report['ranks_per_node']}"
+    per_node = report["ranks_per_node"]
+    world = f"{report['nodes']} nodes of {per_node} rank{'s' * (per_node > 1)}"
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
     frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""
@@ -149,8 +150,9 @@ def notes(report: dict[str, Any]) -> list[str]:
 def explained(report: dict[str, Any]) -> list[str]:
     sources = [run["bytes_per_step"]["kernel_source"] for run in report["runs"] if not run["failed"]]
     return [
-        "step: median milliseconds per optimizer step. x none, x dense: against the run that exchanges nothing "
-        "(its ranks drift apart; it is there for its speed, not for its loss), and against dense.",
+        "step: median milliseconds per optimizer step; where they differ, as with rounds of local steps, the median of "
+        "the means of whole rounds. x none, x dense: against the run that exchanges nothing (its ranks drift apart; it "
+        "is there for its speed, not for its loss), and against dense.",
         "faster than dense: dense's step over the method's; in parentheses "
         + ("the 95% t-interval over seeds." if len(report["seeds"]) > 1 else
            "what the quartiles of both runs' steps leave possible."),

@@ -75,14 +75,21 @@ def faster(pairs: Pairs) -> Span:
     ratios = [dense["summary"]["step_ms"] / run["summary"]["step_ms"] for run, dense in pairs]
     if len(ratios) > 1:
         return interval(ratios)
-    (fast, slow), (dense_fast, dense_slow) = (_quartiles(run["rows"]) for run in pairs[0])
+    (fast, slow), (dense_fast, dense_slow) = (_quartiles(run) for run in pairs[0])
     return Span(ratios[0], dense_fast / slow, dense_slow / fast)
 
 
-def _quartiles(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    times = [row["step_ms"] for row in rows]
-    steady = times[2:] if len(times) > 4 else times  # as the median in summary.json
-    cuts = statistics.quantiles(steady, n=4) if len(steady) > 1 else steady
+def steady(times: Sequence[float], cycle: int) -> list[float]:
+    """Return the times of steps without the first two, which prepare much: the means over ``cycle`` steps each, where a
+    method takes as many until it does the same again (a round), so that no median leaves out the step that waits."""
+    times = times[2:] if len(times) > 4 else times
+    whole = range(0, len(times) - cycle + 1, cycle) if len(times) >= cycle else [0]
+    return [statistics.fmean(times[first : first + cycle]) for first in whole]
+
+
+def _quartiles(run: Run) -> tuple[float, float]:
+    times = steady([row["step_ms"] for row in run["rows"]], run["summary"].get("cycle_steps", 1))
+    cuts = statistics.quantiles(times, n=4) if len(times) > 1 else times
     return cuts[0], cuts[-1]
 
 

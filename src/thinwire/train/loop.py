@@ -22,6 +22,7 @@ from thinwire.base.files import write
 from thinwire.base.processes import interface_bytes
 from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
+from thinwire.lab.verdict import steady
 from thinwire.methods import resolve
 from thinwire.network.comm import is_of_the_network, local, network_words
 from thinwire.predict.choice import Auto, Choice, Training, choose
@@ -51,6 +52,9 @@ from thinwire.train.model.decoder import Decoder
 from thinwire.wire import Wire, compress
 
 TIMES = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
+ALONE_S = 5.0
+"""Longest time, by the steps before, that ranks which step alone go without telling each other their losses (higher:
+fewer messages and waits; a signal takes as much longer to be obeyed)."""
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -147,6 +151,8 @@ class Trainer:
     Attributes:
         step: optimizer steps that are done.
         sequences: sequences of the shuffled text that all ranks together have trained on.
+        unshared: of each step that ranks took alone and have not agreed on: this rank's loss and flags (5,), its row.
+        steps_alone: the number of such steps at which they do.
         streak: steps in a row that were skipped, or had a loss that is not finite.
         losses, step_seconds: mean loss of all ranks, and this rank's time, for each step since the process began.
         wall_s: seconds of all steps, including those before the checkpoint.
@@ -167,6 +173,8 @@ class Trainer:
         self.optimizers = make_optimizers(self.net, config)
         self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
         self.trained = 0
+        self.unshared: list[tuple[Tensor, dict[str, Any]]] = []
+        self.steps_alone = 1  # at most, before ranks tell each other their losses
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         description = checkpoints.description
@@ -254,7 +262,8 @@ class Trainer:
             self.wire.ledger.close_step()
             self.wire.reset_stats()
             while self.step < config.steps:
-                self._conclude_step(self.train_step(signals), signals)
+                if (outcome := self.train_step(signals)) is not None:
+                    self._conclude_step(outcome, signals)
             summary = self._conclude(first_loss)
         self.wire.close()
         return summary
@@ -290,30 +299,53 @@ class Trainer:
         shared = self.collective.share([list(row) for row in own])
         return [held_out.WindowLoss(*row) for rows in shared for row in rows]
 
-    def train_step(self, signals: list[int]) -> StepOutcome:
-        """Take one optimizer step, count it and log it. Collective."""
+    def train_step(self, signals: list[int]) -> StepOutcome | None:
+        """Take one optimizer step, count it and log it, unless that waits (``_shares``): None. Collective."""
         began, skipped_before = time.perf_counter(), self.wire.skipped
+        self._alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
         loss, norm = self._take_step()
         return self._count_step(began, loss, norm, self.wire.skipped > skipped_before, signals)
 
     def _count_step(
         self, began: float, loss: Tensor, norm: Tensor, skipped: bool, signals: list[int]
-    ) -> StepOutcome:  # fmt: skip
-        """Agree on the outcome of the step that ``began`` then, count it and log it. Collective."""
-        # Each rank's flags travel to all together with its loss.
-        flags = [skipped, bool(signals), bool(self.display.write_error)]
-        row = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
-        outcome = StepOutcome(*self._mean(row).tolist())
-        # Timed after that exchange: messages that leave ahead of the next forward pass travel beside it.
-        seconds = time.perf_counter() - began
+    ) -> StepOutcome | None:  # fmt: skip
+        """Count the step that ``began`` then; where that is due, agree on it and those before it. Collective."""
         self.step += 1
         self.trained += self.sequences_per_step
+        # Each rank's flags travel to all together with its loss.
+        flags = [skipped, bool(signals), bool(self.display.write_error), time.perf_counter() - began]
+        report = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
+        reports, shares = [*(report for report, _ in self.unshared), report], self._shares
+        means = self._mean(torch.cat(reports)).view(-1, len(report)).tolist() if shares else []
+        # Timed after that exchange: messages that leave ahead of the next forward pass travel beside it.
+        seconds = time.perf_counter() - began
         self.wall_s += seconds
         self.step_seconds.append(seconds)
-        self.losses.append(outcome.loss)
-        self.streak = self.streak + 1 if outcome.skipped or not math.isfinite(outcome.loss) else 0
-        self.display.step(self._row(outcome.loss, float(norm), seconds, skipped), self.tokens_per_step / seconds)
-        return outcome
+        self.unshared.append((report, self._row(float(norm), seconds, skipped)))
+        return self._note_losses(means) if shares else None
+
+    @property
+    def _shares(self) -> bool:
+        """Do ranks tell each other their losses after this step? Not after each that they take alone."""
+        config, step = self.config, self.step
+        return (
+            not self._alone
+            or len(self.unshared) + 1 >= self.steps_alone
+            or step == config.steps
+            or any(every and step % every == 0 for every in (config.eval_every, config.checkpoint_every))
+        )
+
+    def _note_losses(self, means: list[list[float]]) -> StepOutcome:
+        """Log steps whose ``means`` over the ranks are known; return the outcome of the last. Collective."""
+        for (_, row), (loss, skipped, *_) in zip(self.unshared, means, strict=True):
+            self.losses.append(loss)
+            self.streak = self.streak + 1 if skipped or not math.isfinite(loss) else 0
+            row["loss"] = loss
+            self.display.step(row, self.tokens_per_step / row["step_ms"] * 1e3)
+            self._check_streak(row["step"])
+        self.unshared.clear()
+        self.steps_alone = max(1, int(ALONE_S * len(means) / sum(seconds for *_, seconds in means)))
+        return StepOutcome(*means[-1][:4])
 
     def _mean(self, row: Tensor) -> Tensor:
         """Average ``row`` over the ranks that took the step. Collective."""
@@ -351,13 +383,16 @@ class Trainer:
         return loss
 
     def _check(self, outcome: StepOutcome) -> None:
-        """End the run if a rank cannot write its files, or if it diverges. Collective."""
+        """End the run if a rank cannot write its files. Collective."""
         if outcome.write_failed:
             self.collective.do(self.display.check)
+
+    def _check_streak(self, step: int) -> None:
+        """End the run if it diverges, with ``step`` as the last of a streak."""
         if self.config.max_skipped and self.streak >= self.config.max_skipped:
-            first, latest = self.step - self.streak + 1, self.checkpoints.latest
+            first, latest = step - self.streak + 1, self.checkpoints.latest
             raise ThinwireError(
-                f"the run diverges: steps {first} to {self.step} were skipped, or had a loss that is not finite; "
+                f"the run diverges: steps {first} to {step} were skipped, or had a loss that is not finite; "
                 f"{_last_good(latest)}. A lower --lr may help; with --max-skipped 0 a run never ends for it"
             )
 
@@ -445,11 +480,12 @@ class Trainer:
         nodes = self.ranks.nodes
         return f"{self.ranks.comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
 
-    def _row(self, loss: float, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
+    def _row(self, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
+        """Return the step's row of metrics.jsonl, whose loss is not known yet."""
         last = self.wire.last_step()
         row = {
             "step": self.step,
-            "loss": loss,
+            "loss": math.nan,
             "lr": self.optimizers[-1].param_groups[0]["lr"],
             "grad_norm": norm,
             "step_ms": 1e3 * seconds,
@@ -466,7 +502,8 @@ class Trainer:
     def _summary(self, stats: dict[str, Any], first_loss: float, losses: list[held_out.WindowLoss]) -> dict[str, Any]:
         """Return what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
-        step_ms = 1e3 * statistics.median(times[2:] if len(times) > 4 else times)
+        period = self.wire.method.card.period
+        step_ms = 1e3 * statistics.median(steady(times, period))
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
         highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
@@ -485,6 +522,7 @@ class Trainer:
             "tokens_per_parameter": self.tokens / self.parameters,
             "tokens_per_s": self.trained * self.inputs.train.targets_per_window / sum(times),
             "step_ms": step_ms,
+            "cycle_steps": period,
             "wire_bytes_per_step": stats["wire_bytes_per_step"],
             "dense_bytes_per_step": stats["dense_bytes_per_step"],
             "choice": self.checkpoints.description.get("choice"),

@@ -221,7 +221,8 @@ class ReplicaTrainer(Trainer):
             self._drop(began)
             return None
         # A replica that is told to end leaves alone.
-        return self._count_step(began, loss, norm, skipped, signals)._replace(stopped=bool(signals))
+        outcome = self._count_step(began, loss, norm, skipped, signals)
+        return outcome and outcome._replace(stopped=bool(signals))
 
     def _join_round(self) -> None:
         """Meet the others at the end of their round, without a step of one's own."""
@@ -313,6 +314,10 @@ class ReplicaTrainer(Trainer):
         self.dropped += 1
         self.log.write("dropped", step=self.step + 1)
 
+    @property
+    def _shares(self) -> bool:
+        return True  # who takes part may differ in the next step
+
     def _mean(self, row: Tensor) -> Tensor:
         if self._alone:
             return row
@@ -374,8 +379,8 @@ class ReplicaTrainer(Trainer):
     def _ranks_in_words(self) -> str:
         return f"{self.place[1]} replicas"
 
-    def _row(self, loss: float, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
-        row = super()._row(loss, norm, seconds, skipped)
+    def _row(self, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
+        row = super()._row(norm, seconds, skipped)
         row |= {"time": round(time.time(), 3), "replicas": self.place[1], "dropped": self.dropped}
         self._rows.append(row)
         return row
