@@ -457,7 +457,8 @@ class ManagedComm(GroupComm):
         if self.membership.spare is not None:
             tensor.fill_(0 if op == "sum" else -torch.inf)
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp(_OPS[op]), self.timeout  # else it is that of connecting
+        options.reduceOp = dist.ReduceOp(_OPS[op])
+        options.timeout = self.timeout  # type: ignore[assignment]  # else it is that of connecting
         with self.waiting("all-reduce"):
             self.group.allreduce([tensor], options).wait(self.timeout)  # type: ignore[arg-type]
 
