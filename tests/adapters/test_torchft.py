@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -157,6 +159,44 @@ def test_a_replica_that_dies_as_it_connects_holds_up_the_others_for_seconds_only
     assert [*waits, manager._pg.timeout.seconds] == [1, 2, 4, 6, 6, 1]
     assert wire.engine.across.timeout == manager._timeout
     wire.close()
+
+
+def test_others_are_told_of_a_failure_at_once(manager):
+    """gloo's connections close when no message of the group is left, be it in a frame of an error's traceback."""
+    manager._pg, manager.num_participants = Failing(), lambda: 2
+    wire = compress(manager)
+    gc.disable()
+    try:
+        assert not wire.engine.ask()
+    finally:
+        gc.enable()
+    assert manager._pg.left == 0 and len(manager._pg.messages) == 2
+    wire.close()
+
+
+class Failing(ProcessGroupGloo):
+    """A group of two, whose messages fail. left: how many are there when it is aborted."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def size(self) -> int:
+        return 2
+
+    def send(self, *given: Any) -> Any:
+        message = Message()
+        self.messages.append(weakref.ref(message))
+        return message
+
+    recv = send
+
+    def abort(self) -> None:
+        self.left = sum(message() is not None for message in self.messages)
+
+
+class Message:
+    def wait(self, limit: timedelta) -> bool:
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_an_all_reduce_has_the_patience_of_the_manager():

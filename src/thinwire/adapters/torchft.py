@@ -31,8 +31,8 @@ from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 NAME = 64
 """Bytes of a replica's name."""
 CONNECT = timedelta(seconds=1)
-"""How long a replica waits for another's address when they connect; twice as long after each time that failed. gloo
-waits five times as long for an answer: so long a replica that dies in that moment holds the others up."""
+"""The time that a replica waits for another's address when they connect, and twice as long after each time that failed.
+gloo waits five times as long for an answer: so long a replica that dies in that moment holds the others up."""
 
 
 def compress(
