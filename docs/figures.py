@@ -43,6 +43,7 @@ HERE = Path(__file__).resolve().parent
 DATA, ROOT = HERE / "data", HERE.parent
 sys.path += [str(HERE), *(str(ROOT / "benchmarks" / room) for room in ("loss", "predict"))]
 import draws  # noqa: E402
+import gap_law  # noqa: E402
 import ladder_tables  # noqa: E402
 import regime_tables  # noqa: E402
 
@@ -325,6 +326,11 @@ def ladder() -> str:
     return ladder_tables.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
 
 
+def law() -> str:
+    """The forecasts of benchmarks/loss/gap_law.py."""
+    return gap_law.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
+
+
 def regime_length(where: Regime) -> str:
     """Steps and tokens per parameter of a regime's runs."""
     row = next(row for row in regime_rows() if (row.regime, row.model, row.text, row.ranks) == where)
@@ -556,6 +562,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "speed": speeds,
     "quality": quality,
     "ladder": ladder,
+    "law": law,
     "runs": runs,
     "differences": differing,
     "to-denses-loss": to_denses_loss,

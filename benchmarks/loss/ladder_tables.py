@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -69,6 +69,17 @@ def spread_of(runs: Iterable[Run]) -> Spread | None:
             if len(losses) > 1 and mean <= (1 + STABLE) * least:
                 squares += sum((loss / mean - 1) ** 2 for loss in losses)
                 count += len(losses) - 1
+    return Spread(math.sqrt(squares / count), count) if count else None
+
+
+def pooled_spread(runs: Iterable[Run]) -> Spread | None:
+    """Of all settings together; None: none of them has two seeds."""
+    by_setting: dict[Any, list[Run]] = {}
+    for run in runs:
+        by_setting.setdefault(tuple(run[key] for key in SETTING), []).append(run)
+    found = [spread for of in by_setting.values() if (spread := spread_of(of)) is not None]
+    count = sum(spread.count for spread in found)
+    squares = sum(spread.count * spread.deviation**2 for spread in found)
     return Spread(math.sqrt(squares / count), count) if count else None
 
 
@@ -158,6 +169,20 @@ def rows(runs: Iterable[Run]) -> list[Row]:
             found.append(Row(setting, method, optimizer, best, len(by_tuned), kept, failed, edge))
     order = list(dict.fromkeys(row.setting for row in found))
     return sorted(found, key=lambda row: (order.index(row.setting), row.optimizer, row.method != "dense", row.loss))
+
+
+def beside_dense(runs: Iterable[Run]) -> Iterator[tuple[Row, Row, Spread | None]]:
+    """Each method's row, dense with the same optimizer in its setting, and how far seeds lie apart there."""
+    runs = list(runs)
+    every = rows(runs)
+    spreads = {
+        setting: spread_of(run for run in runs if tuple(run[key] for key in SETTING) == setting)
+        for setting in dict.fromkeys(row.setting for row in every)
+    }
+    dense = {(row.setting, row.optimizer): row for row in every if row.method == "dense"}
+    for row in every:
+        if row.method != "dense" and (row.setting, row.optimizer) in dense:
+            yield row, dense[row.setting, row.optimizer], spreads[row.setting]
 
 
 def markdown(runs: Iterable[Run]) -> str:

@@ -12,13 +12,14 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import ladder_tables
 from thinwire.lab.verdict import Span, interval
 
 Run = dict[str, Any]
@@ -207,24 +208,48 @@ def _with_error(row: Row) -> str:
     return text if row.gap in (None, math.inf) or row.method in PARTNER.values() else text + error_of(row.error)
 
 
-def measured(data: Iterable[Run]) -> str:
-    """What a plan says of loss, as CSV: each method's gap to dense by setting, without rows that have none."""
-    data = list(data)
-    parameters = {run["model"]: run["parameters"] for run in data if "parameters" in run}
-    out = io.StringIO()
-    table = csv.writer(out, lineterminator="\n")
-    table.writerow(("method", "regime", "text", "ranks", "parameters", "steps", "seeds", "gap_percent",
-                    "error_percent", "tokens_per_parameter"))  # fmt: skip
-    for row in rows(data):
+DENSE = {"adamw": "AdamW", "adams": "AdamS", "sgd": "AdamW", "muon": "Muon"}
+"""The optimizer of the dense run that a method is held against, by the method's."""
+
+
+def measured(regimes: Iterable[Run], ladder: Iterable[Run]) -> str:
+    """What a plan says of loss, as CSV: each method's gap to dense by setting, without rows that have none.
+
+    First those of the ladder, whose dense runs were tuned and which ended on all held-out text; then those of
+    ``regimes.py`` in settings that the ladder has not run."""
+    regimes, ladder = list(regimes), list(ladder)
+    found = [*_of_ladder(ladder)]
+    parameters = {run["model"]: run["parameters"] for run in regimes if "parameters" in run}
+    optimizers = {run["method"]: run["optimizer"] for run in regimes if "optimizer" in run}
+    for row in rows(regimes):
         if row.gap is None or row.gap == math.inf or " --" in row.method or row.method.startswith("dense"):
             continue
-        table.writerow((
-            row.method, row.regime, row.text, row.ranks, parameters[row.model], row.steps, len(row.losses),
-            f"{row.gap:.2f}", "nan" if row.error is None else f"{row.error:.2f}",
-            f"{row.tokens_per_parameter or 0:.2f}",
-        ))  # fmt: skip
+        error = "nan" if row.error is None else f"{row.error:.2f}"
+        setting = (row.text, row.ranks, parameters[row.model], row.steps)
+        dense = DENSE[optimizers.get(row.method, "adamw")]
+        if not any(one[0] == row.method and one[1] == dense and one[3:7] == setting for one in found):
+            found.append((row.method, dense, row.regime, *setting, len(row.losses), f"{row.gap:.2f}", error,
+                          f"{row.tokens_per_parameter or 0:.2f}"))  # fmt: skip
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(("method", "dense", "regime", "text", "ranks", "parameters", "steps", "seeds", "gap_percent",
+                    "error_percent", "tokens_per_parameter"))  # fmt: skip
+    table.writerows(found)
     return out.getvalue()
 
 
+def _of_ladder(runs: list[Run]) -> Iterator[tuple[Any, ...]]:
+    for row, dense, spread in ladder_tables.beside_dense(runs):
+        span = row.above(dense, spread)
+        if span is None or " + " in row.method:  # what has a name of its own is no method of the library
+            continue
+        run = next(iter(row.runs.values()))
+        error = "nan" if spread is None else f"{100 * span.half:.2f}"
+        yield (row.method, DENSE[row.optimizer], "scratch", run["text"], run["ranks"], run["parameters"], run["steps"],
+               len(row.runs), f"{100 * span.mean:.2f}", error, f"{run['tokens_per_parameter']:.2f}")  # fmt: skip
+
+
 if __name__ == "__main__":
-    print(measured(read(Path(__file__).parents[2] / "docs" / "data" / "regimes.jsonl").values()), end="")
+    DATA = Path(__file__).parents[2] / "docs" / "data"
+    ladder = ladder_tables.read(DATA / "ladder.jsonl").values()
+    print(measured(read(DATA / "regimes.jsonl").values(), ladder), end="")

@@ -1,24 +1,28 @@
 """Faults of the CUDA path, put back one at a time: which test of a machine without a GPU turns red?
 
-    python benchmarks/proofs/planted.py [--only 2 7]
+    python benchmarks/proofs/planted.py [--only 2 7]        # docs/data/planted.txt is what it prints
 
-The first ten and the last seven were in the project once; those between are what the checker of streams is there to
-see. Each is planted in a copy of the source, and the tests that stand for it run on that copy, with every case
-everywhere. A fault that no test notices is a fault of the tests: it makes the status 1. Those of Triton's launches need
-Triton, and are said to be left out where it is not installed.
+The first ten and those from 28 to 34 were in the project once; 11 to 27 are what the checker of streams is there to
+see, and the last six what a launch may hand to CUDA. Each is planted in a copy of the source, and the tests that stand
+for it run on that copy, with every case everywhere. A fault that no test notices is a fault of the tests: it makes the
+status 1. Those of Triton's launches need Triton, and are said to be left out where it is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,17 +44,18 @@ class Fault:
 
 FAULTS = (
     Fault(
-        "an all-reduce of bits, which NCCL lacks", "network/comm.py",
-        "            dist.all_reduce(tensor, _OPS[op], group=self.group)\n",
-        "            bits = tensor.dtype == torch.uint8\n"
-        "            dist.all_reduce(tensor, dist.ReduceOp.BOR if bits else _OPS[op], group=self.group)\n",
+        "an all-reduce of bits, which NCCL lacks", "core/exchange.py",
+        "        comm.all_to_all(received, chunks)\n        remaining = comm.size\n",
+        "        dist = torch.distributed\n"
+        "        dist.all_reduce(chunks, dist.ReduceOp.BOR, group=comm.group)\n        return result\n"
+        "        remaining = comm.size\n",
         ("tests/engines/test_strict.py", "-k", "every_method and ddp-2"),
     ),
     Fault(
         "HSDP: the guard chains one scalar between two streams", "network/guard.py",
         "        self._residues.append(total - total)\n",
         "        self._residues[:] = [sum(self._residues, total - total)]\n",
-        ("tests/engines/test_streamorder.py", "-k", "unordered and hsdp and dense"),
+        ("tests/engines/test_streamorder.py", "-k", "tell_the_guard"),
     ),
     Fault(
         "Triton launches on the current device, whatever the tensors' is", "ops/gpu.py",
@@ -87,7 +92,7 @@ FAULTS = (
         "positions are made into masks by plain torch, which waits for the device", "ops/mask/triton.py",
         "        launch(_from_indices, grid, positions, words, words.shape[1] * reference.WORD, k, BLOCK=BLOCK)\n",
         "        reference.from_indices(positions, words)\n",
-        ("tests/plan/test_budgets.py", "-k", "budget and topk"),
+        ("tests/plan/test_budgets.py", "-k", "budget and tagc"),
     ),
     Fault(
         "kernels are compiled anew for sizes that are 1 or a multiple of 16", "ops/gpu.py",
@@ -234,6 +239,39 @@ FAULTS = (
         "GPUs of unlike kinds train with PowerSGD", "methods/baselines/powersgd.py",
         "same_arithmetic=True, ", "", ("tests/core/test_hosts.py", "-k", "unlike_gpus"),
     ),
+    Fault(
+        "a kernel goes to the stream that was current when it was first launched", "ops/gpu.py",
+        "        stream = triton.runtime.driver.active.get_current_stream(index)\n", "        stream = 0\n",
+        ("tests/ops/test_triton.py", "-k", "hand_cuda"), triton=True,
+    ),
+    Fault(
+        "machine code that was loaded on one GPU is launched on another", "ops/gpu.py",
+        "            _launch(kernel, grid, flattened, (index, *kinds), constants, fused)\n    else:\n",
+        "            _launch(kernel, grid, flattened, (0, *kinds), constants, fused)\n    else:\n",
+        ("tests/ops/test_triton.py", "-k", "hand_cuda"), triton=True,
+    ),
+    Fault(
+        "what was compiled for one dtype is launched on another", "ops/gpu.py",
+        "            kinds.append(argument.dtype)\n", "            kinds.append(Tensor)\n",
+        ("tests/ops/test_triton.py", "-k", "hand_cuda"), triton=True,
+    ),
+    Fault(
+        "a profiler's hooks are not told of launches", "ops/gpu.py",
+        "        has_hooks = _has_hooks()\n", "        has_hooks = False\n",
+        ("tests/ops/test_triton.py", "-k", "hand_cuda or looked_up_once"),
+    ),
+    Fault(
+        "the error of a profiler's hook is taken for Triton's, and the kernel runs twice", "ops/gpu.py",
+        "        if not has_hooks:\n            bound.launch(grid, index, arguments)\n",
+        "        call = bound.told if has_hooks else functools.partial(bound.launch, index=index)\n"
+        "        call(grid, arguments=arguments)\n        return True\n",
+        ("tests/ops/test_triton.py", "-k", "hand_cuda"), triton=True,
+    ),
+    Fault(
+        "a variant of a kernel is compiled before the first step, and loaded in the one that meets it", "ops/gpu.py",
+        "                _bind(kernel, variant, kinds, len(arguments), {**constants, name: value})\n", "",
+        ("tests/ops/test_triton.py", "-k", "hand_cuda"), triton=True,
+    ),
 )  # fmt: skip
 
 
@@ -268,7 +306,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="*", default=range(1, len(FAULTS) + 1), help="their numbers")
     unseen = 0
-    print("| | fault | tests | | |\n|--:|---|---|---|---|")
+    installed = importlib.util.find_spec("triton") is not None
+    tried = f"torch {torch.__version__}, Triton {importlib.metadata.version('triton') if installed else 'none'}"
+    print(f"python benchmarks/proofs/planted.py      # {tried}, {time.strftime('%Y-%m-%d')}\n")
+    print("| | fault | tests | | |\n|--:|---|---|---|---|", flush=True)
     for number in parser.parse_args().only:
         fault = FAULTS[number - 1]
         found, said = verdict(fault)

@@ -17,16 +17,19 @@ from torch.distributed.fsdp import fully_shard as sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import dry_cuda
+import streamorder
 import thinwire
 from breadth import falls_on
 from kernel_access import written
 from streamorder import Stream, Watch, World, gpu, on
 from thinwire import methods, wire
 from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Pool, Seeds
 from thinwire.core.exchange import bucket_rows
 from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
+from thinwire.network.guard import Guard
 from thinwire.ops import backends, quant
 from thinwire.plan import plan
 from thinwire.proof.record import small
@@ -177,6 +180,22 @@ def test_two_streams_that_use_one_table_have_a_copy_each():
     assert "quant.quantize" not in str(world.syncs)
 
 
+def test_what_two_streams_tell_the_guard_is_in_no_order():
+    """The hops of HSDP and the micro-batches of an engine observe where they are; only ``agree`` comes after all."""
+    world, guard, streams = World(), Guard([]), [Stream(), Stream()]
+    with Watch():
+        gradient = torch.ones(4)
+        for stream in streams:
+            stream.wait_stream(world.main)
+            with on(stream):
+                guard.observe(gradient)
+                guard.note(torch.zeros(3))
+        for stream in streams:
+            world.main.wait_stream(stream)
+        assert guard.agree(gradient.device) == (True, False)
+    assert not world.wrong(), world.wrong()[:4]
+
+
 def test_pinned_memory_belongs_to_a_copy_until_that_is_over():
     """Written through numpy or by torch, or read, by a host that has not waited; and by one that has."""
     cpu = torch.device("cpu")
@@ -212,6 +231,14 @@ def test_a_launch_writes_where_its_kernel_stores():
     kernels = [of for module in found.values() for of in vars(module).values() if isinstance(of, dry_cuda._Kernel)]
     storing = [of for of in kernels if "tl.store(" in inspect.getsource(of.function)]
     assert len(storing) > 30 and all(written(of.function) for of in storing)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
+def test_a_step_that_a_graph_records_is_refused(kind, monkeypatch):
+    """Before anything of it is done: the host's part of a step would be done once, and never again."""
+    monkeypatch.setattr(streamorder._Module, "is_current_stream_capturing", staticmethod(lambda: True))
+    with pytest.raises(ThinwireError, match="a whole step cannot be captured in a CUDA graph"):
+        steps(kind, partial(small, methods.Int8))
 
 
 def test_streams_of_ours_go_before_those_that_compute():

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +32,9 @@ from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
-from thinwire.ops import backends, mask, quant
+from thinwire.ops import backends, direction, mask, quant, sparse
 from thinwire.ops.backends import launches
+from thinwire.plan import dry_run as played
 from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
 from thinwire.plan.plan import road_of
 from thinwire.proof.ranks import parameters_for
@@ -164,6 +168,23 @@ def test_a_grid_beyond_cudas_is_refused_by_a_dry_run():
             mask.from_indices(torch.zeros(65536, 3, dtype=torch.int32, device="meta"), words)
 
 
+def test_a_row_of_which_kernels_would_lose_count_is_refused():
+    """They count columns and positions in 32 bits: rows of 2^31 values, and 8.6 GB, would be cut short in silence."""
+    rows = torch.empty(1, 2**31, device="meta")
+    lists, found = (sparse.ListSegment(0, 2**31, 5, 0),), torch.empty(1, 8, dtype=torch.int32, device="meta")
+    adam = [direction.DirectionSegment(0, 2**31, 0, 0.9, 1e-8)]
+    calls = {
+        "largest": lambda: sparse.largest(rows, None, lists, None, found, rows[:, :8]),
+        "marked": lambda: sparse.marked(rows, lists, torch.empty(1, 2**25, dtype=torch.int64, device="meta")),
+        "direction": lambda: direction.direction(
+            rows, rows, rows, None, None, adam, lr=rows[0], scale=rows[0], factor=rows[0, 0], beta1=0.0
+        ),
+    }
+    for call in calls.values():
+        with pytest.raises(ThinwireError, match=r"2147483648 values in one row .* train on more ranks"):
+            call()
+
+
 def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
     """All parameters in one buffer, beside each other."""
     place, pieces, shares = 0, [], []
@@ -197,6 +218,33 @@ def test_no_step_waits_for_a_kernel(name, kind):
         dry_run(layout, road, run, [exchange.comm], LaunchWatch(), WholePlayback)
     own = {variant for variant in needed if variant[0] != "thinwire.ops.adams._adams"}  # that is the optimizer's
     assert not own - compiled
+
+
+def test_what_a_machine_lacks_for_triton_is_said_in_a_line(monkeypatch, tmp_path):
+    """By ``compress()``, in place of the error of whatever Triton tried to run."""
+    method, exchange = method_of("int8"), exchange_of("ddp", 5)
+    parameters = list(parameters_for(exchange, SHAPES).values())
+
+    def fails(device):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(played, "_move", fails)
+    monkeypatch.setattr(played.devices, "streams", lambda device: torch.cuda)
+    call = partial(
+        compile_kernels, road_of(method, parameters, exchange), stand_in_run(method, parameters, exchange), META
+    )
+    monkeypatch.delenv("CC", raising=False)
+    for compiler, include, said in (
+        (None, tmp_path, "finds neither gcc nor clang: apt-get install gcc"),
+        ("/usr/bin/gcc", tmp_path, f"there is no {tmp_path}/Python.h: apt-get install python3-dev"),
+    ):
+        monkeypatch.setattr(shutil, "which", lambda name, compiler=compiler: compiler)
+        monkeypatch.setattr(sysconfig, "get_paths", lambda include=include: {"include": str(include)})
+        with pytest.raises(ThinwireError, match=said):
+            call()
+    (tmp_path / "Python.h").touch()
+    with pytest.raises(RuntimeError, match="Failed to find C compiler"):
+        call()
 
 
 def test_a_dry_run_counts_what_the_host_code_launches():
@@ -244,38 +292,17 @@ or the installed one."""
 
 
 @pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc, with which Triton compiles its launchers")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
-def test_later_launches_hand_the_driver_what_the_first_one_did(folder, tmp_path):
-    """Of every Triton: the same arguments, in the same order, with the machine code of the first launch."""
+def test_later_launches_hand_cuda_what_the_first_one_does(folder, tmp_path):
+    """Of every kernel, through Triton's launcher in C: the arguments of the call, its stream and its device."""
     code = f"""
 import sys
+from pathlib import Path
 sys.path[:0] = {[folder] * bool(folder)}
-sys.path.insert(0, {str(Path(__file__).parents[2] / "benchmarks" / "speed")!r})
-import host_launch, warnings
-warnings.simplefilter("error")
-told = []
-host_launch.StubDriver.launcher_cls = lambda self, source, metadata: lambda *arguments: told.append(arguments)
-with host_launch.a_device() as device:
-    for name, call in host_launch.cases(device).items():
-        lists = []
-        for _ in range(3):
-            told.clear()
-            call()
-            lists.append([[getattr(value, "shape", value) for value in launch] for launch in told])
-        assert lists[0] and len(host_launch.gpu._bound), name
-        first, *later = ([[str(value) for value in launch] for launch in launches] for launches in lists)
-        same = [launch[:6] + launch[9:] for launch in first]  # not the hooks
-        assert all([launch[:6] + launch[9:] for launch in launches] == same for launches in later), name
-    assert all(host_launch.gpu._bound.values())
-    # A kernel that has run before compress() gets its other variants there all the same.
-    from triton.runtime.jit import JITFunction
-    warmed, warmup = set(), JITFunction.warmup
-    JITFunction.warmup = lambda *words, **more: (warmed.add(more.get("ALIGN")), warmup(*words, **more))[1]
-    host_launch.backends.every_variant.set(True)
-    for call in host_launch.cases(device).values():
-        call()
-    assert warmed >= {{16, 1}}, warmed
-print("checked")
+import cuda_library
+cuda_library.start(Path({str(tmp_path)!r}))
 """
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout.strip().endswith("checked"), done.stderr
@@ -286,14 +313,17 @@ print("checked")
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_machine_code_of_all_kernels(capability, folder, tmp_path):
-    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices; 16 or,
-    on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by size."""
+    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices, 16 KB
+    of shared memory but for these; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by
+    size."""
     code = f"import sys; sys.path[:0] = {[folder] * bool(folder)}; import aot; aot.main({capability})"
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     for found in map(json.loads, done.stdout.splitlines()):
         assert found["stack"] <= (24 if capability == 100 and found["kernel"].startswith("quant.") else 0), found
         assert found["registers"] <= 128 or found["kernel"].startswith("projection."), found
+        # Of the 100 KB that GPUs have at least for all programs on a multiprocessor, and of 48 KB for one.
+        assert found["shared"] <= (48 << 10 if found["kernel"].startswith("projection.") else 16 << 10), found
         assert not found["narrow"] and not found["specialized"], found
         assert not found["fused"] or found["kernel"].startswith("projection."), found
         widths = {int(access[2:]) for access in found["accesses"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "loss"))
 
+import ladder_tables  # noqa: E402
 import regime_tables  # noqa: E402
 from thinwire import methods  # noqa: E402
 from thinwire.base.knobs import knobs_of  # noqa: E402
@@ -22,8 +24,34 @@ from threaded import exchange_on  # noqa: E402
 
 
 def test_the_packaged_rows_are_those_of_the_runs():
-    runs = regime_tables.read(ROOT / "docs" / "data" / "regimes.jsonl").values()
-    assert (ROOT / "src/thinwire/plan/measured.csv").read_text() == regime_tables.measured(runs)
+    regimes, ladder = (
+        of.read(ROOT / "docs" / "data" / f"{name}.jsonl").values()
+        for of, name in ((regime_tables, "regimes"), (ladder_tables, "ladder"))
+    )
+    assert (ROOT / "src/thinwire/plan/measured.csv").read_text() == regime_tables.measured(regimes, ladder)
+
+
+def test_tuned_runs_on_all_held_out_text_take_the_place_of_others():
+    """The same method, text, size and length: one row, of the ladder."""
+    rows = [row for row in read_measured() if row.dense != "Muon" and row.regime == "scratch"]
+    same = Counter((row.method, row.text, row.ranks, row.parameters, row.steps) for row in rows)
+    assert {key for key, count in same.items() if count > 1} == {("trickle", "peps", 4, 120576, 2400)}, "two batches"
+    setting = ("trickle", "peps", 4, 120576, 800)
+    (short,) = (row for row in rows if (row.method, row.text, row.ranks, row.parameters, row.steps) == setting)
+    assert short.seeds == 3 and short.error_percent < 1
+
+
+def test_the_longest_run_speaks_first():
+    """A short run's lead is gone at 20 tokens per parameter: a plan that named it would promise it."""
+    row = nearest_measured(resolve("trickle"), 4)[0]
+    others = [other for other in read_measured() if (other.method, other.ranks) == ("trickle", 4)]
+    assert row.tokens_per_parameter == max(o.tokens_per_parameter for o in others if o.regime == "scratch") > 20
+
+
+def test_muons_rows_are_held_against_dense_muon():
+    rows = nearest_measured(resolve("trickle:muon"), 4)
+    assert rows and {row.dense for row in rows} == {"Muon"} and "dense Muon" in str(rows[0])
+    assert {row.dense for row in nearest_measured(resolve("trickle"), 4)} == {"AdamW"}
 
 
 @pytest.mark.parametrize("spec", ["trickle", "trickle(mask='merged',bits=4)", "powersgd"])
@@ -38,7 +66,7 @@ def test_a_method_that_was_run_is_nearest_to_itself(spec):
 def test_other_knobs_are_told_with_the_run():
     """A density that nobody has run: the row says which one it was."""
     line = describe_measured(resolve("trickle(density=0.0123)"), 4)
-    assert "(trickle, " in line or "(trickle(" in line
+    assert "(trickle and dense AdamW, " in line or "(trickle(" in line
     assert "ranks" in line and "parameters" in line and "seed" in line and "%" in line
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,33 +16,59 @@ from gpu_report import ROOT, Part
 
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_report.main(["--out", str(tmp_path / "report.md")]) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and said.err.startswith("no GPU") and not said.out
+    card = "NVIDIA GeForce RTX 3090, 470.42"
+    for listed, cuda, why in (
+        ("no nvidia-smi: FileNotFoundError", None, "nvidia-smi lists none"), ("", "13.0", "nvidia-smi lists none"),
+        (card, None, f"is built for CPUs, and here is {card}"), (card, "13.0", "a driver older than CUDA 13.0?"),
+    ):  # fmt: skip
+        monkeypatch.setattr(gpu_report, "_said", lambda *command, listed=listed: listed)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert gpu_report.main(["--out", str(tmp_path / "report.md")]) == 2
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1 and said.err.startswith("no GPU") and why in said.err and not said.out
     assert not (tmp_path / "report.md").exists()
+
+
+HANGS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open({!r}, "w").write(str(child.pid))
+print("said before", flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """A zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_one_failure_does_not_end_the_others(tmp_path, capsys, monkeypatch):
     given = [
         Part("one", ("-c", "print('fine')"), 60),
         Part("two", ("-c", "print('before'); raise SystemExit(3)"), 60),
-        Part("three", ("-c", "import time; time.sleep(60)"), 1),
+        Part("three", ("-c", HANGS.format(str(tmp_path / "child"))), 2),
     ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_report, "machine", lambda: ["a machine"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(gpu_report, "parts", lambda capability: given)
+    monkeypatch.setattr(gpu_report, "parts", lambda capability, gpus: given)
     assert gpu_report.main(["--out", str(tmp_path / "report.md")]) == 1
     report = (tmp_path / "report.md").read_text()
     for expected in ("a machine", "one: passed", "fine", "two: FAILED, exit status 3", "before", "three: FAILED"):
         assert expected in report
     assert "something FAILED" in capsys.readouterr().out
-    monkeypatch.setattr(gpu_report, "parts", lambda capability: given[:1])
+    assert "said before" in report, "what a part had said is kept"
+    assert not is_running(int((tmp_path / "child").read_text())), "nothing that it started is left behind"
+    monkeypatch.setattr(gpu_report, "parts", lambda capability, gpus: given[:1])
     assert gpu_report.main(["--out", str(tmp_path / "report.md")]) == 0
 
 
 def test_what_is_run_is_there():
-    found = gpu_report.parts(90)
+    found = gpu_report.parts(90, 1)
     arguments = [part.arguments for part in found]
     assert arguments[1][0] == "tests/support/gpu_cases.py" and ("tests/support/aot.py", "90") in arguments
     assert all(part.arguments[0] == "-m" or (ROOT / part.arguments[0]).exists() for part in found)
@@ -55,7 +82,10 @@ def test_cases_are_rehearsed_on_a_cpu_and_their_report_becomes_tables(tmp_path, 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # with no module but its own imported
     assert done.returncode == 0, done.stderr
     lines = done.stdout
-    *steps, unset, hang, speed = map(json.loads, lines.splitlines())
+    found = [json.loads(line) for line in lines.splitlines()]
+    order = {name: i for i, name in enumerate(("steps", "hang", "speed"))}  # cases come as they end
+    found.sort(key=lambda case: (order[case["what"]], not case["sets_device"], case["engine"]))
+    *steps, unset, hang, speed = found
     assert [case["engine"] for case in steps] == ["ddp", "fsdp2"]
     for case in (*steps, unset, speed):
         assert case["result"]["ended"] == "passed", case

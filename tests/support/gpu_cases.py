@@ -141,7 +141,9 @@ def _rank(rank: int, world: int, fields: dict[str, Any], folder: str) -> dict[st
 def _hang(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
     if rank:
         time.sleep(1e6)
-    dist.all_reduce(torch.ones(1, device=device))
+    values = torch.ones(1, device=device)
+    dist.all_reduce(values)
+    values.tolist()  # NCCL returns at once
     return {}
 
 
@@ -308,7 +310,8 @@ def _at_once(jobs: int, waiting: Sequence[Case]) -> Iterator[Case]:
     if jobs > 1:
         together = [case for case in waiting if case.what != "speed"]
         with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            yield from pool.map(run, together)
+            done = concurrent.futures.as_completed([pool.submit(run, case) for case in together])
+            yield from (future.result() for future in done)  # whatever comes later may be ended by a limit
     yield from map(run, alone)
 
 

@@ -12,10 +12,12 @@ without a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -36,13 +38,16 @@ class Part(NamedTuple):
     limit: float
 
 
-def parts(capability: int) -> list[Part]:
-    """What is run from the root of the checkout, on GPUs of this compute capability (90: an H100)."""
-    jobs = max(1, min((os.cpu_count() or 1) // 2, 8))
+def parts(capability: int, gpus: int) -> list[Part]:
+    """What is run from the root of the checkout, on ``gpus`` GPUs of this compute capability (90: an H100).
+
+    Where each rank has a GPU, few cases run at once: they take turns on it, and a collective waits for all turns.
+    """
+    jobs = max(1, min((os.cpu_count() or 1) // 2, 8 if gpus < 2 else 2))
     return [
         Part("operations beside the CPU's", ("-m", "pytest", "tests/ops", "-m", "gpu", "-q", "-rfEs"), 180),
         Part("engines and methods", ("tests/support/gpu_cases.py", "--jobs", str(jobs)), 480),
-        Part("codecs", ("benchmarks/speed/codecs.py", "--device", "cuda", "--sizes", "8"), 60),
+        Part("codecs", ("benchmarks/speed/codecs.py", "--device", "cuda", "--sizes", "8", "128"), 90),
         Part("kernels as compiled", ("tests/support/aot.py", str(capability)), 180),
         Part("the other tests", ("-m", "pytest", "-m", "gpu", "-q", "-rfEs", "--ignore", "tests/ops"), 180),
     ]
@@ -106,6 +111,22 @@ def machine() -> list[str]:
     ]  # fmt: skip
 
 
+def without_a_gpu() -> str:
+    """Why torch sees none, in a line."""
+    import torch
+
+    seen = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()[:1]
+    found = f"no GPU: torch {torch.__version__} "
+    if not seen or seen[0].startswith("no "):
+        return f"{found}sees no CUDA device on this machine, and nvidia-smi lists none"
+    if torch.version.cuda is None:
+        return f"{found}is built for CPUs, and here is {seen[0]}: remove {sys.prefix}, and take torch's wheels for CUDA"
+    return (
+        f"{found}does not see {seen[0]}: a driver older than CUDA {torch.version.cuda}? Newer ones, or "
+        "make -B setup TORCH_INDEX= with the index of torch's wheels for an older CUDA"
+    )
+
+
 def _said(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -116,17 +137,21 @@ def _said(*command: str) -> str:
 def run(part: Part) -> tuple[bool, str]:
     """Did it pass, and its section of the report."""
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, *part.arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", timeout=part.limit,
-        )  # fmt: skip
-        output, ended = done.stdout, f"exit status {done.returncode}"
-        passed = done.returncode == 0
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        output = said.decode(errors="replace") if isinstance(said, bytes) else said
-        passed, ended = False, f"ended after {part.limit:.0f} s"
+    words = [sys.executable, *part.arguments]
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=part.limit)
+            passed, ended = process.returncode == 0, f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            passed, ended = False, f"ended after {part.limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks too, which would hold the GPUs
+        if ended.startswith("ended"):
+            output, _ = process.communicate()
     lines = output.splitlines()
     lines = [line for line in lines if line.startswith("{")] + [line for line in lines if not line.startswith("{")][
         -(PASSED if passed else FAILED) :
@@ -151,12 +176,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print(f"no GPU: torch {torch.__version__} sees no CUDA device on this machine", file=sys.stderr)
+        print(without_a_gpu(), file=sys.stderr)
+        return 2
+    from thinwire.base.extras import missing_for_triton
+
+    if lacks := missing_for_triton():  # nothing would run, and each part would say so at length
+        print(lacks, file=sys.stderr)
         return 2
     sections, passed = ["# Thinwire on GPUs", "", *machine(), ""], True
     ends = time.monotonic() + 60 * options.minutes
     major, minor = torch.cuda.get_device_capability()
-    for part in parts(10 * major + minor):
+    for part in parts(10 * major + minor, torch.cuda.device_count()):
         print(part.name, flush=True)
         well, section = run(part._replace(limit=max(min(part.limit, ends - time.monotonic()), 1)))
         passed = passed and well

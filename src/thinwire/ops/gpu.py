@@ -152,12 +152,19 @@ class _Bound(NamedTuple):
     def launch(self, grid: tuple[int, ...], index: int, arguments: Sequence[Any]) -> None:
         """Do what ``compiled[grid](...)`` does, which builds metadata for hooks even where there is none."""
         x, y, z, *_ = (*grid, 1, 1)
-        hooks = triton.knobs.runtime
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
-            self.compiled[x, y, z](*arguments, *self.constants)
-            return
         stream = triton.runtime.driver.active.get_current_stream(index)
         self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *arguments, *self.constants)
+
+    def told(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """Launch as Triton does, which tells the hooks."""
+        x, y, z, *_ = (*grid, 1, 1)
+        self.compiled[x, y, z](*arguments, *self.constants)
+
+
+def _has_hooks() -> bool:
+    """Does a profiler want to be told of launches? A hook is a chain of calls, or one of them, or None."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 _bound: dict[tuple[Any, ...], _Bound | None] = {}
@@ -206,25 +213,41 @@ def _launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], kinds: tuple[Any, ...], constants: dict[str, Any],
     fused: bool,
 ) -> None:  # fmt: skip
-    key = (*kinds, *constants, *constants.values())
-    if (bound := _bound.get(key)) is not None and not every_variant.get():
-        try:
-            bound.launch(grid, kinds[0], arguments)
-        except (TypeError, AttributeError) as error:
-            _bound[key] = None
-            warnings.warn(
-                f"Triton {triton.__version__} does not launch what it has compiled as others do ({error}): each launch "
-                "of this kernel takes the host longer", ThinwireWarning, stacklevel=4,
-            )  # fmt: skip
-        else:
-            return
+    if not every_variant.get() and _launched((*kinds, *constants, *constants.values()), grid, kinds[0], arguments):
+        return
     options = {**constants, "enable_fp_fusion": fused}
     if every_variant.get():
         for name in VARIANTS.keys() & constants.keys():
             for value in VARIANTS[name]:
-                kernel.warmup(*arguments, grid=grid, **{**options, name: value})
-    compiled = kernel[grid](*arguments, **options)
+                variant = kernel.warmup(*arguments, grid=grid, **{**options, name: value})
+                _bind(kernel, variant, kinds, len(arguments), {**constants, name: value})
+    _bind(kernel, kernel[grid](*arguments, **options), kinds, len(arguments), constants)
+
+
+def _launched(key: tuple[Any, ...], grid: tuple[int, ...], index: int, arguments: Sequence[Any]) -> bool:
+    """Launch what is bound to ``key``, if anything is."""
+    if (bound := _bound.get(key)) is None:
+        return False
+    try:
+        has_hooks = _has_hooks()
+        if not has_hooks:
+            bound.launch(grid, index, arguments)
+    except (TypeError, AttributeError) as error:
+        _bound[key] = None
+        warnings.warn(
+            f"Triton {triton.__version__} does not launch what it has compiled as others do ({error}): each launch "
+            "of this kernel takes the host longer", ThinwireWarning, stacklevel=5,
+        )  # fmt: skip
+        return False
+    if has_hooks:
+        bound.told(grid, arguments)  # an error of a hook is not ours, and comes after the launch
+    return True
+
+
+def _bind(kernel: Any, compiled: Any, kinds: tuple[Any, ...], count: int, constants: dict[str, Any]) -> None:
+    """Keep how to launch what Triton has ``compiled`` for ``count`` arguments. Its machine code is loaded by then."""
+    key = (*kinds, *constants, *constants.values())
     if compiled is not None and key not in _bound:  # interpreted, or in a dry run, there is nothing compiled
-        behind = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        behind = tuple(constants[name] for name in kernel.arg_names[count:])
         launcher = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
         _bound[key] = _Bound(kernel, compiled, behind, *launcher)

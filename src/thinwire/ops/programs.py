@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
 
 T = TypeVar("T")
 
@@ -25,6 +26,19 @@ def per_stream(make: Callable[..., T]) -> Callable[..., T]:
 
     on_current_stream.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return on_current_stream
+
+
+def check_width(rows: Tensor) -> None:
+    """Refuse ``rows`` (R, n) of whose columns kernels would lose count.
+
+    Raises:
+        ThinwireError: n is 2^31 or more.
+    """
+    if rows.shape[1] >= 2**31:
+        raise ThinwireError(
+            f"{rows.shape[1]} values in one row are more than the 2147483647 that positions in 32 bits reach: wrap "
+            "modules one by one (fully_shard of each block), or train on more ranks"
+        )
 
 
 def programs_on(device: torch.device, widths: Iterable[int], per_program: int) -> Tensor:

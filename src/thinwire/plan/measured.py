@@ -1,6 +1,7 @@
 """The measured loss of a method against dense, in the runs nearest to a plan's method. Nothing is predicted.
 
-``benchmarks/loss/regime_tables.py`` makes ``measured.csv`` from docs/data/regimes.jsonl.
+``benchmarks/loss/regime_tables.py`` makes ``measured.csv`` from docs/data/ladder.jsonl and regimes.jsonl. What these
+runs say of longer runs and larger models, ``benchmarks/loss/gap_law.py`` asks them: too little to be said here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class MeasuredLoss:
         method: with its knobs. regime: "scratch", "long", "going-on" or "finetune". ranks: number of ranks.
         parameters: number in the model. gap_percent: loss above dense's (negative: below), mean over ``seeds`` runs.
         error_percent: half of the 95% interval of that over the seeds; NaN: not known, as of one seed.
-        tokens_per_parameter: that the run was trained on.
+        tokens_per_parameter: that the run was trained on. dense: the optimizer of the dense run, "AdamW", "AdamS" or
+            "Muon".
     """
 
     method: str
@@ -42,14 +44,16 @@ class MeasuredLoss:
     gap_percent: float
     error_percent: float = math.nan
     tokens_per_parameter: float = 0.0
+    dense: str = "AdamW"
 
     def __str__(self) -> str:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
         error = "" if math.isnan(self.error_percent) else f" ± {self.error_percent:.1f}%"
         length = f" ({self.tokens_per_parameter:.2g} tokens per parameter)" if self.tokens_per_parameter else ""
         return (
-            f"{self.gap_percent:+.1f}%{error} ({self.method}, {self.ranks} ranks, {self.parameters / 1000:.0f}k "
-            f"parameters, {self.text}, {self.steps} steps{length} {REGIMES[self.regime]}, {seeds})"
+            f"{self.gap_percent:+.1f}%{error} ({self.method} and dense {self.dense}, {self.ranks} ranks, "
+            f"{self.parameters / 1000:.0f}k parameters, {self.text}, {self.steps} steps{length} "
+            f"{REGIMES[self.regime]}, {seeds})"
         )
 
 
@@ -64,8 +68,8 @@ def read_measured() -> tuple[MeasuredLoss, ...]:
 
 
 def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[MeasuredLoss]:
-    """Return up to ``count`` rows of ``method`` with the fewest different knobs, each of another text; from scratch
-    first."""
+    """Return up to ``count`` rows of ``method`` with the fewest different knobs, each of another text: from scratch
+    first, beside AdamW where there is such a run, and of these the one with the most tokens per parameter."""
     knobs = own_knobs_of(method)  # without knobs that choose parameters, which suit the model that was measured
     differing: dict[MeasuredLoss, int] = {}
     for row in read_measured():
@@ -74,9 +78,10 @@ def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[Measure
             if measured.name == method.name:
                 differing[row] = sum(getattr(measured, knob) != getattr(method, knob) for knob in knobs)
 
-    def distance(row: MeasuredLoss) -> tuple[bool, bool, int, int]:
+    def distance(row: MeasuredLoss) -> tuple[bool, bool, bool, float, int, int]:
         far = max(row.ranks, ranks) // max(min(row.ranks, ranks), 1)
-        return row.regime != "scratch", far > 2, -row.parameters, -row.seeds
+        length = row.tokens_per_parameter
+        return row.regime != "scratch", far > 2, row.dense == "Muon", -length, -row.parameters, -row.seeds
 
     fewest = min(differing.values(), default=0)
     nearest: dict[str, MeasuredLoss] = {}

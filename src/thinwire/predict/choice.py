@@ -259,7 +259,8 @@ def candidates(auto: Auto, training: Training, ranks: int) -> Iterator[Option]:
     rows: dict[str, list[MeasuredLoss]] = defaultdict(list)
     for row in read_measured():
         with suppress(ThinwireError):  # this version lacks the method or the knob
-            rows[str(resolve(row.method))].append(row)
+            if row.dense != "Muon":  # auto takes AdamW, or its kin, for all parameters
+                rows[str(resolve(row.method))].append(row)
     for name, measured in rows.items():
         comparable = [row for row in measured if is_comparable(row, auto, training.steps)]
         worst = max(comparable, key=lambda row: row.gap_percent, default=None)

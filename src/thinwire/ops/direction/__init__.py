@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.ops.backends import backend
+from thinwire.ops.programs import check_width
 
 __all__ = ["Adam", "DirectionSegment", "direction"]
 
@@ -60,5 +61,6 @@ def direction(
         second, second_out: v and v' (R, n). first, first_out: m and m' (R, n), or None: no momentum.
         lr, scale: (tensors,), on the device of the rows; they include bias corrections, if any. factor: 0-dim.
     """
+    check_width(rows)
     if rows.numel() and segments:
         _backend(rows).direction(rows, second, second_out, first, first_out, segments, lr, scale, factor, beta1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.ops.backends import backend
 from thinwire.ops.direction import Adam
+from thinwire.ops.programs import check_width
 from thinwire.ops.quant import Format
 
 __all__ = [
@@ -100,6 +101,7 @@ def packed_bytes(segments: Sequence[ListSegment]) -> int:
 
 
 def _check(rows: Tensor, *companions: Tensor | None) -> None:
+    check_width(rows)
     for tensor in (rows, *companions):
         if tensor is not None and tensor.dtype != torch.float32:
             raise ThinwireError(f"the largest values are chosen of float32, got {tensor.dtype}: convert them first")
