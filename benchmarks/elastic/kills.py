@@ -244,9 +244,14 @@ def _environment(cluster: Cluster, node: int) -> dict[str, str]:
     return {**os.environ, **interface, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
 
 
-def start_lighthouse(cluster: Cluster, node: int, min_replicas: int) -> str:
-    """Start a lighthouse; return its address. It is a process of its own, since it writes down all that it does."""
-    command = [sys.executable, "-c", SERVE, cluster.address(node), str(min_replicas), "1000", "1000"]
+def start_lighthouse(cluster: Cluster, node: int, min_replicas: int, heartbeat_s: float = 1.0) -> str:
+    """Start a lighthouse; return its address. It is a process of its own, since it writes down all that it does.
+
+    It waits a minute for who lives and does not ask, as torchft's does by default. (If that is shorter than a step in
+    which somebody joins, who asks last in the next step is left out, and joins in the one after it, and so on.)
+    """
+    limits = [str(min_replicas), "60000", f"{1e3 * heartbeat_s:.0f}"]
+    command = [sys.executable, "-c", SERVE, cluster.address(node), *limits]
     environment = _environment(cluster, node)
     process = cluster.popen(node, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert process.stdout is not None
@@ -256,7 +261,7 @@ def start_lighthouse(cluster: Cluster, node: int, min_replicas: int) -> str:
 def run(method: str, options: argparse.Namespace) -> Outcome:
     link = options.link or "loopback"
     with tempfile.TemporaryDirectory() as folder, Cluster(options.replicas + 1, link=link) as cluster:
-        lighthouse = start_lighthouse(cluster, options.replicas, options.min_replicas)
+        lighthouse = start_lighthouse(cluster, options.replicas, options.min_replicas, options.heartbeat)
         replicas = Replicas(cluster, Path(folder), lighthouse, options, method)
         for name in replicas.names:
             replicas.start(name)
@@ -375,6 +380,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cut", type=float, default=0, help="cut the network in two for so many seconds; needs --link")
     parser.add_argument("--link", help="of an emulated network, such as 50mbit; default: loopback")
     parser.add_argument("--timeout", type=float, default=10, help="seconds that a replica waits for another")
+    parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds until the lighthouse misses a replica")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds of computing in a step")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--keep", type=Path, help="a folder for a file of each method: its events and its steps")

@@ -1,7 +1,7 @@
 """A stranger types what README and docs/start.md name: from the built wheel, in an empty folder, in 80 columns.
 
     python benchmarks/proofs/stranger.py                    # all of it (half an hour on two cores)
-    python benchmarks/proofs/stranger.py train compare      # these commands alone
+    python benchmarks/proofs/stranger.py train compare      # these commands alone; refused, clone: the two last parts
     python benchmarks/proofs/stranger.py --keys             # without the runs to their end
 
 The wheel is built of this checkout and installed beside the packages of the Python that runs this; the checkout itself
@@ -284,7 +284,7 @@ def clone(folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="*", help="words of thinwire, such as train: only their commands")
+    parser.add_argument("commands", nargs="*", help="train, compare, ..., refused, clone: only these")
     parser.add_argument("--keys", action="store_true", help="Ctrl-C and head alone")
     parser.add_argument("--no-keys", action="store_true", help="no Ctrl-C and no head")
     parser.add_argument(
@@ -307,9 +307,10 @@ def main() -> int:
         if not options.no_keys and text not in FOR_PROGRAMS:
             found += interrupted(text, number, bin_, work)
         wrong += [f"{text}: {fault}" for fault in found]
-    if not options.keys and not options.commands:
-        for text in REFUSED:
-            wrong += [f"{text}: {fault}" for fault in once(text, bin_, work, statuses=(2,))]
+    parts = () if options.keys else options.commands or ("refused", "clone")
+    for text in REFUSED if "refused" in parts else ():
+        wrong += [f"{text}: {fault}" for fault in once(text, bin_, work, statuses=(2,))]
+    if "clone" in parts:
         cloned = clone(place)
         for text in CLONED:
             wrong += [f"in a clone, {text}: {fault}" for fault in once(text, bin_, cloned)]

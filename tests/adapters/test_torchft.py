@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -16,7 +21,10 @@ from torch import nn
 
 import thinwire
 from thinwire.adapters import torchft as adapter
+from thinwire.base.errors import LostRank
 from thinwire.methods import resolve
+from thinwire.network.comm import ManagedComm, Membership
+from thinwire.network.ledger import Ledger
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "elastic"
 
@@ -28,6 +36,11 @@ class WorldSizeMode(Enum):
 
 class ProcessGroupGloo:
     """What torchft calls its group; nobody else is in it here."""
+
+    timeout = timedelta(seconds=60)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
 
     def size(self) -> int:
         return 1
@@ -53,6 +66,9 @@ class Manager:
 
     def start_quorum(self) -> None:
         self.error = None
+
+    def load_state_dict(self, counts: dict[str, int]) -> None:
+        self.step = counts["step"]
 
     def errored(self) -> Any:
         return self.error
@@ -130,6 +146,73 @@ def test_a_quorum_that_never_comes_ends_the_replica_in_one_line(manager):
     assert "\n" not in str(error.value) and error.value.status == 1  # not 2, of input: it is to be started again
 
 
+def test_a_replica_that_dies_as_it_connects_holds_up_the_others_for_seconds_only(manager):
+    """gloo waits five times the group's own timeout for it. Where connecting takes longer, it does so in the end."""
+    manager._timeout = timedelta(seconds=6)
+    wire = compress(manager)
+    members, waits = wire.engine.members, []
+    for fails in (True, True, True, True, False):
+        manager.start_quorum = lambda fails=fails: setattr(manager, "error", OSError("no address") if fails else None)
+        waits.append(manager._pg.timeout.seconds)
+        with pytest.raises(LostRank) if fails else nullcontext():
+            members.ask()
+    assert [*waits, manager._pg.timeout.seconds] == [1, 2, 4, 6, 6, 1]
+    assert wire.engine.across.timeout == manager._timeout
+    wire.close()
+
+
+def test_others_are_told_of_a_failure_at_once(manager):
+    """gloo's connections close when no message of the group is left, be it in a frame of an error's traceback."""
+    manager._pg, manager.num_participants = Failing(), lambda: 2
+    wire = compress(manager)
+    gc.disable()
+    try:
+        assert not wire.engine.ask()
+    finally:
+        gc.enable()
+    assert manager._pg.left == 0 and len(manager._pg.messages) == 2
+    wire.close()
+
+
+class Failing(ProcessGroupGloo):
+    """A group of two, whose messages fail. left: how many are there when it is aborted."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def size(self) -> int:
+        return 2
+
+    def send(self, *given: Any) -> Any:
+        message = Message()
+        self.messages.append(weakref.ref(message))
+        return message
+
+    recv = send
+
+    def abort(self) -> None:
+        self.left = sum(message() is not None for message in self.messages)
+
+
+class Message:
+    def wait(self, limit: timedelta) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_an_all_reduce_has_the_patience_of_the_manager():
+    group = Reducing()
+    comm = ManagedComm(group, Ledger(), timedelta(seconds=40))
+    comm.take(Membership(0, (0, 1)))
+    comm.all_reduce(torch.zeros(1))
+    assert group.timeout == timedelta(seconds=40)
+
+
+class Reducing(ProcessGroupGloo):
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.timeout = options.timeout
+        return SimpleNamespace(wait=lambda timeout: True)
+
+
 def test_a_run_of_one_replica(manager):
     """A step counts when the manager says so; else nothing has changed, and the next one does."""
     model = nn.Linear(8, 8)
@@ -180,7 +263,45 @@ def test_the_command_that_installs_torchft_is_named():
         compress(object())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+real = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+
+
+@real
+def test_who_gets_another_s_state_does_so_in_a_membership_that_all_meet_anew():
+    """All tell each other who was behind when its number changes (``Membership.late``): torchft heals in no other."""
+    coordination = importlib.import_module("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, quorum_tick_ms=10)
+    address, limit = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}", timedelta(seconds=20)
+    servers = [
+        coordination.ManagerServer(
+            replica_id=f"{name}:1", lighthouse_addr=address, hostname="127.0.0.1", bind="127.0.0.1:0", store_addr="",
+            world_size=1, heartbeat_interval=timedelta(milliseconds=100), connect_timeout=limit, quorum_retries=0,
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    clients = [coordination.ManagerClient(server.address(), connect_timeout=limit) for server in servers]
+
+    def ask(steps: tuple[int, int], failures: tuple[int, int]) -> list[tuple[int, bool]]:
+        with ThreadPoolExecutor(2) as pool:
+            answers = [
+                pool.submit(
+                    client._quorum, group_rank=0, step=step, checkpoint_metadata="", shrink_only=False, timeout=limit,
+                    commit_failures=failed, init_sync=True,
+                )
+                for client, step, failed in zip(clients, steps, failures, strict=True)
+            ]  # fmt: skip
+            return [(answer.result().quorum_id, answer.result().heal) for answer in answers]
+
+    (number, _), _ = ask((0, 0), (0, 0))
+    assert ask((1, 1), (0, 0)) == [(number, False)] * 2
+    assert ask((2, 1), (0, 1)) == [(number + 1, False), (number + 1, True)]  # b has not counted step 2
+    assert ask((3, 3), (0, 0)) == [(number + 1, False)] * 2
+    assert ask((3, 0), (1, 1)) == [(number + 2, False), (number + 2, True)]  # b has fallen behind by itself
+    for server in (*servers, lighthouse):
+        server.shutdown()
+
+
+@real
 @pytest.mark.parametrize(
     ("method", "given"),
     [

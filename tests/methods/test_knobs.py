@@ -326,7 +326,7 @@ def test_a_config_made_in_python_is_checked_too(name):
     ("words", "said"),
     [
         (["--limit-minutes", "nan"], "limit"), (["--limit-minutes", "0"], "limit"),
-        (["--nodes", "0"], "nodes"), (["--ranks-per-node", "0"], "ranks per node"), (["--preset", "huge"], "preset"),
+        (["--nodes", "0"], "nodes"), (["--ranks-per-node", "0"], "--ranks-per-node"), (["--preset", "huge"], "preset"),
         (["--methods", "bf16(smallest=3)"], "smallest"), (["--", "--lr", "nan"], "--lr"),
         (["--", "--frobnicate"], "frobnicate"), (["--", "--steps", "3"], "--steps"), (["--", "--out=a"], "--out"),
         (["--", "--ranks", "4"], "--nodes"), (["--", "--method", "int8"], "--methods"), (["--mtu", "0"], "MTU"),

@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 
 from patience import PATIENCE
+from thinwire.base import files
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program as cli
 from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
+from thinwire.train.job import run_folder
 from thinwire.train.job.replica_log import REPLICAS
 from thinwire.train.job.run_folder import hold_run_folder, settle_previous
 from thinwire.train.job.status import Gap, alive_on, goodput, read_run, shown
@@ -157,6 +159,17 @@ def test_a_run_is_not_put_back_under_another_machine(tmp_path):
             pass  # a second machine comes and goes
         assert (tmp_path / REPLICAS).exists() and not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "metrics.jsonl").read_text() == "old"
+
+
+def test_what_another_launcher_has_removed_already_is_no_error(tmp_path, monkeypatch):
+    """Both see that the new run has begun, and remove the one that was set aside."""
+    (tmp_path / "metrics.jsonl").write_text("old")
+    with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
+        (tmp_path / "metrics.jsonl").write_text("new")
+        twice = lambda path: (files.remove(path), files.remove(path))  # noqa: E731
+        monkeypatch.setattr(run_folder, "remove", twice)
+        settle_previous(tmp_path, over=False)
+        assert not (tmp_path / ".previous").exists()
 
 
 @pytest.mark.parametrize("port", ["any", "\u00b2", "65536", "-1"])

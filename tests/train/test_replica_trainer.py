@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 import thinwire.wire
 from lighthouse import Lighthouse, Replica
+from thinwire.base.errors import ThinwireError
 from thinwire.core.safety import Safety
 from thinwire.engines.replicas import Replicas
 from thinwire.methods import resolve
 from thinwire.train.config import Config
 from thinwire.train.job.progress import Display
+from thinwire.train.job.signals import Interrupted
 from thinwire.train.loop import Trainer
 from thinwire.train.replica import ReplicaTrainer
 from thinwire.wire import Options, Wire, join
@@ -136,11 +139,15 @@ def play(seed: int, method: str, folder: Path) -> Counter[str]:
     return lighthouse.seen
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_replicas_stay_in_step(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinwire.wire, "compile_kernels", lambda *arguments: None)
     row = {"loss": 0.0, "wall_s": 0.0, "step_ms": 1.0}
     monkeypatch.setattr(Trainer, "_row", lambda self, *given: {"step": self.step, **row})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_stay_in_step(method: str, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("THINWIRE_SEEDS", SEEDS)) // (1 + 2 * ("int8(s" in method))):
         folder = tmp_path / str(seed)
@@ -148,3 +155,35 @@ def test_replicas_stay_in_step(method: str, tmp_path: Path, monkeypatch: pytest.
         seen += play(seed, method, folder)
     for what in ("killed", "joined", "behind", "lost", "stopped", "deaf"):
         assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["its own round", "the others' round"])
+def test_who_is_told_to_end_as_a_round_ends_saves_nothing(
+    joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the others then, and its counts and its weights are of two moments."""
+    saved: list[int] = []
+    monkeypatch.setattr(Trainer, "_save", lambda self, good: saved.append(self.step))
+
+    def interrupted() -> None:
+        raise Interrupted
+
+    def begin(replica: Replica) -> Any:
+        trainer = Counting(replica, tmp_path, "local-steps(every=4)", Books())
+        trainer.checkpoints.path = tmp_path / "checkpoints"
+
+        def run() -> None:
+            while trainer.step < 7:
+                trainer.attempt_step([])
+            monkeypatch.setattr(replica, "ask", interrupted)
+            with pytest.raises(Interrupted):
+                trainer._join_round() if joins else trainer.attempt_step([])
+            with pytest.raises(ThinwireError, match="as a round of local steps ended") as error:
+                trainer._leave(signal.SIGTERM, False)
+            assert error.value.status == 128 + signal.SIGTERM and saved == []
+            trainer.wire.close()
+            trainer._close()
+
+        return run
+
+    Lighthouse(0, begin, replicas=1, quorums=0).run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
 NAME = 64
 """Bytes of a replica's name."""
+CONNECT = timedelta(seconds=1)
+"""The time that a replica waits for another's address when they connect, and twice as long after each time that failed.
+gloo waits five times as long for an answer: so long a replica that dies in that moment holds the others up."""
 
 
 def compress(
@@ -150,6 +154,8 @@ class ManagerMembers:
         self._take: Callable[[Any], None]
         self._received: Any = None  # of a peer, not taken yet
         self._late = False
+        self._patience = CONNECT
+        manager._pg.set_timeout(min(CONNECT, manager._timeout))  # exchanges name their own
 
     def ask(self) -> Membership:
         """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.
@@ -175,6 +181,8 @@ class ManagerMembers:
                 membership = self._meet(manager)
         except FailedExchange as failure:
             error = failure
+        self._patience = CONNECT if error is None else min(2 * self._patience, manager._timeout)
+        manager._pg.set_timeout(min(self._patience, manager._timeout))
         received, self._received = self._received, None
         self._late |= received is not None
         if any_of(self._inside, error is not None):

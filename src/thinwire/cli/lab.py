@@ -14,12 +14,11 @@ from thinwire.lab.run import launch, open_cluster, say
 
 @dataclass
 class LabRun(Network):
-    """Run any torchrun-style COMMAND once per rank on an emulated cluster: every node a network namespace, its link
-    limited both ways.
+    """Run COMMAND, written for torchrun, once per rank on emulated nodes of this machine, each with a slow link.
 
     Write the command after --. It has torchrun's environment, with gloo bound to the slow link. Output of ranks other
-    than 0 begins with [rank k]; when a rank fails, all are ended and its exit status is ours. At the end: seconds, and
-    the kernel's count of bytes by node. Nothing needs cleaning up: the kernel ends a lab with its launcher.
+    than 0 begins with [rank k]; when a rank fails, all are ended and its exit status is returned. At the end: seconds,
+    and the kernel's count of bytes by node. Nothing needs cleaning up: the network goes when this command ends.
 
     $ thinwire lab run --nodes 2 --link 200mbit -- python train.py
     $ thinwire lab run --delay 30ms --jitter 5ms --loss 1% --reorder 1% -- thinwire train --method bf16 --out runs/b
@@ -29,7 +28,7 @@ class LabRun(Network):
 def lab_main(argv: list[str]) -> int:
     """Run ``thinwire lab run ... -- COMMAND``. Return the exit status."""
     if not argv:
-        raise ThinwireError("thinwire lab has one word, run: thinwire lab run -- COMMAND (thinwire lab run --help)")
+        raise ThinwireError("write 'run' after 'thinwire lab': thinwire lab run -- COMMAND (thinwire lab run --help)")
     word, *rest = argv
     if word in ("-h", "--help"):
         rest = argv
@@ -43,7 +42,8 @@ def lab_main(argv: list[str]) -> int:
             status = f"exit status {outcome.returncode}"
             say(f"thinwire: rank {outcome.failed_rank} failed with {status}; all ranks were ended")
         link = ", ".join(filter(None, (cluster.link.text, cluster.link.distance)))
-        say(f"lab: {outcome.seconds:.1f} s on {cluster.nodes} nodes x {cluster.ranks_per_node}, link {link}")
+        ranks = f"{cluster.ranks_per_node} rank{'s' * (cluster.ranks_per_node > 1)}"
+        say(f"lab: {outcome.seconds:.1f} s on {cluster.nodes} nodes of {ranks}, link {link}")
         for node, traffic in enumerate(outcome.traffic or []):
             say(f"lab: node {node} sent {traffic.tx:,} B, received {traffic.rx:,} B")
         if cluster.delayed_by is not None:

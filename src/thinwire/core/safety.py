@@ -46,7 +46,9 @@ class Safety:
     def __post_init__(self) -> None:
         times = self.outlier_clip
         if times is not None and (times is True or not isinstance(times, int | float) or not 1 <= times < math.inf):
-            raise ThinwireError(f"outlier_clip is a number of usual norms, 1 or more, or None for none, got {times!r}")
+            raise ThinwireError(
+                f"outlier_clip is how many times as large as usual a gradient may be, 1 or more, or None, got {times!r}"
+            )
         for name in ("max_skipped", "check_every"):
             steps = getattr(self, name)
             if steps is not None and (steps is True or not isinstance(steps, int) or steps < 1):

@@ -35,6 +35,12 @@ def any_of(inside: Sequence[Comm], flag: bool) -> bool:
     return bool(flags)
 
 
+def _without_frames(error: FailedExchange) -> FailedExchange:
+    """Let go of the messages that failed: gloo's connections live as long as one of them, and others would wait."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 class Replicas(Engine):
     """All gradients in one flat buffer for each dtype, in the order of the parameters, on every replica.
 
@@ -196,7 +202,7 @@ class Replicas(Engine):
         try:
             yield
         except FailedExchange as error:
-            self.unsent = error
+            self.unsent = _without_frames(error)
 
     @contextmanager
     def _attempt(self, on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -204,6 +210,5 @@ class Replicas(Engine):
         try:
             yield
         except FailedExchange as error:
-            error.__traceback__ = error.__cause__ = None  # whose frames would keep the broken group's messages alive
-            self.failed, self.void = error, True
+            self.failed, self.void = _without_frames(error), True
             on_failure()

@@ -65,7 +65,7 @@ class Cluster:
         if not 1 <= nodes <= 250:
             raise ThinwireError(f"{nodes} nodes cannot be emulated: choose 1 to 250")
         if ranks_per_node < 1:
-            raise ThinwireError(f"{ranks_per_node} ranks per node make no run: choose 1 or more")
+            raise ThinwireError(f"--ranks-per-node must be 1 or more, got {ranks_per_node}")
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.link = Link.parse(link) if isinstance(link, str) else link
         self._pipes: list[IO[bytes]] = []

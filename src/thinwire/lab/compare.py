@@ -79,7 +79,8 @@ class Comparison(Network):
     """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
     small to be worth compressing."""
     steps: int = 20
-    """Optimizer steps of every run. Times need at least 5; the first two are left out of the median."""
+    """Optimizer steps of every run. Times need at least 5, since the first two are left out; of local-steps whole
+    rounds count."""
     seeds: int = 1
     """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have
     intervals."""
@@ -123,7 +124,7 @@ class Comparison(Network):
         if self.seeds < 1:
             raise ThinwireError(f"--seeds is the number of runs of each method, 1 or more, got {self.seeds}")
         if not 0 < self.limit_minutes < math.inf:
-            raise ThinwireError(f"a limit of {self.limit_minutes:g} minutes ends nothing in time: choose one above 0")
+            raise ThinwireError(f"--limit-minutes must be above 0, got {self.limit_minutes:g}")
         if self.fail_above is not None and DENSE not in entries:
             raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):

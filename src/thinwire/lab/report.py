@@ -22,7 +22,8 @@ from thinwire.plan.plan import human
 
 def network(report: dict[str, Any]) -> str:
     """Describe the network of the runs in one line."""
-    world = f"{report['nodes']} nodes x {report['ranks_per_node']}"
+    per_node = report["ranks_per_node"]
+    world = f"{report['nodes']} nodes of {per_node} rank{'s' * (per_node > 1)}"
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
     frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""

@@ -458,6 +458,7 @@ class ManagedComm(GroupComm):
             tensor.fill_(0 if op == "sum" else -torch.inf)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[op])
+        options.timeout = self.timeout  # type: ignore[assignment]  # else it is that of connecting
         with self.waiting("all-reduce"):
             self.group.allreduce([tensor], options).wait(self.timeout)  # type: ignore[arg-type]
 

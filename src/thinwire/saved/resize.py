@@ -90,7 +90,7 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
         if math.prod(rows for _, rows, _ in header.hops) != header.ranks:
             raise ThinwireError("resize is for data parallelism alone, not beside tensor or pipeline parallelism")
         if header.across:
-            raise ThinwireError(f"resize: {header.across[0]} is sharded along another dimension than the first")
+            raise ThinwireError(f"resize: {header.across[0]} is not sharded along its first dimension, as it must be")
     return ranks
 
 

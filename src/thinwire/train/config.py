@@ -140,9 +140,7 @@ class Config:
     """Highest learning rate. Default: 2e-3; less for models wider than 256 (512: 5e-4); 2e-5 with --init, 2e-4 with
     --lora."""
     muon_lr: Rate | None = None
-    """With --optimizer muon, the highest learning rate of the matrices; what dense Muon likes suits trickle:muon, too.
-    Default: --lr.
-    """
+    """With --optimizer muon, the highest learning rate of the hidden matrices. Default: --lr."""
     lr_end: ShareOrZero = 0.1
     """Learning rate at the end, as a share of the highest."""
     warmup: ShareOrZero = 0.05

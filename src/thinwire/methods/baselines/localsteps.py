@@ -99,7 +99,7 @@ class _StartState:
 
 @dataclass
 class LocalSteps(Method):
-    """Each rank takes ``every`` steps alone; then an outer method averages what they moved (DiLoCo, arXiv 2311.08105).
+    """Ranks step alone, and every H steps an outer method averages what they moved (DiLoCo, arXiv 2311.08105).
 
     Between rounds nothing travels, no rank waits for another, and a gradient that is not finite costs its rank alone
     one step. ``wire.clip_grad_norm_`` then clips each rank's gradient by its own norm. Weights and the optimizer's

@@ -55,22 +55,22 @@ from thinwire.ops import mask as masks
 
 @dataclass
 class Trickle(TopK):
-    """The largest steps of each rank, 18 bits for one value in a hundred, with feedback behind Adam's preconditioner.
+    """Each rank sends the largest 1% of its Adam steps, 18 bits a value; the others wait (error feedback).
 
     Args:
         mask: "own": each rank sends its largest values and their positions to all; bytes grow with the number of ranks.
             "merged": each rank sends them to the server of their row, and servers send the largest of the mean to all;
             bytes do not grow.
-        server_density: with mask="merged", the share of each tensor's values that servers send to all (owners of
-            sharded weights: that they move). Higher => more bytes, and less waits with servers: nothing but rounding
-            errors at N density, which is the most that all ranks can choose.
+        server_density: with mask="merged", the share of each tensor's values that servers send to all (of sharded
+            weights: that their owners change). Higher => more bytes, and less waits at the servers: only rounding
+            errors do from N times density on, as N ranks choose no more.
         bits: bits of a value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
-        feedback: what is sent, and waits: "updates", steps of the weights behind Adam's preconditioner, or "gradients",
-            as in top-k's paper.
-        weights: with mask="merged" and feedback="update", which values of sharded weights FSDP2 gathers: "masked",
-            those at the mask (a copy of all weights stays in memory, float32), or "dense", all; the weights are the
-            same bit for bit. "auto": masked where FSDP2 gathers float32, dense where
+        feedback: what is sent, and what waits: "updates", the steps that Adam would take, or "gradients", as in top-k's
+            paper.
+        weights: with mask="merged" and feedback="updates", which values of sharded weights FSDP2 gathers: "masked",
+            only those that may have changed (each rank keeps a float32 copy of all weights), or "dense", all; the
+            weights are the same bit for bit. "auto": masked where FSDP2 gathers float32, dense where
             MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
     """
 

@@ -131,11 +131,12 @@ class Lossy(Method):
         start: length of a dense start: a share of the run below 1, or a number of optimizer steps. Higher => more
             bytes, and the first steps, in which weights move fastest, lose nothing to waiting.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed). None: 65,536 where
-            gradients are sent, 1024 (all matrices are sent) where steps are: with attention left to AdamW's momentum
-            beside such steps, a short run from scratch loses up to 25% (docs/quality.md).
-        feedback: the fate of what is not sent. ``Gradients()``: it waits on this rank as a gradient, for any optimizer
-            (8 bytes per element). ``Updates(...)``: steps of the weights are sent, and wait, for AdamW. None: it is
-            lost, where a method allows that. As text: "gradients", "updates(delivered_share=0.25)".
+            gradients are sent; 1024, so that all matrices are compressed, where steps are: with attention left dense
+            the loss of a short run from scratch was up to 25% higher (docs/quality.md).
+        feedback: what becomes of what is not sent. ``Gradients()``: it is added to this rank's next gradient, with any
+            optimizer (8 bytes per element). ``Updates(...)``: ranks send the steps that AdamW would take, and what is
+            not sent is added to the next step. None: it is lost, where a method allows that. As text: "gradients",
+            "updates(delivered_share=0.25)".
     """
 
     encodes_steps: ClassVar[bool] = False

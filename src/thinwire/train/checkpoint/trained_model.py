@@ -157,7 +157,7 @@ def sample_main(argv: list[str]) -> int:
     tokenizer = trained.tokenizer
     prompt = tokenizer.encode(options.prompt)
     if not len(prompt):
-        raise ThinwireError("--prompt must not be empty: the model goes on from something")
+        raise ThinwireError("--prompt must not be empty: the model needs a beginning to continue")
     # Our own models have no end-of-text token.
     end = None if trained.shape else pretrained.load_tokenizer(trained.run / pretrained.HUB_FOLDER).eos_token_id
     tokens = generate(

@@ -78,7 +78,7 @@ class Tokenizer:
 
     def _check_knows_text(self) -> None:
         if self.name.startswith("ids:"):
-            raise ThinwireError(f"--tokenizer {self.name} knows numbers only: no text can be made of them, or read")
+            raise ThinwireError(f"--tokenizer {self.name} knows numbers and no text: it cannot read or write one")
 
     @property
     def dtype(self) -> type[np.integer]:
