@@ -17,12 +17,14 @@ from torch.distributed.fsdp import fully_shard as sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import dry_cuda
+import streamorder
 import thinwire
 from breadth import falls_on
 from kernel_access import written
 from streamorder import Stream, Watch, World, gpu, on
 from thinwire import methods, wire
 from thinwire.base import device as devices
+from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Pool, Seeds
 from thinwire.core.exchange import bucket_rows
 from thinwire.methods.papers import tagc
@@ -229,6 +231,14 @@ def test_a_launch_writes_where_its_kernel_stores():
     kernels = [of for module in found.values() for of in vars(module).values() if isinstance(of, dry_cuda._Kernel)]
     storing = [of for of in kernels if "tl.store(" in inspect.getsource(of.function)]
     assert len(storing) > 30 and all(written(of.function) for of in storing)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
+def test_a_step_that_a_graph_records_is_refused(kind, monkeypatch):
+    """Before anything of it is done: the host's part of a step would be done once, and never again."""
+    monkeypatch.setattr(streamorder._Module, "is_current_stream_capturing", staticmethod(lambda: True))
+    with pytest.raises(ThinwireError, match="a whole step cannot be captured in a CUDA graph"):
+        steps(kind, partial(small, methods.Int8))
 
 
 def test_streams_of_ours_go_before_those_that_compute():

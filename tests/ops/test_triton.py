@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
 from thinwire.ops import backends, direction, mask, quant, sparse
 from thinwire.ops.backends import launches
+from thinwire.plan import dry_run as played
 from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
 from thinwire.plan.plan import road_of
 from thinwire.proof.ranks import parameters_for
@@ -215,6 +218,33 @@ def test_no_step_waits_for_a_kernel(name, kind):
         dry_run(layout, road, run, [exchange.comm], LaunchWatch(), WholePlayback)
     own = {variant for variant in needed if variant[0] != "thinwire.ops.adams._adams"}  # that is the optimizer's
     assert not own - compiled
+
+
+def test_what_a_machine_lacks_for_triton_is_said_in_a_line(monkeypatch, tmp_path):
+    """By ``compress()``, in place of the error of whatever Triton tried to run."""
+    method, exchange = method_of("int8"), exchange_of("ddp", 5)
+    parameters = list(parameters_for(exchange, SHAPES).values())
+
+    def fails(device):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(played, "_move", fails)
+    monkeypatch.setattr(played.devices, "streams", lambda device: torch.cuda)
+    call = partial(
+        compile_kernels, road_of(method, parameters, exchange), stand_in_run(method, parameters, exchange), META
+    )
+    monkeypatch.delenv("CC", raising=False)
+    for compiler, include, said in (
+        (None, tmp_path, "finds neither gcc nor clang: apt-get install gcc"),
+        ("/usr/bin/gcc", tmp_path, f"there is no {tmp_path}/Python.h: apt-get install python3-dev"),
+    ):
+        monkeypatch.setattr(shutil, "which", lambda name, compiler=compiler: compiler)
+        monkeypatch.setattr(sysconfig, "get_paths", lambda include=include: {"include": str(include)})
+        with pytest.raises(ThinwireError, match=said):
+            call()
+    (tmp_path / "Python.h").touch()
+    with pytest.raises(RuntimeError, match="Failed to find C compiler"):
+        call()
 
 
 def test_a_dry_run_counts_what_the_host_code_launches():

@@ -141,6 +141,8 @@ class _Streams:
     def synchronize(device: object = None) -> None:
         wait("the device")
 
+    is_current_stream_capturing = staticmethod(bool)
+
 
 @contextmanager
 def _like_cuda() -> Iterator[None]:

@@ -178,6 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(without_a_gpu(), file=sys.stderr)
         return 2
+    from thinwire.base.extras import missing_for_triton
+
+    if lacks := missing_for_triton():  # nothing would run, and each part would say so at length
+        print(lacks, file=sys.stderr)
+        return 2
     sections, passed = ["# Thinwire on GPUs", "", *machine(), ""], True
     ends = time.monotonic() + 60 * options.minutes
     major, minor = torch.cuda.get_device_capability()

@@ -279,7 +279,7 @@ def as_on_cuda() -> Any:
     one = _Stream()
     here = SimpleNamespace(
         Stream=_Stream, Event=_Event, current_stream=lambda device=None: one, stream=lambda stream: nullcontext(),
-        synchronize=lambda device=None: None,
+        synchronize=lambda device=None: None, is_current_stream_capturing=lambda: False,
     )  # fmt: skip
     return mock.patch.multiple(
         devices, streams=lambda device: here if device.type == "cpu" else None, keep=lambda tensor: None,

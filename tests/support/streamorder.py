@@ -136,6 +136,7 @@ class _Module:
 
     Stream, Event = Stream, Event
     current_stream, stream, synchronize = staticmethod(current), staticmethod(on), staticmethod(synchronize)
+    is_current_stream_capturing = staticmethod(bool)
 
 
 class _Future(torch.futures.Future):

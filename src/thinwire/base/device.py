@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
+
 
 def streams(device: torch.device) -> Any:
     """Return torch's module for ``device``'s streams and events; None if work is over when a call returns (CPU)."""
@@ -23,6 +25,20 @@ def mark(device: torch.device) -> Any:
     event = backend.Event(enable_timing=True)
     event.record()
     return event
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to exchange where a CUDA graph records the current stream's work and nothing is done.
+
+    Raises:
+        ThinwireError: it does.
+    """
+    if (backend := streams(device)) is not None and backend.is_current_stream_capturing():
+        raise ThinwireError(
+            "a whole step cannot be captured in a CUDA graph: in each one the host reads whether all ranks' gradients "
+            "are finite, and copies to the GPU. Capture the model alone (torch.compile, or "
+            "torch.cuda.make_graphed_callables before it is wrapped)"
+        )
 
 
 @contextmanager

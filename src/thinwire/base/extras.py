@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +55,16 @@ def missing(error: ModuleNotFoundError) -> Exception:
     if package not in EXTRAS:
         return error
     return ThinwireError(f"the package '{package}' is not installed: pip install 'thinwire[{EXTRAS[package]}]'")
+
+
+def missing_for_triton() -> str:
+    """Say in a line what this machine lacks for Triton, which compiles its launchers where they run; "": nothing."""
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        return "Triton needs a C compiler to launch kernels, and finds neither gcc nor clang: apt-get install gcc"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Triton needs Python's headers to launch kernels, and there is no {header}: apt-get install python3-dev"
+    return ""
 
 
 def save_file(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.extras import EXTRAS
+from thinwire.base.extras import EXTRAS, missing_for_triton
 from thinwire.base.version import __version__, torch_warning
 
 HELP = """usage: thinwire env [--json]
@@ -136,6 +136,8 @@ def of_torch() -> tuple[dict[str, Any], list[str]]:
     notes = [warning] if (warning := torch_warning(torch.__version__)) else []
     if torch.version.cuda and not gpus:
         notes.append(f"torch is built for CUDA {torch.version.cuda} and sees no GPU: training runs on the CPU")
+    if gpus and (lacks := missing_for_triton()):
+        notes.append(lacks)
     if gpus and "nccl" not in backends:
         notes.append("this torch has no NCCL: GPUs exchange through gloo, by way of the CPU")
     return found, notes

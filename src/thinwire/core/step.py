@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
 from thinwire.core.engine import Engine, all_zero
 from thinwire.core.fingerprint import WeightWatch
@@ -107,6 +108,8 @@ class StepLoop:
         for name in names:
             if name not in self.weights:
                 raise ThinwireError(_LATE.format(name=name))
+        if names:
+            devices.refuse_capture(self.weights[names[0]].device)
         if not self._exchanged and self._open is None and self.road.step > 0:
             self.weight_watch.look(alone=self.method.card.alone(self.road.step) or not self.method.rank_equal)
         self._leave()

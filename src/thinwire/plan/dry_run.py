@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
+from thinwire.base.extras import missing_for_triton
 from thinwire.core.bucket import Bucket, Layout, Piece, Shard
 from thinwire.core.card import Card
 from thinwire.core.exchange import Exchange, on_comm
@@ -188,6 +190,12 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
                 play.read_own(number)
                 play.exchange(number)
                 play.step(number)
+    except ThinwireError:
+        raise
+    except Exception as error:
+        if devices.streams(device) is not None and (lacks := missing_for_triton()):
+            raise ThinwireError(lacks) from error
+        raise
     finally:
         every_variant.reset(token)
 
