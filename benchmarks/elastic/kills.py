@@ -63,7 +63,7 @@ class Event:
 
 @dataclass
 class Outcome:
-    """What the replicas of one method wrote. ``gaps``: seconds between steps that counted, on the run's own clock.
+    """What the replicas of one method wrote. ``gaps``: between steps that counted, on the run's own clock.
 
     ``batches``: that counted, since the start. ``balance``: of the books, if they were kept. ``load``: processes that
     wanted a core, on average.
@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        return goodput(self.gaps) or 0.0
+        return math.nan if (share := goodput(self.gaps)) is None else share
 
     @property
     def loss(self) -> float:
@@ -390,6 +390,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--events", action="store_true", help="print a line for each event")
     parser.add_argument("--seed", type=int, default=1, help="whom it falls on, and when who is back")
     options = parser.parse_args(arguments)
+    if options.read and options.calm:
+        parser.error("--read runs nothing: --calm does not go with it")
     if options.cut and not options.link:
         parser.error("--cut needs --link: loopback cannot be cut")
     return options
