@@ -645,6 +645,29 @@ def by_name() -> list[tuple[str, str, Curve]]:
     return found
 
 
+CLOCK = ("120k", "peps", 4, 16)
+"""Of the ladder: model, text, ranks and sequences of a step."""
+CLOCKED = (("dense", "adamw"), ("trickle", "adamw"), ("dense", "muon"), ("trickle:muon", "muon"))
+
+
+def by_clock() -> list[tuple[str, str, str, list[tuple[float, float]]]]:
+    """(link, method, optimizer, (predicted seconds, loss) of each length that all have), of the ladder's runs at their
+    best rate."""
+    every = [row for row in ladder_tables.rows(ladder_tables.read(DATA / "ladder.jsonl").values())
+             if row.setting[:4] == CLOCK]  # fmt: skip
+    of = {one: {row.setting[4]: row.loss for row in every if (row.method, row.optimizer) == one} for one in CLOCKED}
+    lengths = sorted(set.intersection(*(set(losses) for losses in of.values())))
+    found = []
+    for link in ("50mbit", "500mbit"):
+        methods = json.loads((DATA / f"clock-{link}.json").read_text())["methods"]
+        seconds = {one["method"].replace("(smallest=1024)", ""): one["seconds"] for one in methods}
+        for method, optimizer in CLOCKED:
+            losses = of[method, optimizer]
+            curve = [(round(length * seconds[method], 3), round(losses[length], 4)) for length in lengths]
+            found.append((link.replace("mbit", " Mbit/s"), method, optimizer, curve))
+    return found
+
+
 PICTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     "tradeoff.svg": ("tradeoff", tradeoff),
     "speed.svg": ("step_time", lambda: step_times("ddp-500mbit")),
@@ -653,6 +676,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     "training-fsdp2.svg": ("gaps", sharded),
     "walltime.svg": ("walltime", by_name),
     "regimes.svg": ("by_bytes", by_bytes),
+    "clock.svg": ("clock", by_clock),
 }
 """File -> the function of ``pictures.py`` that draws it, and what it draws."""
 
