@@ -29,8 +29,9 @@ help:
 	@echo "               inside on another torch, in an environment of its own"
 	@echo "               (TESTS=tests: all of them)"
 	@echo "make test-frameworks   all tests of Hugging Face and Lightning, of which make"
-	@echo "               test has a part, and those of torchtitan and"
-	@echo "               lm-evaluation-harness, in an environment of its own"
+	@echo "               test has a part, and those of torchtitan, TRL, torchft, Ray,"
+	@echo "               lm-evaluation-harness and Kubernetes' schemas, in an"
+	@echo "               environment of its own"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what"
 	@echo "               works with the core alone"
 	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach"
@@ -90,8 +91,9 @@ test-frameworks: export OMP_NUM_THREADS ?= 1
 test-frameworks: VENV := .venv-frameworks
 test-frameworks:
 	$(MAKE) setup VENV=$(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval]" "torchtitan<0.3" trl "$(TORCH)"
-	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/adapters tests/project/test_examples.py \
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,gpu,$(FRAMEWORKS),eval,elastic]" "torchtitan<0.3" trl \
+		"ray[train]" kubeflow-trainer-api "$(TORCH)"
+	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/adapters $(addprefix tests/project/test_,examples.py clusters.py) \
 		$(addprefix tests/train/test_,export.py finetune.py evaluation.py)
 
 test-gpu: $(STAMP)

@@ -59,6 +59,6 @@ def test_ranks_that_share_a_gpu():
     _holds(ranks.run(_trained, 2, "gloo"))
 
 
-@pytest.mark.skipif(GPUS < 2, reason="one GPU")
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_ranks_with_a_gpu_each():
     _holds(ranks.run(_trained, min(GPUS, 8), "nccl"))

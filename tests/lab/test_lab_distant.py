@@ -236,7 +236,7 @@ def test_a_full_path_loses_what_comes_beyond(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Link, "room", lambda self, nodes: 20_000)
     with Cluster(2, 1, Link.parse("unlimited", delay="5s")) as cluster:
         if cluster.delayed_by == "netem":
-            pytest.skip("the kernel's own queue")
+            pytest.skip("the kernel delays packets itself here (netem), without the forwarder")
         assert cluster.popen(1, [sys.executable, "-c", FLOOD]).wait() == 0
         deadline = time.monotonic() + 60 * PATIENCE
         while cluster.forwarded()["packets"] < 200 and time.monotonic() < deadline:
@@ -248,7 +248,7 @@ def test_a_full_path_loses_what_comes_beyond(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_forwarder_that_ends_ends_the_run(tmp_path: Path) -> None:
     with Cluster(2, 1, FAR) as cluster:
         if cluster.delayed_by == "netem":
-            pytest.skip("the kernel does not end")
+            pytest.skip("the kernel delays packets itself here (netem), without the forwarder")
         os.killpg(cluster._forwarder.pid, signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(ThinwireError, match="forwards the emulated network's packets has ended"):

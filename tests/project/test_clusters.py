@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import re
@@ -102,6 +103,32 @@ def test_the_trainjob_has_what_its_schema_requires():
     required(trainer, image=str, numNodes=int, numProcPerNode=(int, str), command=list, args=list)
     assert set(trainer) <= {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
     assert all(isinstance(word, str) for word in (*trainer["command"], *trainer["args"]))
+
+
+KUBEFLOW = importlib.util.find_spec("kubeflow_trainer_api")
+
+
+def holds(read: Any, given: Any) -> bool:
+    """Whether all that was ``given`` is in what was ``read`` of it: a schema drops fields that it does not know."""
+    if isinstance(given, dict):
+        return all(holds(read.get(name), value) for name, value in given.items())
+    if isinstance(given, list):
+        return len(read) == len(given) and all(map(holds, read, given))
+    return read == given
+
+
+@pytest.mark.skipif(KUBEFLOW is None, reason="needs kubeflow-trainer-api, which has the schemas")
+@pytest.mark.parametrize(("name", "module", "kind"), [
+    ("jobset", "jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet"),
+    ("elastic_jobset", "jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet"),
+    ("trainjob", "trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob"),
+])  # fmt: skip
+def test_the_schemas_of_kubernetes_know_every_field_of_a_manifest(name, module, kind):
+    schema = getattr(importlib.import_module(f"kubeflow_trainer_api.models.{module}"), kind)
+    whole = manifest(name)
+    assert holds(schema.from_dict(whole).to_dict(), whole)
+    whole["spec"]["restarts"] = 3
+    assert not holds(schema.from_dict(whole).to_dict(), whole), "a field that nobody knows must be seen"
 
 
 def test_the_task_of_skypilot_has_known_fields():
