@@ -63,7 +63,7 @@ class Event:
 
 @dataclass
 class Outcome:
-    """What the replicas of one method wrote. ``gaps``: seconds between steps that counted, on the run's own clock.
+    """What the replicas of one method wrote. ``gaps``: between steps that counted, on the run's own clock.
 
     ``batches``: that counted, since the start. ``balance``: of the books, if they were kept. ``load``: processes that
     wanted a core, on average.
@@ -97,7 +97,8 @@ class Outcome:
         steps = sorted(self.counted.values(), key=lambda lines: min(line["time"] for line in lines))
         ends = [min(line["time"] for line in lines) for lines in steps]
         who = [{line["process"] for line in lines} for lines in steps]
-        failed = {bisect.bisect(ends, line["time"]) for line in self.lines if line.get("counted") is False}
+        dropped = [line for line in self.lines if line.get("counted") is False and not line.get("alone")]
+        failed = {bisect.bisect(ends, line["time"]) for line in dropped}
         return [
             Gap(ends[later] - ends[later - 1], len(who[later]), later in failed or who[later] != who[later - 1])
             for later in range(1, len(steps))
@@ -105,7 +106,7 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        return goodput(self.gaps) or 0.0
+        return math.nan if (share := goodput(self.gaps)) is None else share
 
     @property
     def loss(self) -> float:
@@ -390,6 +391,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--events", action="store_true", help="print a line for each event")
     parser.add_argument("--seed", type=int, default=1, help="whom it falls on, and when who is back")
     options = parser.parse_args(arguments)
+    if options.read and options.calm:
+        parser.error("--read runs nothing: --calm does not go with it")
     if options.cut and not options.link:
         parser.error("--cut needs --link: loopback cannot be cut")
     return options

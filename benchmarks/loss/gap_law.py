@@ -9,10 +9,11 @@ fitted by weighted least squares; what the points lie apart beyond their errors 
 which chi squared is its degrees of freedom). Then each model, text and batch is left out with all its lengths, which
 share seeds, and the law of the others is asked for them.
 
-A forecast is the union of the 95% intervals of all forms whose error on what was left out is at most ``WORSE`` times
-the least: forms differ most where no run was made. Of a size or a batch beyond ``REACH`` times those that were run only
-forms speak that have it in them, since the others take for granted that it does not matter. A forecast that is
-uncertain by more than ``USEFUL`` on either side says nothing.
+Of a size beyond ``REACH`` times those that were run only forms speak that have the size in them, of such a batch those
+that have the batch, since the others take for granted that it does not matter. A forecast is the union of the 95%
+intervals of those among them whose error on what was left out is at most ``WORSE`` times the least of all forms, and of
+all of them if none is: forms differ most where no run was made. A forecast that is uncertain by more than ``USEFUL`` on
+either side says nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import ladder_tables
 from thinwire.lab.verdict import NORMAL95, T95, Span
 
 DATA = Path(__file__).parents[2] / "docs" / "data" / "ladder.jsonl"
-PAIRS = (("trickle", "adamw"), ("trickle:merged", "adamw"), ("trickle:muon", "muon"))
+PAIRS = (
+    ("trickle", "adamw"), ("trickle:merged", "adamw"), ("trickle:muon", "muon"), ("trickle(density=0.03)", "muon")
+)  # fmt: skip
 """A method, and the optimizer that it and dense have."""
 WORSE = 1.25
 USEFUL = 0.01

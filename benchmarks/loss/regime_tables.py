@@ -227,7 +227,7 @@ def measured(regimes: Iterable[Run], ladder: Iterable[Run]) -> str:
         error = "nan" if row.error is None else f"{row.error:.2f}"
         setting = (row.text, row.ranks, parameters[row.model], row.steps)
         dense = DENSE[optimizers.get(row.method, "adamw")]
-        if not any(one[0] == row.method and one[1] == dense and one[3:7] == setting for one in found):
+        if not any(one[:7] == (row.method, dense, row.regime, *setting) for one in found):
             found.append((row.method, dense, row.regime, *setting, len(row.losses), f"{row.gap:.2f}", error,
                           f"{row.tokens_per_parameter or 0:.2f}"))  # fmt: skip
     out = io.StringIO()

@@ -633,7 +633,8 @@ class Wire:
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
         cut = {} if self._stage.bound is None else self._stage.bound.facts()
         lost = [] if self.turnover is None else [loss._asdict() for loss in self.turnover.losses.values()]
-        return {**self.ledger.stats(), **memory, "method": self.method.facts(), "bound": cut, "lost": lost}
+        times = self.ledger.stats(round_steps=self.method.card.round_steps)
+        return {**times, **memory, "method": self.method.facts(), "bound": cut, "lost": lost}
 
     def memory_bytes(self) -> int:
         """Count the bytes that this rank holds now for the method: state, workspaces of buckets and codecs, weights."""

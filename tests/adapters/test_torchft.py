@@ -6,6 +6,7 @@ import gc
 import importlib
 import importlib.util
 import sys
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -37,10 +38,13 @@ class WorldSizeMode(Enum):
 class ProcessGroupGloo:
     """What torchft calls its group; nobody else is in it here."""
 
-    timeout = timedelta(seconds=60)
+    _timeout, _pg = timedelta(seconds=60), object()
+    parent = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(_set_default_timeout=lambda limit: None))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
+        self._timeout = timeout
+
+    def abort(self) -> None: ...
 
     def size(self) -> int:
         return 1
@@ -114,11 +118,13 @@ REFUSED = {
     "has 2 ranks": lambda manager: setattr(manager, "_group_world_size", 2),
     "ProcessGroupGloo": lambda manager: setattr(manager, "_pg", object()),
     "torchft 0.2": lambda manager: delattr(manager, "_quorum_id"),
+    "has no abort": lambda manager: delattr(ProcessGroupGloo, "abort"),
 }
 
 
 @pytest.mark.parametrize("word", REFUSED)
-def test_a_manager_that_is_not_carried_is_refused_in_one_line(word, manager):
+def test_a_manager_that_is_not_carried_is_refused_in_one_line(word, manager, monkeypatch):
+    monkeypatch.setattr(ProcessGroupGloo, "abort", ProcessGroupGloo.abort)  # is there again afterwards
     REFUSED[word](manager)
     with pytest.raises(thinwire.ThinwireError, match=word) as error:
         compress(manager)
@@ -146,19 +152,35 @@ def test_a_quorum_that_never_comes_ends_the_replica_in_one_line(manager):
     assert "\n" not in str(error.value) and error.value.status == 1  # not 2, of input: it is to be started again
 
 
-def test_a_replica_that_dies_as_it_connects_holds_up_the_others_for_seconds_only(manager):
-    """gloo waits five times the group's own timeout for it. Where connecting takes longer, it does so in the end."""
-    manager._timeout = timedelta(seconds=6)
-    wire = compress(manager)
-    members, waits = wire.engine.members, []
-    for fails in (True, True, True, True, False):
-        manager.start_quorum = lambda fails=fails: setattr(manager, "error", OSError("no address") if fails else None)
-        waits.append(manager._pg.timeout.seconds)
-        with pytest.raises(LostRank) if fails else nullcontext():
+def test_connecting_has_a_patience_that_grows_where_it_fails(manager):
+    """And the group's own timeout is that of its exchanges again."""
+    manager._pg._timeout, waits, outcomes = timedelta(seconds=6), [], ["fails"] * 4 + ["connects"] * 4
+    members = adapter.ManagerMembers(manager)
+
+    def start_quorum() -> None:
+        waits.append(manager._pg._timeout.total_seconds())
+        manager._quorum_id += 1
+        failed = outcomes[len(waits) - 1] == "fails"
+        manager._pg._pg, manager.error = (None, OSError("no address")) if failed else (object(), None)
+
+    manager.start_quorum = start_quorum
+    for outcome in outcomes:
+        with pytest.raises(LostRank) if outcome == "fails" else nullcontext():
             members.ask()
-    assert [*waits, manager._pg.timeout.seconds] == [1, 2, 4, 6, 6, 1]
-    assert wire.engine.across.timeout == manager._timeout
-    wire.close()
+        assert manager._pg._timeout == timedelta(seconds=6)
+    assert waits == [1, 2, 4, 6, 6, 3, 1.5, 1]
+
+
+def test_what_fails_while_connected_does_not_change_the_patience(manager):
+    manager.start_quorum = lambda: setattr(manager, "error", OSError("a transfer of state")) or bump()
+
+    def bump() -> None:
+        manager._quorum_id += 1
+
+    members = adapter.ManagerMembers(manager)
+    with pytest.raises(LostRank):
+        members.ask()
+    assert members._patience == adapter.CONNECT
 
 
 def test_others_are_told_of_a_failure_at_once(manager):
@@ -208,6 +230,8 @@ def test_an_all_reduce_has_the_patience_of_the_manager():
 
 
 class Reducing(ProcessGroupGloo):
+    timeout: Any = None
+
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         self.timeout = options.timeout
         return SimpleNamespace(wait=lambda timeout: True)
@@ -264,6 +288,43 @@ def test_the_command_that_installs_torchft_is_named():
 
 
 real = pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+
+
+@real
+def test_who_waits_for_a_peer_that_never_connects_gives_up_soon_and_exchanges_wait_longer():
+    torchft = importlib.import_module("torchft")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    class Joining(Manager):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self._pg, self._timeout, self.rank = torchft.ProcessGroupGloo(), timedelta(seconds=60), rank
+
+        def start_quorum(self) -> None:
+            self._quorum_id, self.error = self._quorum_id + 1, None
+            try:
+                self._pg.configure(f"127.0.0.1:{store.port}/{self._quorum_id}", "", self.rank, 2)
+            except RuntimeError as error:
+                self.error = error
+
+    alone, late = Joining(0), Joining(1)
+    began = time.monotonic()
+    members = adapter.ManagerMembers(alone)
+    members._start_quorum()
+    assert alone.errored() is not None and time.monotonic() - began < 20  # the group's own timeout is a minute
+    late._quorum_id = alone._quorum_id
+
+    def reduce(own: adapter.ManagerMembers, waits: float) -> float:
+        own._start_quorum()
+        time.sleep(waits)
+        value = torch.ones(1)
+        own._manager._pg.allreduce([value], torch.distributed.AllreduceOptions()).wait()
+        return float(value)
+
+    with ThreadPoolExecutor(2) as pool:
+        others = adapter.ManagerMembers(late)
+        results = [pool.submit(reduce, members, 0.0), pool.submit(reduce, others, 3.0)]
+        assert [result.result() for result in results] == [2.0, 2.0]
 
 
 @real

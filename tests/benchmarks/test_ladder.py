@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from thinwire.base.errors import ThinwireError
+from thinwire.methods import resolve
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "loss"))
 import ladder
@@ -182,3 +183,17 @@ def test_the_command_line_names_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ladder.py", "--table"])
     args: argparse.Namespace = ladder.parse()
     assert args.table and torch.get_num_threads() >= 1
+
+
+def test_the_preset_for_muon_is_the_better_form_of_those_that_were_run():
+    """By servers in 4 bits against each rank's own in 8: lower in every pair of the same rate, seed and length."""
+    names = ("trickle:muon", "trickle(density=0.03)")
+    runs = [run for run in ladder_tables.read(ladder.DATA).values() if run["optimizer"] == "muon"]
+    merged, own = (
+        {ladder_tables.key_of(run | {"method": ""}, run["steps"]): run for run in runs if run["method"] == name}
+        for name in names
+    )
+    pairs = [(merged[key], own[key]) for key in merged.keys() & own.keys()]
+    assert len(pairs) >= 12 and len({run["steps"] for run, _ in pairs}) > 1
+    assert all(run["valid"] < other["valid"] and run["bytes"] < other["bytes"] for run, other in pairs)
+    assert resolve(names[0]) == resolve("trickle(density=0.03,bits=4,mask='merged')")

@@ -103,6 +103,12 @@ def test_wrong_input_is_answered_in_a_few_lines(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_loads_torch_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seen in ranks.alone(_in, str(tmp_path), [["export", "nowhere", "there"], ["sample", "nowhere"]]):
+        assert seen.lines[0] == "loading torch", seen
+
+
 def _in(folder: str, commands: list[list[str]]) -> list[Seen]:
     os.chdir(folder)
     return terminals.each_on_terminal(commands)

@@ -144,11 +144,20 @@ def test_windows_that_only_one_of_two_runs_has_are_left_out():
 def test_the_step_of_a_round_counts_as_often_as_it_comes():
     """Three steps of 100 ms and one of 500: a median of steps would leave out what a round costs."""
     times = [900.0, 900.0, *[100.0, 500.0, 100.0, 100.0] * 5, 100.0]
-    assert verdict.steady(times, 4) == [200.0] * 5 and statistics.median(verdict.steady(times, 1)) == 100.0
-    assert verdict.steady(times[:5], 20) == [pytest.approx(700 / 3)], "less than a round: all that there is"
     run, dense = ({"rows": [{"step_ms": time} for time in times]} for times in (times, [400.0] * 22))
-    run["summary"], dense["summary"] = {"step_ms": 200.0, "cycle_steps": 4}, {"step_ms": 400.0}
+    run["summary"], dense["summary"] = {"step_ms": 200.0, "round_steps": 4}, {"step_ms": 400.0}
     assert verdict.faster([(run, dense)]) == (2.0, 2.0, 2.0)
+    run["summary"] = {"step_ms": 400.0, "round_steps": 20}
+    assert verdict.faster([(run, dense)]) == (1.0, 0.0, math.inf), "one whole round says nothing of the next"
+
+
+def test_a_speed_of_too_few_rounds_is_not_claimed():
+    whole = report(dense=[(400.0, 2.0)], rounds=[(100.0, 2.0)])
+    rounds = next(run for run in whole["runs"] if run["method"] == "rounds")
+    rounds["faster"], rounds["summary"]["round_steps"] = verdict.Span(4.0, 0.0, math.inf), 20
+    assert "rounds: 4.00x dense's speed in too few rounds to tell" in verdict.line(whole)
+    assert reports.notes(whole) == ["rounds: its speed takes at least two whole rounds to tell: --steps 42 or more"]
+    assert reports.CELLS["faster than dense"](rounds) == "4.00x (not known)"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from thinwire import methods  # noqa: E402
 from thinwire.base.knobs import knobs_of  # noqa: E402
 from thinwire.methods import resolve  # noqa: E402
 from thinwire.network.ledger import Ledger  # noqa: E402
-from thinwire.plan.measured import describe_measured, nearest_measured, read_measured  # noqa: E402
+from thinwire.plan.measured import MeasuredLoss, describe_measured, nearest_measured, read_measured  # noqa: E402
 from thinwire.plan.plan import plan_of  # noqa: E402
 from thinwire.proof.ranks import Threads, parameters_for  # noqa: E402
 from threaded import exchange_on  # noqa: E402
@@ -45,7 +45,27 @@ def test_the_longest_run_speaks_first():
     """A short run's lead is gone at 20 tokens per parameter: a plan that named it would promise it."""
     row = nearest_measured(resolve("trickle"), 4)[0]
     others = [other for other in read_measured() if (other.method, other.ranks) == ("trickle", 4)]
-    assert row.tokens_per_parameter == max(o.tokens_per_parameter for o in others if o.regime == "scratch") > 20
+    long = (other.tokens_per_parameter for other in others if other.regime in ("scratch", "long"))
+    assert row.tokens_per_parameter == max(long) > 20
+
+
+def test_a_long_run_from_scratch_is_one_from_scratch(monkeypatch):
+    made = [
+        MeasuredLoss("sign", regime, "peps", 4, 1000, 800, 1, 0.0, tokens_per_parameter=length)
+        for regime, length in (("scratch", 7.0), ("long", 27.0), ("finetune", 99.0))
+    ]
+    monkeypatch.setattr("thinwire.plan.measured.read_measured", lambda: tuple(made))
+    assert nearest_measured(resolve("sign"), 4) == [made[1]]
+
+
+def test_a_tuned_run_takes_no_place_of_another_start():
+    """Fine-tuning for as many steps on the same text is another question."""
+    regimes = regime_tables.read(ROOT / "docs" / "data" / "regimes.jsonl").values()
+    tuned = [run | {"steps": 300} for run in ladder_tables.read(ROOT / "docs" / "data" / "ladder.jsonl").values()
+             if (run["model"], run["steps"], run["sequences"]) == ("120k", 800, 16)]  # fmt: skip
+    rows = regime_tables.measured(regimes, tuned).splitlines()
+    start = "trickle,AdamW,{},peps,4,120576,300,"
+    assert [sum(row.startswith(start.format(regime)) for row in rows) for regime in ("scratch", "going-on")] == [1, 1]
 
 
 def test_muons_rows_are_held_against_dense_muon():

@@ -261,6 +261,7 @@ def a_run(path: Path) -> None:
         wall_s += 1.1 if step == 4 else 0.1
         rows.append(
             {"step": step, "loss": 5 - step / 10, "wall_s": wall_s, "tokens": 1000 * step, "time": 100.0 + wall_s}
+            | {"replicas": 2 if step in (4, 5) else 3, "wire_bytes": {"intra": 0.0, "inter": 8.0 * (step % 2)}}
         )
     rows.insert(0, {"step": 0, "valid_loss": 5.1, "wall_s": 0.0})
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"half')
@@ -274,7 +275,8 @@ def a_run(path: Path) -> None:
         else:
             lines += [{"time": 100.4 + int(name) / 10, "event": "dropped", "step": 4}]
             lines += [{"time": 101.4, "event": "members", "step": 4, "names": ["0", "2"], "losses": [["1", 3, 0.25]]}]
-        lines += [{"time": 102.0, "event": "members", "step": 6, "names": ["0", "1", "2"], "losses": [["1", 3, 0.25]]}]
+        lines.insert(1, {"time": 60.0, "event": "members", "step": 8, "names": [name], "losses": []})  # an earlier life
+        lines += [{"time": 101.55, "event": "members", "step": 6, "names": ["0", "1", "2"], "losses": [["1", 3, 0.25]]}]
         (path / REPLICAS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -310,8 +312,10 @@ def test_status_of_what_is_no_elastic_run_is_one_line(tmp_path, capsys):
 
 
 def test_goodput_of_steps_as_they_should_be_is_all_of_the_time():
-    assert goodput([Gap(0.1)] * 8) == goodput([Gap(0.1), Gap(9.0), *[Gap(0.1)] * 8]) == 1.0
-    assert goodput([Gap(1.0)]) is None
+    steady = [Gap(0.1)] * 8
+    assert goodput(steady) == goodput([Gap(9.0), *steady]) == goodput([Gap(0.05, disturbed=True), *steady]) == 1.0
+    assert goodput([Gap(1.1, disturbed=True), *steady]) == pytest.approx(0.9 / 1.9)
+    assert goodput([Gap(1.0)]) is goodput([Gap(1.0, disturbed=True)] * 3) is None
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
@@ -344,7 +348,7 @@ def test_the_gaps_of_a_run_know_in_which_of_them_somebody_left_or_came(tmp_path)
     a_run(tmp_path / "run")
     gaps = read_run(tmp_path / "run").gaps
     assert [step for step, gap in enumerate(gaps, 2) if gap.disturbed] == [4, 6]
-    assert {gap.kind for gap in gaps} == {(None, False)}
+    assert [gap.kind for gap in gaps[:4]] == [(3, False), (3, True), (2, False), (2, True)]
 
 
 def test_the_page_of_a_lighthouse_is_read():

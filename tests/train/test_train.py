@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import lzma
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -325,6 +328,43 @@ def test_ranks_that_step_alone_do_not_meet_for_the_loss_of_each_step(tmp_path, t
         assert [row["step"] for row in rows] == list(range(1, 13))
         losses[alone_s] = [row["loss"] for row in rows]
     assert losses[0.0] == losses[1e6]
+
+
+def _train_until(rank: int, world: int, port: int, words: tuple[str, ...], last: int) -> int:
+    """As ``_train``, on ranks whose step after ``last`` fails."""
+    take = loop.Trainer._take_step
+
+    def fail(self: loop.Trainer) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.step == last:
+            raise ThinwireError("no more")
+        return take(self)
+
+    loop.ALONE_S, loop.Trainer._take_step = 1e6, fail  # type: ignore[method-assign]
+    return _train(rank, world, port, words)[0]
+
+
+def test_steps_alone_are_logged_when_an_error_ends_the_run(tmp_path, text):
+    words = (
+        "--preset", "tiny", "--layers", "1", "--width", "64", "--corpus", str(text), "--steps", "12",
+        "--eval-sequences", "0", "--method", "local-steps(every=8)", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert ranks.run(_train_until, 2, free_port(), words, 5, LOCAL_WORLD_SIZE="2") == [2, 2]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row.get("loss_of") for row in rows] == [None, *["rank 0"] * 4]
+    assert all(3 < row["loss"] < 7 for row in rows)
+
+
+def test_a_disk_that_is_full_is_said_before_a_run_that_diverges():
+    def check() -> None:
+        raise ThinwireError("the disk is full")
+
+    trainer = object.__new__(loop.Trainer)
+    trainer.diverged = (1, 20)
+    trainer.display: Any = SimpleNamespace(check=check)
+    trainer.collective: Any = SimpleNamespace(do=lambda work: work())
+    with pytest.raises(ThinwireError, match="full"):
+        trainer._check(loop.StepOutcome(math.nan, 1.0, 0.0, 0.5))
 
 
 def refused(found: list[tuple[int, str]], line: str) -> bool:

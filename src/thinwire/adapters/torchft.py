@@ -31,8 +31,9 @@ from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 NAME = 64
 """Bytes of a replica's name."""
 CONNECT = timedelta(seconds=1)
-"""The time that a replica waits for another's address when they connect, and twice as long after each time that failed.
-gloo waits five times as long for an answer: so long a replica that dies in that moment holds the others up."""
+"""The time that a replica waits for another's address when they connect: twice as long after each time that failed,
+half as long after each that did not. gloo waits five times as long for an answer: so long a replica that dies in that
+moment holds the others up."""
 
 
 def compress(
@@ -119,6 +120,9 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
     for reason, applies in refused.items():
         if applies:
             raise ThinwireError(reason)
+    for name in ("set_timeout", "abort", "parent", "_timeout", "_pg"):  # the parent is there once it has connected
+        if not hasattr(type(manager._pg), name) and not hasattr(manager._pg, name):
+            raise ThinwireError(f"ProcessGroupGloo has no {name} in this version: thinwire is made for torchft 0.2")
     if isinstance(model, FSDPModule):
         _check_mesh(manager, FSDP2.process_groups(model))
 
@@ -155,7 +159,6 @@ class ManagerMembers:
         self._received: Any = None  # of a peer, not taken yet
         self._late = False
         self._patience = CONNECT
-        manager._pg.set_timeout(min(CONNECT, manager._timeout))  # exchanges name their own
 
     def ask(self) -> Membership:
         """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.
@@ -165,7 +168,7 @@ class ManagerMembers:
         manager, membership, error = self._manager, self._membership, None
         counts = manager.state_dict()
         try:
-            manager.start_quorum()
+            self._start_quorum()
         except (TimeoutError, RuntimeError) as refusal:
             words = (str(refusal).splitlines() or [type(refusal).__name__])[0]
             silent = ThinwireError(
@@ -181,8 +184,6 @@ class ManagerMembers:
                 membership = self._meet(manager)
         except FailedExchange as failure:
             error = failure
-        self._patience = CONNECT if error is None else min(2 * self._patience, manager._timeout)
-        manager._pg.set_timeout(min(self._patience, manager._timeout))
         received, self._received = self._received, None
         self._late |= received is not None
         if any_of(self._inside, error is not None):
@@ -192,6 +193,25 @@ class ManagerMembers:
         if received is not None:
             self._take(received)
         return membership
+
+    def _start_quorum(self) -> None:
+        """Ask the lighthouse, and connect to who takes part if that has changed, with a patience of its own.
+
+        The group's own timeout, which its exchanges have, is as it was."""
+        manager, group, number = self._manager, self._manager._pg, self._manager._quorum_id
+        own = group._timeout
+        group.set_timeout(min(self._patience, own))
+        try:
+            manager.start_quorum()
+        finally:
+            group.set_timeout(own)
+        if manager._quorum_id == number:
+            return
+        if group._pg is None:  # as connecting failed
+            self._patience = min(2 * self._patience, own)
+            return
+        self._patience = max(self._patience / 2, CONNECT)
+        group.parent._get_backend(torch.device("cpu"))._set_default_timeout(own)
 
     def _meet(self, manager: Any) -> Membership:
         """Learn the names of all who take part."""

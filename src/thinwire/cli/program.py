@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.base.terminal import begin_line, ends_at_once, lost_readers, say, silence
+from thinwire.base.terminal import begin_line, ends_at_once, lost_readers, note, say, silence
 from thinwire.base.version import __version__
 
 COMMANDS = {
@@ -33,6 +33,8 @@ COMMANDS = {
     "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands, for bash or zsh"),
 }
+LOADS_TORCH = ("inspect", "tokenize", "sample", "export", "eval")
+"""Commands that load torch before they can say anything, which takes seconds."""
 USAGE = "usage: thinwire COMMAND [options]      (thinwire COMMAND --help: its options)"
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """The exit status when the reader of the output has gone, as of programs that the signal ends."""
@@ -86,6 +88,8 @@ def run_command(argv: list[str]) -> int:
         near = difflib.get_close_matches(word, COMMANDS, 1)
         guess = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         raise ThinwireError(f"unknown command '{word}'; {guess}")
+    if word in LOADS_TORCH and arguments and not {"-h", "--help"} & set(arguments):
+        note("loading torch")
     module, function = COMMANDS[word][0].split(":")
     try:
         with ends_at_once():

@@ -95,6 +95,8 @@ class Card:
         takes_dense: gradients of parameters that stay dense go to ``Method.reduce``, too. False: the engine sums them.
         alone_from: the first optimizer step in which each rank (HSDP: each node) goes its own way, or None. From then
             on no gradients travel, each rank decides alone whether its step counts, and numbers of steps may differ.
+        round_steps: optimizer steps of a round, of which one or a few wait for the network: the means of whole rounds
+            are compared. 1: every step does the same, or nearly.
         common: where ranks go their own ways and never all hold the same weights: the kind of state with the weights
             that they share, from which each differs. "": they hold the same after each round.
         delay: optimizer steps for which an exchange may travel while the rank computes on; it is needed after them.
@@ -121,6 +123,7 @@ class Card:
     same_arithmetic: bool = False
     takes_dense: bool = False
     alone_from: int | None = None
+    round_steps: int = 1
     common: str = ""
     delay: int = 0
     steady: int = 0
@@ -133,11 +136,6 @@ class Card:
     def alone(self, number: int) -> bool:
         """Does each rank go its own way in the step after ``number`` others?"""
         return self.alone_from is not None and number >= self.alone_from
-
-    @property
-    def period(self) -> int:
-        """Optimizer steps until the method does the same again, by the rarest step of ``cycle``."""
-        return round(1 / min(self.cycle.values()))
 
     @property
     def steady_steps(self) -> dict[int, float]:

@@ -389,5 +389,7 @@ def for_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: for_json(item) for key, item in value.items() if key not in ("rows", "windows")}
     if hasattr(value, "_asdict"):
-        return value._asdict()
+        return for_json(value._asdict())
+    if isinstance(value, float) and math.isinf(value):
+        return None
     return [for_json(item) for item in value] if isinstance(value, list) else value

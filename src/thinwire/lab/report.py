@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +38,10 @@ def _shown(value: float | None, digits: str) -> str:
 
 def _faster(run: Run) -> str:
     span = run["faster"]
-    return "-" if span is None or run["method"] == DENSE else f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})"
+    if span is None or run["method"] == DENSE:
+        return "-"
+    known = math.isfinite(span.high)
+    return f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})" if known else f"{span.mean:.2f}x (not known)"
 
 
 def _final(run: Run) -> str:
@@ -142,7 +146,11 @@ def notes(report: dict[str, Any]) -> list[str]:
             lines.append(f"{method}: trained with {' '.join(run['flags'])}, which dense was not")
         if run["failed"]:
             lines.append(f"{method} failed: {run['failed']}")
-        elif note := run["summary"].get("note"):
+            continue
+        if run["faster"] and math.isinf(run["faster"].high):
+            enough = 2 * verdict.round_steps(run) + 2
+            lines.append(f"{method}: its speed takes at least two whole rounds to tell: --steps {enough} or more")
+        if note := run["summary"].get("note"):
             lines.append(note if note.startswith(method) else f"{method}: {note}")
     return lines
 

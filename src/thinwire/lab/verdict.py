@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thinwire.network.ledger import whole_rounds
+
 SILENT = "none"  # the method that exchanges nothing
 DENSE = "dense"
 WORSE = 0.05
@@ -71,26 +73,27 @@ def final_loss(summary: dict[str, Any]) -> float:
 
 def faster(pairs: Pairs) -> Span:
     """Divide dense's step by a method's (above 1: the method is faster). The interval is over seeds, if there are
-    several, otherwise from the quartiles of the steps."""
+    several, otherwise from the quartiles of the steps; without bounds where a run has fewer than two rounds."""
     ratios = [dense["summary"]["step_ms"] / run["summary"]["step_ms"] for run, dense in pairs]
     if len(ratios) > 1:
         return interval(ratios)
     (fast, slow), (dense_fast, dense_slow) = (_quartiles(run) for run in pairs[0])
-    return Span(ratios[0], dense_fast / slow, dense_slow / fast)
-
-
-def steady(times: Sequence[float], cycle: int) -> list[float]:
-    """Return the times of steps without the first two, which prepare much: the means over ``cycle`` steps each, where a
-    method takes as many until it does the same again (a round), so that no median leaves out the step that waits."""
-    times = times[2:] if len(times) > 4 else times
-    whole = range(0, len(times) - cycle + 1, cycle) if len(times) >= cycle else [0]
-    return [statistics.fmean(times[first : first + cycle]) for first in whole]
+    return Span(ratios[0], dense_fast / slow, dense_slow / fast if fast else math.inf)
 
 
 def _quartiles(run: Run) -> tuple[float, float]:
-    times = steady([row["step_ms"] for row in run["rows"]], run["summary"].get("cycle_steps", 1))
-    cuts = statistics.quantiles(times, n=4) if len(times) > 1 else times
+    """Return the quartiles of a run's steps, or of their means over whole rounds; 0 and infinity: they are too few."""
+    times, length = [row["step_ms"] for row in run["rows"]], round_steps(run)
+    settled = whole_rounds(times[2:] if len(times) > 4 else times, length)  # as the median in summary.json
+    if len(settled) < 2:
+        return (0.0, math.inf) if length > 1 else (settled[0], settled[0])
+    cuts = statistics.quantiles(settled, n=4)
     return cuts[0], cuts[-1]
+
+
+def round_steps(run: Run) -> int:
+    """Return how many steps a round of a run's method has; 1: its steps are alike."""
+    return int(run["summary"].get("round_steps", 1))
 
 
 def above(pairs: Pairs) -> Span:
@@ -169,6 +172,8 @@ def line(report: dict[str, Any]) -> str:
             continue
         than = "" if good else " than dense"
         pace = f"{speed.mean:.1f}x faster{than}" if speed.low > 1 else f"as fast as dense ({speed.mean:.2f}x)"
+        if math.isinf(speed.high):
+            pace = f"{speed.mean:.2f}x dense's speed in too few rounds to tell"
         good.append(f"{run['method']}: {pace}, {_loss_words(gap, seeds)}")
     words = [*_ceiling(runs[SILENT]), *good, *bad, *failed] or ["dense alone was run"]
     if good or bad:

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,10 +158,11 @@ class Ledger:
         self.steps: deque[Account] = deque(maxlen=WINDOW)
         self.total = Account(steps=0)
 
-    def stats(self, *, last: bool = False) -> dict:
+    def stats(self, *, last: bool = False, round_steps: int = 1) -> dict:
         """Report mean bytes and median times per step since the last :meth:`reset`, or of the ``last`` step alone.
 
-        Medians, over at most ``WINDOW`` steps, because the first step also compiles kernels and fills caches.
+        Medians, over at most ``WINDOW`` steps, because the first step also compiles kernels and fills caches. They are
+        of the means of rounds of ``round_steps`` steps.
         """
         total, timed = (self.last, [self.last]) if last else (self.total, list(self.steps))
         for step in timed:
@@ -174,6 +175,16 @@ class Ledger:
             "weight_bytes_per_step": total.weight_bytes / divisor,
             "dense_bytes_per_step": total.dense_bytes / divisor,
             **{
-                f"{kind}_ms": 1e3 * statistics.median([step.seconds[kind] for step in timed] or [0.0]) for kind in KINDS
+                f"{kind}_ms": 1e3 * statistics.median(whole_rounds([step.seconds[kind] for step in timed], round_steps))
+                for kind in KINDS
             },
         }
+
+
+def whole_rounds(times: Sequence[float], round_steps: int) -> list[float]:
+    """Return the mean step of each whole round of ``times``; of all steps, if no round is whole. 0 of no steps.
+
+    A median of steps would leave out the one step of a round that waits for the network.
+    """
+    firsts = range(0, len(times) - round_steps + 1, round_steps)
+    return [statistics.fmean(times[at : at + round_steps]) for at in firsts] or [statistics.fmean(times or [0.0])]

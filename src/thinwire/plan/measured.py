@@ -29,7 +29,9 @@ class MeasuredLoss:
     Attributes:
         method: with its knobs. regime: "scratch", "long", "going-on" or "finetune". ranks: number of ranks.
         parameters: number in the model. gap_percent: loss above dense's (negative: below), mean over ``seeds`` runs.
-        error_percent: half of the 95% interval of that over the seeds; NaN: not known, as of one seed.
+        error_percent: half of the 95% interval of that. Of a tuned run on all held-out text: of the text and of seeds,
+            whose spread is taken from all settings of its size and length, so that one seed has it, too; of others:
+            over the seeds. NaN: not known, as of one seed.
         tokens_per_parameter: that the run was trained on. dense: the optimizer of the dense run, "AdamW", "AdamS" or
             "Muon".
     """
@@ -81,7 +83,8 @@ def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[Measure
     def distance(row: MeasuredLoss) -> tuple[bool, bool, bool, float, int, int]:
         far = max(row.ranks, ranks) // max(min(row.ranks, ranks), 1)
         length = row.tokens_per_parameter
-        return row.regime != "scratch", far > 2, row.dense == "Muon", -length, -row.parameters, -row.seeds
+        later = REGIMES[row.regime] != REGIMES["scratch"]
+        return later, far > 2, row.dense == "Muon", -length, -row.parameters, -row.seeds
 
     fewest = min(differing.values(), default=0)
     nearest: dict[str, MeasuredLoss] = {}

@@ -22,9 +22,9 @@ from thinwire.base.files import write
 from thinwire.base.processes import interface_bytes
 from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
-from thinwire.lab.verdict import steady
 from thinwire.methods import resolve
 from thinwire.network.comm import is_of_the_network, local, network_words
+from thinwire.network.ledger import whole_rounds
 from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
 from thinwire.train.checkpoint.run_settings import describe_run
@@ -151,14 +151,18 @@ class Trainer:
     Attributes:
         step: optimizer steps that are done.
         sequences: sequences of the shuffled text that all ranks together have trained on.
-        unshared: of each step that ranks took alone and have not agreed on: this rank's loss and flags (5,), its row.
-        steps_alone: the number of such steps at which they do.
+        unshared: of each step that ranks took alone and have not told each other of: this rank's loss and flags (5,),
+            and the step's row of metrics.jsonl.
+        steps_alone: how many steps ranks take alone, at most, before they tell each other of them.
         streak: steps in a row that were skipped, or had a loss that is not finite.
+        diverged: the first and the last step of a streak that is too long; None: there is none.
         losses, step_seconds: mean loss of all ranks, and this rank's time, for each step since the process began.
         wall_s: seconds of all steps, including those before the checkpoint.
         trained: sequences that all ranks together have trained on since the process began.
         wire: the exchange. kept: what saves its state, and takes it back; ``wire`` itself where ranks are fixed.
     """
+
+    diverged: tuple[int, int] | None = None
 
     def __init__(self, config: Config, ranks: Ranks, inputs: Inputs, checkpoints: Checkpoints, bf16: bool) -> None:
         self.config, self.ranks, self.inputs, self.checkpoints = config, ranks, inputs, checkpoints
@@ -174,7 +178,7 @@ class Trainer:
         self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
         self.trained = 0
         self.unshared: list[tuple[Tensor, dict[str, Any]]] = []
-        self.steps_alone = 1  # at most, before ranks tell each other their losses
+        self.steps_alone = 1
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         description = checkpoints.description
@@ -255,6 +259,7 @@ class Trainer:
             self.display = Display(config, self.ranks.comm.rank, self.step)
             signals = stack.enter_context(note_signals())  # before the display hides the cursor
             self.collective.do(lambda: stack.enter_context(self.display))
+            stack.callback(self._log_unshared)
             self.wall_s = self.display.wall_s
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             first_loss = self.evaluate()
@@ -336,13 +341,14 @@ class Trainer:
         )
 
     def _note_losses(self, means: list[list[float]]) -> StepOutcome:
-        """Log steps whose ``means`` over the ranks are known; return the outcome of the last. Collective."""
+        """Log steps whose ``means`` over the ranks are known; return the outcome of the last."""
         for (_, row), (loss, skipped, *_) in zip(self.unshared, means, strict=True):
             self.losses.append(loss)
             self.streak = self.streak + 1 if skipped or not math.isfinite(loss) else 0
             row["loss"] = loss
             self.display.step(row, self.tokens_per_step / row["step_ms"] * 1e3)
-            self._check_streak(row["step"])
+            if not self.diverged and 0 < self.config.max_skipped <= self.streak:
+                self.diverged = (row["step"] - self.streak + 1, row["step"])
         self.unshared.clear()
         self.steps_alone = max(1, int(ALONE_S * len(means) / sum(seconds for *_, seconds in means)))
         return StepOutcome(*means[-1][:4])
@@ -382,17 +388,20 @@ class Trainer:
             loss += micro_loss.detach()
         return loss
 
+    def _log_unshared(self) -> None:
+        """Log steps of which ranks have not told each other, as an error ends the run: with this rank's own loss."""
+        for report, row in self.unshared:
+            self.display.step(row | {"loss": float(report[0]), "loss_of": "rank 0"}, 0.0)
+        self.unshared.clear()
+
     def _check(self, outcome: StepOutcome) -> None:
-        """End the run if a rank cannot write its files. Collective."""
+        """End the run if a rank cannot write its files, or if it diverges. Collective."""
         if outcome.write_failed:
             self.collective.do(self.display.check)
-
-    def _check_streak(self, step: int) -> None:
-        """End the run if it diverges, with ``step`` as the last of a streak."""
-        if self.config.max_skipped and self.streak >= self.config.max_skipped:
-            first, latest = step - self.streak + 1, self.checkpoints.latest
+        if self.diverged:
+            (first, last), latest = self.diverged, self.checkpoints.latest
             raise ThinwireError(
-                f"the run diverges: steps {first} to {step} were skipped, or had a loss that is not finite; "
+                f"the run diverges: steps {first} to {last} were skipped, or had a loss that is not finite; "
                 f"{_last_good(latest)}. A lower --lr may help; with --max-skipped 0 a run never ends for it"
             )
 
@@ -502,8 +511,8 @@ class Trainer:
     def _summary(self, stats: dict[str, Any], first_loss: float, losses: list[held_out.WindowLoss]) -> dict[str, Any]:
         """Return what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
-        period = self.wire.method.card.period
-        step_ms = 1e3 * statistics.median(steady(times, period))
+        round_steps = self.wire.method.card.round_steps
+        step_ms = 1e3 * statistics.median(whole_rounds(times[2:] if len(times) > 4 else times, round_steps))
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
         highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
@@ -522,7 +531,7 @@ class Trainer:
             "tokens_per_parameter": self.tokens / self.parameters,
             "tokens_per_s": self.trained * self.inputs.train.targets_per_window / sum(times),
             "step_ms": step_ms,
-            "cycle_steps": period,
+            "round_steps": round_steps,
             "wire_bytes_per_step": stats["wire_bytes_per_step"],
             "dense_bytes_per_step": stats["dense_bytes_per_step"],
             "choice": self.checkpoints.description.get("choice"),

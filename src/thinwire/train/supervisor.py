@@ -40,9 +40,9 @@ AGAIN_S = 1.0
 """Seconds until a replica that has ended is started again."""
 PATIENCE_S = 10.0
 """Seconds that a replica has to end once the run's last files are written."""
-HEARTBEAT_S = 0.5
-"""Seconds without a sign of life after which the lighthouse takes a replica for dead: on the loopback one comes every
-0.1 s, whatever the replica does. One that is missed by mistake gets the others' state again."""
+HEARTBEAT_S = 1.0
+"""Seconds without a sign of life after which the lighthouse takes a replica for dead: one comes every 0.1 s, whatever
+the replica does. One that is missed by mistake gets the others' state again."""
 _NOISE = re.compile(r"\S+ \[(INFO|WARN|ERROR)\] \[torchft")
 """A line of torchft's own, of which each step has several."""
 UNUSABLE = 2  # ThinwireError.status

@@ -274,7 +274,7 @@ class LocalSteps(Method):
             native=False,  # of the kernels, which are the outer method's
             takes_dense=True,  # what stays dense waits for the round, too
             instead_at_scale=str(replace(self, outer=instead)) if (instead := outer.instead_at_scale) else "",
-            alone_from=self.first, steady=self.first + outer.steady * self.every,
+            alone_from=self.first, round_steps=self.every, steady=self.first + outer.steady * self.every,
             cycle=self._timetable.cycle(outer.cycle), common="anchor" if streams else "", delay=self.delay,
             state_kinds={**shared, **kinds}, intra=None, carrier=self._outer,
         )  # fmt: skip

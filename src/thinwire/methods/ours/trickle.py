@@ -19,7 +19,8 @@ On FSDP2 the owners of the weights are the servers. The step is zero off the mas
 the mask, too (``weights``, ``parts/atmask.py``).
 
 Matrices that the user's ``torch.optim.Muon`` holds take Muon's step of this rank's momentum for u_n
-(``parts/muon.py``). Send three values of a hundred then (``trickle:muon``), at one to two times dense Muon's rate.
+(``parts/muon.py``). Send three values of a hundred in 4 bits by way of servers then (``trickle:muon``), at one to two
+times dense Muon's rate.
 
 A share of what is sent is delivered, and the rest goes on waiting: at a density of 0.01 all is delivered, at 0.05 a
 fourth, as many values delivered whole are mostly the last step's noise. Servers deliver all: take about 0.01 there.
@@ -76,7 +77,7 @@ class Trickle(TopK):
     name: ClassVar[str] = "trickle"
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "d0.003": {"density": 0.003},
-        "muon": {"density": 0.03},
+        "muon": {"density": 0.03, "mask": "merged", "bits": 4},
         "merged": {"mask": "merged", "bits": 4},
     }
 

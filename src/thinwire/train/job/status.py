@@ -86,14 +86,18 @@ class Run:
     def gaps(self) -> list[Gap]:
         """The times between steps, without evaluations and checkpoints: ``wall_s`` is the time of attempts at steps.
         Of local steps, one in which a round ends is of another kind than those between."""
-        changed = {event["step"] for kind in ("members", "dropped") for event in self._all(kind)}
-        return [
-            Gap(
-                later["wall_s"] - earlier["wall_s"], (later.get("replicas"), bool(later.get("wire_bytes"))),
-                not changed.isdisjoint(range(earlier["step"] + 1, later["step"] + 1)),
-            )
-            for earlier, later in itertools.pairwise(self.rows)
-        ]  # fmt: skip
+        changed: dict[int, list[float]] = defaultdict(list)
+        for event in (*self._all("members"), *self._all("dropped")):
+            changed[event["step"]].append(event["time"])
+        gaps = []
+        for earlier, later in itertools.pairwise(self.rows):
+            # The same steps may have been taken before, in an earlier life of the run.
+            began, ended = earlier["time"] - SEEN_S, later["time"] + SEEN_S
+            times = [time for step in range(earlier["step"] + 1, later["step"] + 1) for time in changed.get(step, ())]
+            kind = later.get("replicas"), any((later.get("wire_bytes") or {}).values())
+            disturbed = any(began <= time <= ended for time in times)
+            gaps.append(Gap(later["wall_s"] - earlier["wall_s"], kind, disturbed))
+        return gaps
 
     @property
     def dropped(self) -> int:
@@ -143,7 +147,7 @@ class Gap(NamedTuple):
 
 
 def goodput(gaps: Sequence[Gap]) -> float | None:
-    """Return the share of the time in which steps counted; None: there are too few gaps.
+    """Return the share of the time in which steps counted; None: there are too few gaps, or all were disturbed.
 
     Of a disturbed gap, what is beyond the mean of the others of its kind is wasted: attempts that failed, waits for
     who is dead and for who joins. Seconds count, not how many steps they are, so that the shares of fast and of slow
@@ -156,9 +160,12 @@ def goodput(gaps: Sequence[Gap]) -> float | None:
     for gap in gaps:
         if not gap.disturbed:
             calm[gap.kind].append(gap.seconds)
-    every = [seconds for kind in calm.values() for seconds in kind] or [gap.seconds for gap in gaps]
+    every = [seconds for kind in calm.values() for seconds in kind]
+    if not every:
+        return None
     usual = {kind: statistics.fmean(calm[kind] if len(calm[kind]) >= FEW else every) for kind in {g.kind for g in gaps}}
-    return 1 - sum(gap.seconds - usual[gap.kind] for gap in gaps if gap.disturbed) / total
+    wasted = sum(gap.seconds - usual[gap.kind] for gap in gaps if gap.disturbed)
+    return 1 - max(wasted, 0.0) / total  # by chance those that were disturbed may be the shorter ones
 
 
 def ask_lighthouse(address: str) -> list[str] | None:
