@@ -97,7 +97,8 @@ class Outcome:
         steps = sorted(self.counted.values(), key=lambda lines: min(line["time"] for line in lines))
         ends = [min(line["time"] for line in lines) for lines in steps]
         who = [{line["process"] for line in lines} for lines in steps]
-        failed = {bisect.bisect(ends, line["time"]) for line in self.lines if line.get("counted") is False}
+        dropped = [line for line in self.lines if line.get("counted") is False and not line.get("alone")]
+        failed = {bisect.bisect(ends, line["time"]) for line in dropped}
         return [
             Gap(ends[later] - ends[later - 1], len(who[later]), later in failed or who[later] != who[later - 1])
             for later in range(1, len(steps))

@@ -125,6 +125,7 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
             manager.start_quorum()
         # An attempt that did not count is taken again on the same data, by a new process, too.
         taken = before if wire is None else wire.step - wire.skipped
+        alone = wire is not None and wire.method.card.alone(taken)
         generator.manual_seed(int.from_bytes(hashlib.sha1(f"{name} {taken}".encode()).digest()[:4], "big"))
         x = torch.randn(32, WIDTH, generator=generator)
         optimizer.zero_grad()
@@ -149,6 +150,8 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
             line["spare"] = True
         if step > before:
             line["hash"] = digest(model)
+        elif alone:
+            line["alone"] = True
         if wire is not None and wire.turnover.losses:
             line["lost"] = round(sum(loss.norm**2 for loss in wire.turnover.losses.values()) ** 0.5, 6)
         if books is not None:

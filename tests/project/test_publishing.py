@@ -25,7 +25,7 @@ from thinwire.base.version import NEWEST_TORCH, torch_warning
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
-UNPUBLISHED = (".ci/", ".git", ".pre-commit")
+UNPUBLISHED = (".ci/", ".gitattributes", ".gitignore", ".pre-commit")
 """What the sdist leaves out of what git holds."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -13,6 +14,8 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +364,41 @@ def test_the_page_of_a_lighthouse_is_read():
 # ----------------------------------------------------------------------------------------------- runs, with torchft
 
 real = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installed")
+
+
+@real
+def test_who_is_new_takes_no_step_without_one_that_lives_and_has_not_asked(tmp_path):
+    """It may be in a round of local steps. Two that are new would be the majority, and begin the run anew."""
+    coordination = importlib.import_module("torchft.coordination")
+    limit, config = timedelta(seconds=30), Config(elastic=True, replicas=3, out=tmp_path)
+    with supervisor._serve_lighthouse(config) as process, ThreadPoolExecutor(3) as pool:
+        address = f"http://127.0.0.1:{supervisor._read_port(process)}"
+
+        def join(name: str) -> tuple[Any, Any]:
+            server = coordination.ManagerServer(
+                replica_id=f"{name}:1", lighthouse_addr=address, hostname="127.0.0.1", bind="127.0.0.1:0",
+                store_addr="", world_size=1, heartbeat_interval=timedelta(milliseconds=100), connect_timeout=limit,
+                quorum_retries=0,
+            )  # fmt: skip
+            return server, coordination.ManagerClient(server.address(), connect_timeout=limit)
+
+        def ask(client: Any, step: int) -> Future[Any]:
+            return pool.submit(
+                client._quorum, group_rank=0, step=step, checkpoint_metadata="", shrink_only=False, timeout=limit,
+                commit_failures=0, init_sync=True,
+            )  # fmt: skip
+
+        old = join("b")
+        assert ask(old[1], 5).result().replica_world_size == 1
+        new = [join("a"), join("c")]
+        waiting = [ask(client, 0) for _, client in new]
+        assert not wait(waiting, timeout=2.5).done  # the time that it was once left out after, and more
+        answers = [answer.result() for answer in (ask(old[1], 6), *waiting)]
+        assert {answer.max_step for answer in answers} == {6}
+        assert [answer.heal for answer in answers] == [False, True, True]
+        for server, _ in (old, *new):
+            server.shutdown()
+
 
 WATCHED = """
 import json, os, signal, sys, time
