@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -86,20 +86,30 @@ class Arena:
 
     def __init__(self) -> None:
         self._memory: dict[object, Tensor] = {}
+        self._views: dict[tuple[Any, ...], Tensor] = {}  # made once: to make one takes the host as long as a launch
 
     def borrow(self, key: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the use ``key``, not cleared: the same memory for every call with that key."""
-        size = math.prod(shape) * dtype.itemsize
+        form = key, *shape, dtype, device
+        view = self._views.get(form)
+        if view is None:
+            memory = self._reserve(key, math.prod(shape) * dtype.itemsize, device)
+            view = self._views[form] = memory.view(dtype).view(*shape)
+        return view
+
+    def _reserve(self, key: object, size: int, device: torch.device) -> Tensor:
         memory = self._memory.get(key)
         if memory is None or memory.numel() < size or memory.device != device:
             self._memory.pop(key, None)  # before the next one is allocated
+            self._views = {form: view for form, view in self._views.items() if form[0] != key}
             memory = None
             memory = self._memory[key] = torch.zeros(size, dtype=torch.uint8, device=device)
-        return memory[:size].view(dtype).view(*shape)
+        return memory[:size]
 
     def clear(self) -> None:
         """Free all memory."""
         self._memory.clear()
+        self._views.clear()
 
 
 class Shard(NamedTuple):

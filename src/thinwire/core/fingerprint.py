@@ -27,6 +27,8 @@ class Fingerprint:
         """``weights``: returns always the same tensors in the same order (of DTensors this rank's part counts)."""
         self._weights = weights
         self._reference: Tensor | None = None
+        self._places: list[object] | None = None  # where the weights lay when ``_views`` of their samples were made
+        self._views: list[Tensor] = []
 
     def take(self) -> None:
         """Sample the weights, as the values to compare with."""
@@ -60,8 +62,15 @@ class Fingerprint:
         return (actual != expected) & ~(actual.isnan() & expected.isnan())
 
     def _samples(self) -> Tensor:
-        samples = [_samples_of(local(weight.detach())) for weight in self._weights()]
-        return torch.cat(samples) if samples else torch.zeros(0, device="cpu")
+        weights = [local(weight) for weight in self._weights()]
+        if not weights:
+            return torch.zeros(0, device="cpu")
+        places: list[object] = [(weight.data_ptr(), weight.shape, weight.stride()) for weight in weights]
+        if places != self._places:
+            self._views = [_samples_of(weight.detach()) for weight in weights]
+            are_views = all(map(_share_storage, weights, self._views))
+            self._places = places if are_views else None
+        return torch.cat(self._views)
 
 
 class WeightWatch:
@@ -124,6 +133,10 @@ class WeightWatch:
 
     def _count_versions(self) -> int:
         return sum(weight._version + local(weight)._version for weight in self._weights)
+
+
+def _share_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _samples_of(weight: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -81,7 +82,7 @@ class Stage:
         Write the mean to ``out``: ``flat`` itself, or this rank's row where each rank gets one row. Record no gradients
         and cast nothing, whatever mode the engine's hook runs in.
         """
-        with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(flat.device.type):
             if self.scale is not None or (self.bound is None and self.hides_what_is_not_finite):
                 self.guard.observe(flat)
             if self.counts_dense:
@@ -104,7 +105,7 @@ class Stage:
         """Scale outliers in ``flat`` down, or return the factors to do it with as it is packed; tell the guard."""
         split = self._packed(flat, pieces)
         packing = split[0].packed.packing(flat) if len(split) == 1 and devices.streams(flat.device) else None
-        names = tuple(segment.name for segment in split[0].packed.segments)
+        names = split[0].names
         if packing is not None and bound.covers(names):
             bounds = bound.bounds(flat, packing, names)
             self.guard.note(bounds.residues)
@@ -125,7 +126,7 @@ class Stage:
             send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
             bounds: the factors by which parameters are multiplied as they are packed, and their norms, in that order.
         """
-        for packed, buckets in self._packed(flat, pieces):
+        for packed, buckets, _ in self._packed(flat, pieces):
             packed.load(flat, out, None if bounds is None else bounds.factors)
             if bounds is not None:
                 norms_by_bucket = bounds.norms.split([len(bucket.segments) for _, bucket in buckets])
@@ -154,8 +155,8 @@ class Stage:
         buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
         alike = len({bucket.dtype for _, bucket in buckets}) == 1
         if len(buckets) > 1 and alike and not buckets[0][1].lies_in(flat):
-            return [_PackedBuckets(BucketGroup([bucket for _, bucket in buckets]), buckets)]
-        return [_PackedBuckets(bucket, [(method, bucket)]) for method, bucket in buckets]
+            return [_PackedBuckets.of(BucketGroup([bucket for _, bucket in buckets]), buckets)]
+        return [_PackedBuckets.of(bucket, [(method, bucket)]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.card.native:  # the buffer goes out as it is
@@ -164,11 +165,20 @@ class Stage:
         return bucket_of(method, pieces, self.exchange, flat.device, self._buckets.arena, dtype)
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
 class _PackedBuckets(NamedTuple):
     """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it."""
 
     packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]]) -> _PackedBuckets:
+        return cls(packed, buckets, tuple(segment.name for segment in packed.segments))
 
 
 class _Compositions(Generic[T]):
@@ -177,16 +187,24 @@ class _Compositions(Generic[T]):
     def __init__(self) -> None:
         self.arena = Arena()
         self._cached: dict[tuple[Pieces, torch.dtype], T] = {}
+        self._same: dict[tuple[int, torch.dtype], tuple[Pieces, T]] = {}  # by address: engines hand in what they keep
 
     def once(self, pieces: Pieces, dtype: torch.dtype, make: Callable[[], T]) -> T:
         """Return ``make()``, cached; free older entries with any of these parameters (DDP rebuilds buckets once)."""
+        same = self._same.get((id(pieces), dtype))
+        if same is not None:
+            return same[1]
         key = (pieces, dtype)
         if key not in self._cached:
             names = {piece.name for piece in pieces}
             for old in [old for old in self._cached if names & {piece.name for piece in old[0]}]:
                 del self._cached[old]
+                self._same.clear()
                 self.arena.clear()
             self._cached[key] = make()
+        if len(self._same) > len(self._cached):
+            self._same.clear()
+        self._same[id(pieces), dtype] = pieces, self._cached[key]
         return self._cached[key]
 
 
@@ -236,9 +254,10 @@ class Road:
             native = all(stage.method.card.native for stage in self.stages)
             self.levels.through(flat, pieces, out, stages[0], stages[1], flat.dtype if native else torch.float32)
             return
-        for stage in stages:
+        for stage in stages[:-1]:
             stage(flat, pieces, out)
             flat, pieces = out, shard_of(pieces)
+        stages[-1](flat, pieces, out)
 
     def piece(self, parameter: Parameter) -> Piece:
         """Place ``parameter`` in a buffer of its own, as the engine would hand it out."""

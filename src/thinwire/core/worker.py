@@ -76,7 +76,7 @@ class Worker:
         streams = devices.streams(device)
         if self._stream is None:
             self._stream = streams.Stream(device, priority=-1)  # as FSDP2's: its small kernels go before the model's
-        start = devices.mark(device)
+        start = devices.mark(device) if last else None
         self._stream.wait_stream(streams.current_stream(device))
         future = devices.future(device)
         with streams.stream(self._stream):

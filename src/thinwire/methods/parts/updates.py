@@ -48,7 +48,7 @@ from thinwire.base import device as devices
 from thinwire.base.device import upload
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import seed_of
-from thinwire.core.bucket import Bucket
+from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange
 from thinwire.core.run import Run, Step
 from thinwire.core.state import State
@@ -67,13 +67,20 @@ DECAY = 0.9
 """Weight of the old r in the new one."""
 
 
-class _Uploaded(NamedTuple):
-    """The numbers of a step that a GPU was told on ``stream``: (lr, bias correction) by name, their places there."""
+class _Factors(NamedTuple):
+    """What a step multiplies gradients with, told to a device on ``stream`` in one copy for all tensors.
+
+    Attributes:
+        counts: by name, the gradients in the tensor's average, this one among them: 0-dim, on the host.
+        knobs: by name, the tensor's index in the two below, and Adam's beta2 and eps; the same object while alike.
+        lrs: (tensors,) lr, with a momentum's bias correction. unbias: (tensors,) the bias correction of v.
+    """
 
     stream: Any
-    factors: Mapping[str, tuple[float, float]]
-    indices: Mapping[str, int]
-    on_device: Tensor
+    counts: Mapping[str, Tensor]
+    knobs: Mapping[str, tuple[int, float, float]]
+    lrs: Tensor
+    unbias: Tensor
 
 
 class UpdateSpace:
@@ -111,7 +118,8 @@ class UpdateSpace:
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
         self._scaled: tuple[Tensor, Any] | None = None  # the flag on the host, and the event after which it is there
         self._sent = sent
-        self._uploaded: _Uploaded | None = None
+        self._factors: _Factors | None = None  # of the step under way
+        self._knobs: Mapping[str, tuple[int, float, float]] = {}
 
     @property
     def names(self) -> Collection[str]:
@@ -143,14 +151,17 @@ class UpdateSpace:
 
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin."""
-        probes: list[Tensor] = []
-        for segment in bucket.segments:
-            self._steps.names.add(segment.name)
-            own_values = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
-            count = min(own_values.numel(), segment.span, PROBE)  # behind them there may be padding, which a sign fills
-            probes.append(bucket.mean[0, segment.start : segment.start + count])
-        copies = torch.cat(probes).split([len(values) for values in probes])
-        self._beginnings.update((segment.name, copy) for segment, copy in zip(bucket.segments, copies, strict=True))
+        lengths = bucket.once("probed", lambda: [self._probed(segment) for segment in bucket.segments])
+        mean = bucket.mean[0]
+        probes = [mean[of.start : of.start + n] for of, n in zip(bucket.segments, lengths, strict=True)]
+        names = [segment.name for segment in bucket.segments]
+        self._steps.names.update(names)
+        self._beginnings.update(zip(names, torch.cat(probes).split(lengths), strict=True))
+
+    def _probed(self, segment: Segment) -> int:
+        """Count the values at which a step of ``segment`` is probed: none of the padding, which a sign fills."""
+        own_values = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
+        return min(own_values.numel(), segment.span, PROBE)
 
     def take_steps(self, step: Step) -> None:
         """Set w = (1 - lr decay) w - c for all parameters whose c has come.
@@ -174,9 +185,9 @@ class UpdateSpace:
             values.append(local(weight.detach()))
             changes.append(change)
             decay_factors.append(1 - float(group["lr"]) * group["weight_decay"])
-            if name in self._beginnings:
-                expected.append(self._beginnings[name])
-                probes.append(self._run.travels(name, change.reshape(-1))[: len(expected[-1])])
+            if (beginning := self._beginnings.get(name)) is not None:
+                expected.append(beginning)
+                probes.append(self._run.travels(name, change.reshape(-1))[: beginning.shape[0]])
 
         self._steps.take_all(step, move)
         take(values, changes, decay_factors)
@@ -213,12 +224,14 @@ class UpdateSpace:
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else DECAY * old + (1 - DECAY) * new)
             self._measured.clear()
+        self._factors = None
 
     def forget(self) -> None:
         """Forget the step under way, which does not count."""
         self._steps.forget()
         self._measured.clear()
         self._beginnings.clear()
+        self._factors = None
 
     def send_second(self, bucket: Bucket, exchange: Exchange) -> None:
         """Set ``bucket.mean`` to mean_n v_n: a dense exchange between two steps."""
@@ -289,6 +302,7 @@ class UpdateSpace:
             self._steps.names.discard(name)
             self._measured.pop(name, None)
             self._beginnings.pop(name, None)
+        self._factors = None
 
     def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor, *, as_encoded: bool = False) -> None:
         """Replace g in ``values`` (R, n) by u, and write v'."""
@@ -296,64 +310,49 @@ class UpdateSpace:
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
-        lrs, unbias, indices = self._upload_factors(bucket)
-        segments = []
+        factors = self._factors_on(bucket.device)
         for segment in bucket.segments:
+            self._state.put(self._counter(segment.name), segment.name, factors.counts[segment.name])
             if segment.name in self.matrices:
                 gradients, old, new = (tensor[:, segment.columns] for tensor in (values, second, second_out))
                 self._orthogonal.take(segment.name, gradients, old, new, segment.span)
-                continue
-            group, index = self._run.holders[segment.name].group, indices[segment.name]
-            knobs = float(group["betas"][1]), float(group["eps"])
-            segments.append(DirectionSegment(segment.start, segment.width, index, *knobs))
+        segments = bucket.once("directions", lambda: self._directions(bucket, factors), factors.knobs)
         if as_encoded and first is None and len(segments) == len(bucket.segments):
-            bucket.adam = Adam(second, second_out, segments, lrs, unbias, r)
+            bucket.adam = Adam(second, second_out, segments, factors.lrs, factors.unbias, r)
             return
         moments = second, second_out, first, first_out
-        direction(values, *moments, segments, lr=lrs, scale=unbias, factor=r, beta1=self._momentum)
+        direction(values, *moments, segments, lr=factors.lrs, scale=factors.unbias, factor=r, beta1=self._momentum)
 
-    def _upload_factors(self, bucket: Bucket) -> tuple[Tensor, Tensor, Mapping[str, int]]:
-        """Count this gradient; return lr and bias correction on the bucket's device, and each tensor's index in them.
+    def _directions(self, bucket: Bucket, factors: _Factors) -> tuple[DirectionSegment, ...]:
+        """Say where in ``bucket`` the tensors lie that take Adam's step."""
+        adams = (segment for segment in bucket.segments if segment.name not in self.matrices)
+        return tuple(DirectionSegment(of.start, of.width, *factors.knobs[of.name]) for of in adams)
 
-        To a GPU one copy per step brings those of all tensors, which the next buckets find there.
-        """
-        names = [segment.name for segment in bucket.segments]
-        counts = self._count_gradients(names)
-        for name, count in zip(names, counts, strict=True):
-            self._state.put(self._counter(name), name, count)
-        factors = self._factors(names, counts)
-        streams = devices.streams(bucket.device)
-        stream = None if streams is None else streams.current_stream(bucket.device)
-        uploaded = None if streams is None else self._uploaded
-        if uploaded is None or uploaded.stream != stream or not factors.items() <= uploaded.factors.items():
-            if streams is not None:
-                holders = self._run.holders
-                others = [name for name in self._sent if name in holders and name not in factors]
-                factors |= self._factors(others, self._count_gradients(others)) if others else {}
-            numbers = [number for numbers in zip(*factors.values(), strict=True) for number in numbers]
-            on_device = upload(numbers, bucket.device, torch.float32).view(2, -1)
-            indices = {name: i for i, name in enumerate(factors)}
-            uploaded = self._uploaded = _Uploaded(stream, factors, indices, on_device)
-        return (*uploaded.on_device, uploaded.indices)
+    def _factors_on(self, device: torch.device) -> _Factors:
+        """Return the step's factors on ``device``, made as the first of its gradients come."""
+        streams = devices.streams(device)
+        stream = None if streams is None else streams.current_stream(device)
+        if self._factors is None or self._factors.stream != stream or self._factors.lrs.device != device:
+            self._factors = self._make_factors(device, stream)
+        return self._factors
 
-    def _factors(self, names: Sequence[str], counts: Tensor) -> dict[str, tuple[float, float]]:
-        """Return lr, with a momentum's bias correction, and that of v, by name, for ``counts`` gradients of each."""
+    def _make_factors(self, device: torch.device, stream: Any) -> _Factors:
         holders = self._run.holders
+        names = [name for name in self._sent if name in holders]
+        none = torch.zeros((), device="cpu")
+        found = [self._state.get(self._counter(name), name) for name in names]
+        counts = torch.stack([none if count is None else count.cpu() for count in found]) + 1
         groups = [holders[name].group for name in names]
-        betas = [
-            0.0 if name in self.matrices else float(group["betas"][1])
-            for name, group in zip(names, groups, strict=True)
-        ]
+        is_adam = [name not in self.matrices for name in names]
+        betas = [float(group["betas"][1]) if adam else 0.0 for group, adam in zip(groups, is_adam, strict=True)]
+        epses = [float(group["eps"]) if adam else 0.0 for group, adam in zip(groups, is_adam, strict=True)]
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64, device="cpu")
         lrs = (lrs * _unbias(self._momentum, counts)).float()
         unbias = _unbias(torch.tensor(betas, dtype=torch.float64, device="cpu"), counts)
-        return dict(zip(names, zip(lrs.tolist(), unbias.tolist(), strict=True), strict=True))
-
-    def _count_gradients(self, names: Sequence[str]) -> Tensor:
-        """Return how many gradients each tensor's average holds with one more, (tensors,) on the host."""
-        none = torch.zeros((), device="cpu")
-        counts = [self._state.get(self._counter(name), name) for name in names]
-        return torch.stack([none if count is None else count.cpu() for count in counts]) + 1
+        knobs = dict(zip(names, zip(range(len(names)), betas, epses, strict=True), strict=True))
+        self._knobs = self._knobs if knobs == self._knobs else knobs
+        numbers = upload([*lrs.tolist(), *unbias.tolist()], device, torch.float32).view(2, -1)
+        return _Factors(stream, dict(zip(names, counts.unbind(), strict=True)), self._knobs, *numbers)
 
     def _counter(self, name: str) -> str:
         """Name the state that counts the gradients of ``name``: "turned" for Muon's, whose "second" is a momentum.
@@ -368,7 +367,7 @@ class UpdateSpace:
         One mean over ranks, which carries mean_n |g_n|^2 too: what a rank sends does not grow with their number.
         """
         positions = bucket.once("sampled", lambda: self._sample_positions(bucket))
-        count, tensors = len(positions), len(bucket.segments)
+        count, tensors = positions.shape[0], len(bucket.segments)
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
         columns = [segment.columns for segment in bucket.segments]
