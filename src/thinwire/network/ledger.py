@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,21 @@ LINKS = ("inter", "intra")
 KINDS = ("encode", "wire", "decode", "exposed")
 WINDOW = 1000
 """The number of steps whose times are kept, so that memory stays bounded; bytes are summed over all steps."""
+SAMPLED = 8
+"""On a GPU the stages of the first so many steps are timed, and then those of one step in so many: an event takes the
+host as long as a launch, and a step has hundreds."""
+_UNTIMED = nullcontext()
 
 
 @dataclass
 class Account:
-    """Bytes by link, collective calls by kind, and times of optimizer ``steps`` on this rank."""
+    """Bytes by link, collective calls by kind, and times of optimizer ``steps`` on this rank.
+
+    timed: *encode*, *wire* and *decode* were measured; *exposed* always is.
+    """
 
     steps: int = 1
+    timed: bool = True
     skipped: int = 0
     bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
@@ -66,15 +74,17 @@ class Ledger:
     hands to the network for this rank, without TCP/IP framing (``thinwire.lab.framing`` computes that).
     *encode*, *wire* and *decode* times are spent in those stages (beside the backward pass where the engine allows it);
     the training loop waited for the *exposed* part of them. By the clock, *wire* is the time with any message under
-    way: weights and gradients that travel side by side do not count twice.
+    way: weights and gradients that travel side by side do not count twice. On a GPU all but *exposed* are measured in
+    some steps only (``SAMPLED``).
     """
 
     def __init__(self) -> None:
         self.current = Account()
-        self.last = Account()
+        self.last = self._last_timed = Account()
         self.reset()
         self._lock = threading.Lock()  # an exchange may be under way on one thread while another ends the step
         self._thread_state = threading.local()
+        self._by_events = False  # stages are timed by events, which not every step has
         self._under_way, self._since = 0, 0.0  # messages, and the time up to which they are counted
         self._unread: list[Account] = []  # closed steps with events that were not over yet
 
@@ -108,9 +118,17 @@ class Ledger:
         with self._lock:
             self.current.seconds[kind] += seconds
 
-    @contextmanager
-    def span(self, kind: str, tensor: torch.Tensor | None = None) -> Iterator[None]:
+    def span(self, kind: str, tensor: torch.Tensor | None = None) -> AbstractContextManager[None]:
         """Time a stage: on a GPU by events on the current stream (no host sync), otherwise by the clock."""
+        on_device = tensor is not None and devices.streams(tensor.device) is not None
+        if on_device and kind != "exposed":
+            self._by_events = True
+            if not self._samples:
+                return _UNTIMED
+        return self._span(kind, tensor)
+
+    @contextmanager
+    def _span(self, kind: str, tensor: torch.Tensor | None) -> Iterator[None]:
         step = self.current
         start = None if tensor is None else devices.mark(tensor.device)
         if tensor is not None and start is not None:
@@ -149,23 +167,31 @@ class Ledger:
         self._under_way_now(0)
         with self._lock:
             self.current.skipped = int(skipped)
-            self.last, self.current = self.current, Account()
+            self.last = self.current
             self.steps.append(self.last)
             self.total.add(self.last)
+            self._last_timed = self.last if self.last.timed else self._last_timed
+            # Irregular, by the golden ratio: a method's cycle could coincide with every eighth step.
+            self._samples = self.total.steps < SAMPLED or self.total.steps * 0.618034 % 1 < 1 / SAMPLED
+            # Of steps without an exchange as of others: else they would outweigh those in the medians.
+            self.current = Account(timed=self._samples or not self._by_events)
 
     def reset(self) -> None:
         """Forget the closed steps (not the one under way)."""
         self.steps: deque[Account] = deque(maxlen=WINDOW)
         self.total = Account(steps=0)
+        self._samples = True
 
     def stats(self, *, last: bool = False, round_steps: int = 1) -> dict:
         """Report mean bytes and median times per step since the last :meth:`reset`, or of the ``last`` step alone.
 
         Medians, over at most ``WINDOW`` steps, because the first step also compiles kernels and fills caches. They are
-        of the means of rounds of ``round_steps`` steps.
+        of the means of rounds of ``round_steps`` steps. Of stages that were not measured in the ``last`` step, times
+        are of the last step in which they were.
         """
-        total, timed = (self.last, [self.last]) if last else (self.total, list(self.steps))
-        for step in timed:
+        total, steps = (self.last, [self.last]) if last else (self.total, list(self.steps))
+        timed = [self._last_timed] if last else [step for step in steps if step.timed]
+        for step in [*steps, *timed]:
             step.read_events(wait=True)
         divisor = max(total.steps, 1)
         return {
@@ -175,8 +201,8 @@ class Ledger:
             "weight_bytes_per_step": total.weight_bytes / divisor,
             "dense_bytes_per_step": total.dense_bytes / divisor,
             **{
-                f"{kind}_ms": 1e3 * statistics.median(whole_rounds([step.seconds[kind] for step in timed], round_steps))
-                for kind in KINDS
+                f"{kind}_ms": 1e3 * statistics.median(whole_rounds([step.seconds[kind] for step in of], round_steps))
+                for kind, of in zip(KINDS, (timed, timed, timed, steps), strict=True)
             },
         }
 

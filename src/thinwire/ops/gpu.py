@@ -193,11 +193,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool = Fa
     for argument in arguments:
         flattened.append(argument)
         if isinstance(argument, Tensor):
-            first = argument if first is None else first
             kinds.append(argument.dtype)
-            if argument.dim() == 2:
+            if first is None:
+                first = argument
+            if argument.ndim == 2:
                 flattened.append(stride := argument.stride(0))
-                kinds.append(stride in INT32)
+                if stride not in INT32:
+                    kinds.append("int64")
         else:
             kinds.append(argument in INT32 if type(argument) is int else type(argument))
     assert first is not None
