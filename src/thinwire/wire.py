@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -468,8 +469,9 @@ class Wire:
         step_maker = self.method.card.step_maker
         steps = () if step_maker is None else step_maker.names
         for name, parameter in self._step_loop.weights.items():  # not what was thawed late
-            if parameter.grad is not None and name not in steps:
-                meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+            if name not in steps and (gradient := parameter.grad) is not None:
+                mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+                meshes.setdefault(mesh, []).append(parameter)
         with self._step_loop.inside("clip_grad_norm_()"), self.engine.comms[0].waiting("all-reduce"):
             norms = [get_total_norm([p.grad for p in of if p.grad is not None], norm_type) for of in meshes.values()]
             norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]

@@ -18,6 +18,21 @@ def streams(device: torch.device) -> Any:
     return torch.cuda if device.type == "cuda" else None
 
 
+def stream_key(device: torch.device) -> object:
+    """Return what tells the current stream from others, to cache what is in order on it alone; None without streams.
+
+    torch's own object of a stream takes the host as long to make and compare as a launch; its handle, which torch never
+    gives to another one, does not.
+    """
+    backend = streams(device)
+    if backend is torch.cuda and _raw_stream is not None:
+        return _raw_stream(torch.cuda.current_device() if device.index is None else device.index)
+    return None if backend is None else backend.current_stream(device)
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def mark(device: torch.device) -> Any:
     """Record a timed event on the current stream and return it; None without streams."""
     if (backend := streams(device)) is None:
@@ -79,8 +94,7 @@ def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = t
 
 def uploaded(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """Like ``upload``, but copy repeated values once per stream. Do not write to the result."""
-    backend = streams(device)
-    return _uploaded(tuple(values), device, dtype, None if backend is None else backend.current_stream(device))
+    return _uploaded(tuple(values), device, dtype, stream_key(device))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -53,7 +53,7 @@ class Guard:
         present = [local(gradient) for gradient in gradients if gradient is not None]
         if self.enabled and present:
             norms = torch._foreach_norm(present, dtype=_wide(present))
-            self.observe(torch.stack([norm.float() for norm in norms]))
+            self.observe(torch.stack([norm if norm.dtype == torch.float32 else norm.float() for norm in norms]))
 
     def agree(
         self, device: torch.device, trouble: bool = False, comms: Sequence[Comm] | None = None

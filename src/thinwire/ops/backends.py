@@ -86,9 +86,9 @@ def backend(family: str, cpu: str = "cpu") -> Callable[[Tensor], ModuleType]:
         return module if timer.get() is None else _Timed(family, module)
 
     def for_device(tensor: Tensor) -> ModuleType:
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             return _load(family, cpu, "numba")
-        if tensor.device.type == "cuda":
+        if tensor.is_cuda:
             return _load(family, "triton", "triton")
         return _load(family, "reference", "")
 

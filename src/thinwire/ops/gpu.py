@@ -102,8 +102,7 @@ def zero_words(words, size, BLOCK: tl.constexpr):
 
 def counters(device: torch.device, size: int) -> Tensor:
     """Return (at least ``size``,) int32 zeros, which all kernels on a stream share: each leaves zeros behind."""
-    streams = devices.streams(device)
-    return _counters(device, None if streams is None else streams.current_stream(device), 1 << (size - 1).bit_length())
+    return _counters(device, devices.stream_key(device), 1 << (size - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,8 +21,7 @@ def per_stream(make: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(make)
     def on_current_stream(device: torch.device, *arguments: Any) -> T:
-        backend = devices.streams(device)
-        return cached(None if backend is None else backend.current_stream(device), device, *arguments)
+        return cached(devices.stream_key(device), device, *arguments)
 
     on_current_stream.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return on_current_stream

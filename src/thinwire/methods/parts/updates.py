@@ -177,8 +177,10 @@ class UpdateSpace:
         probes: list[Tensor] = []
         expected: list[Tensor] = []
 
+        holders = self._run.holders
+
         def move(name: str, weight: Tensor) -> None:
-            (optimizer, group), change = step.holders[name], local(weight.grad)  # type: ignore[arg-type]
+            (optimizer, group), change = holders[name], local(weight.grad)  # type: ignore[arg-type]
             optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
             if rests(group):
                 return
@@ -330,8 +332,7 @@ class UpdateSpace:
 
     def _factors_on(self, device: torch.device) -> _Factors:
         """Return the step's factors on ``device``, made as the first of its gradients come."""
-        streams = devices.streams(device)
-        stream = None if streams is None else streams.current_stream(device)
+        stream = devices.stream_key(device)
         if self._factors is None or self._factors.stream != stream or self._factors.lrs.device != device:
             self._factors = self._make_factors(device, stream)
         return self._factors
