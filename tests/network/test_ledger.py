@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from thinwire.network.ledger import Ledger, whole_rounds
+import pytest
+import torch
+
+from thinwire.base import device as devices
+from thinwire.network.ledger import SAMPLED, Ledger, whole_rounds
 
 
 def test_the_wait_of_a_round_counts_as_often_as_it_comes():
@@ -19,3 +23,21 @@ def test_the_wait_of_a_round_counts_as_often_as_it_comes():
         ledger.close_step()
     assert ledger.stats()["exposed_ms"] == 0
     assert ledger.stats(round_steps=4)["exposed_ms"] == pytest.approx(100)
+
+
+def test_steps_without_an_exchange_are_sampled_on_a_gpu_as_those_with_one(monkeypatch):
+    """Else the medians of rounds would be those of the steps in which nothing happens."""
+    event = SimpleNamespace(elapsed_time=lambda end: 40.0, query=lambda: True, synchronize=lambda: None)
+    monkeypatch.setattr(devices, "streams", lambda device: object())
+    monkeypatch.setattr(devices, "mark", lambda device: event)
+    ledger = Ledger()
+    for step in range(800):
+        if step % 4 == 0:
+            with ledger.span("encode", torch.empty(1)):
+                pass
+        ledger.close_step()
+    timed = [step for step in ledger.steps if step.timed]
+    assert len(timed) == pytest.approx(SAMPLED + 800 / SAMPLED, rel=0.1)
+    encoded = sum(step.seconds["encode"] for step in timed) / len(timed)
+    assert encoded == pytest.approx(0.010, rel=0.2) and not any(step.events for step in ledger.steps if not step.timed)
+    assert ledger.stats(last=True)["encode_ms"] in (0.0, 40.0)

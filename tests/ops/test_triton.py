@@ -34,6 +34,7 @@ from thinwire.core.method import Parameter
 from thinwire.methods import TABLE
 from thinwire.ops import backends, direction, mask, quant, sparse
 from thinwire.ops.backends import launches
+from thinwire.ops.programs import WIDEST, check_width
 from thinwire.plan import dry_run as played
 from thinwire.plan.dry_run import META, compile_kernels, dry_run, stand_in_run
 from thinwire.plan.plan import road_of
@@ -183,6 +184,9 @@ def test_a_row_of_which_kernels_would_lose_count_is_refused():
     for call in calls.values():
         with pytest.raises(ThinwireError, match=r"2147483648 values in one row .* train on more ranks"):
             call()
+    check_width(rows[:, : 2**31 - WIDEST])
+    with pytest.raises(ThinwireError, match="values in one row"):  # the last program would count to 2^31
+        check_width(rows[:, : 2**31 - WIDEST + 1])
 
 
 def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:

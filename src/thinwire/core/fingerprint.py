@@ -27,8 +27,8 @@ class Fingerprint:
         """``weights``: returns always the same tensors in the same order (of DTensors this rank's part counts)."""
         self._weights = weights
         self._reference: Tensor | None = None
-        self._places: list[object] | None = None  # where the weights lay when ``_views`` of their samples were made
-        self._views: list[Tensor] = []
+        self._places: list[object] | None = None  # where the weights lay when ``_strides`` were looked up
+        self._strides: list[tuple[torch.Size, tuple[int, ...], int]] = []  # of samples; views would hold old weights
 
     def take(self) -> None:
         """Sample the weights, as the values to compare with."""
@@ -65,12 +65,18 @@ class Fingerprint:
         weights = [local(weight) for weight in self._weights()]
         if not weights:
             return torch.zeros(0, device="cpu")
-        places: list[object] = [(weight.data_ptr(), weight.shape, weight.stride()) for weight in weights]
-        if places != self._places:
-            self._views = [_samples_of(weight.detach()) for weight in weights]
-            are_views = all(map(_share_storage, weights, self._views))
-            self._places = places if are_views else None
-        return torch.cat(self._views)
+        places: list[object] = [
+            (weight.data_ptr(), weight.shape, weight.stride(), weight.storage_offset()) for weight in weights
+        ]
+        if places == self._places:
+            with torch.no_grad():
+                views = zip(weights, self._strides, strict=True)
+                return torch.cat([weight.as_strided(*strides) for weight, strides in views])
+        samples = [_samples_of(weight.detach()) for weight in weights]
+        are_views = all(map(_share_storage, weights, samples))
+        self._places = places if are_views else None
+        self._strides = [(of.size(), of.stride(), int(of.storage_offset())) for of in samples]
+        return torch.cat(samples)
 
 
 class WeightWatch:

@@ -166,7 +166,9 @@ class Stage:
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    """Leave autocast for the body, if it is on: to enter and leave it takes the host as long as some launches."""
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 class _PackedBuckets(NamedTuple):

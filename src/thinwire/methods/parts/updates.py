@@ -68,7 +68,7 @@ DECAY = 0.9
 
 
 class _Factors(NamedTuple):
-    """What a step multiplies gradients with, told to a device on ``stream`` in one copy for all tensors.
+    """The numbers that a step multiplies gradients with, told to a device on ``stream`` in one copy for all tensors.
 
     Attributes:
         counts: by name, the gradients in the tensor's average, this one among them: 0-dim, on the host.
