@@ -178,8 +178,7 @@ FAULTS = (
     ),
     Fault(
         "a table is copied to the device once, for all streams", "base/device.py",
-        "None if backend is None else backend.current_stream(device))\n",
-        "None)\n",
+        "dtype, stream_key(device))\n", "dtype, None)\n",
         ("tests/engines/test_streamorder.py", "-k", "unordered or two_streams"),
     ),
     Fault(
@@ -189,7 +188,7 @@ FAULTS = (
     ),
     Fault(
         "the places of programs are copied once, for all streams", "ops/programs.py",
-        "        return cached(None if backend is None else backend.current_stream(device), device, *arguments)\n",
+        "        return cached(devices.stream_key(device), device, *arguments)\n",
         "        return cached(None, device, *arguments)\n",
         ("tests/engines/test_streamorder.py", "-k", "unordered or two_streams"),
     ),

@@ -14,7 +14,6 @@ number of owners.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -328,65 +327,6 @@ class BucketCopies:
         piece, span, (rows, n) = segment.piece, segment.span, self.shape
         numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
         return ops.CopySegment(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
-
-
-class BucketGroup:
-    """The buckets of one engine buffer, whose rows lie in one memory and are packed and unpacked in one pass."""
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """``buckets``: of one dtype, with one arena."""
-        self._buckets = buckets
-        head, shapes = buckets[0], [bucket.shape for bucket in buckets]
-        self._means = self._rows = _Stack("rows", head, shapes, [bucket.copies.copy_table for bucket in buckets])
-        if head.owner:
-            tables = [bucket.copies.own_copy_table for bucket in buckets]
-            self._means = _Stack("mean", head, [(1, n) for _, n in shapes], tables)
-
-    @property
-    def segments(self) -> list[Segment]:
-        return [segment for bucket in self._buckets for segment in bucket.segments]
-
-    def packing(self, flat: Tensor) -> ops.CopyTable | None:
-        return None if any(bucket.copies.formed for bucket in self._buckets) else self._rows.copy_table
-
-    def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
-        ops.pack(flat, self._rows.copy_table, self._rows.borrow(), factors)
-        for bucket, rows, mean in zip(self._buckets, self._rows.views(), self._means.views(), strict=True):
-            bucket.rows, bucket.mean = rows, mean
-            bucket.copies.pack_formed(flat, rows)
-
-    def store(self, out: Tensor) -> None:
-        ops.unpack(self._means.borrow(), self._means.copy_table, out)
-        for bucket in self._buckets:
-            bucket.copies.unpack_formed(bucket.rows, out)
-
-    def release(self) -> None:
-        for bucket in self._buckets:
-            bucket.release()
-
-
-class _Stack:
-    """Rows of several ``shapes`` (R, n) in one memory, each aligned to 64 elements, and their copies."""
-
-    def __init__(
-        self, use: str, head: Bucket, shapes: Sequence[Sequence[int]], tables: Sequence[ops.CopyTable]
-    ) -> None:
-        """``use``: the key in ``head``'s scratch memory. ``tables``: the copies for each shape alone."""
-        self._use, self._head, self._shapes = use, head, shapes
-        *self._starts, self._size = itertools.accumulate((padded(rows * n, 64) for rows, n in shapes), initial=0)
-        copies = [
-            copy._replace(start=start + copy.start)
-            for start, table in zip(self._starts, tables, strict=True)
-            for copy in table.segments
-        ]
-        self.copy_table = ops.CopyTable(copies, head.device)
-
-    def borrow(self) -> Tensor:
-        return self._head.scratch(self._use, (self._size,), self._head.dtype)
-
-    def views(self) -> list[Tensor]:
-        memory = self.borrow()
-        return [memory[i : i + r * n].view(r, n) for i, (r, n) in zip(self._starts, self._shapes, strict=True)]
 
 
 def _segments(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
-from thinwire.core.bucket import Arena, Bucket, BucketGroup, Piece
+from thinwire.core.bucket import Arena, Bucket, Piece
 from thinwire.core.exchange import Exchange, dense_bytes, on_comm
+from thinwire.core.group import BucketGroup
 from thinwire.core.method import Fp32, Method, Parameter, bucket_of
 from thinwire.core.outliers import OutlierClip
 from thinwire.network.comm import Comm

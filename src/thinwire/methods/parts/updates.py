@@ -117,7 +117,6 @@ class UpdateSpace:
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
         self._scaled: tuple[Tensor, Any] | None = None  # the flag on the host, and the event after which it is there
-        self._sent = sent
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
 
@@ -339,12 +338,13 @@ class UpdateSpace:
 
     def _make_factors(self, device: torch.device, stream: Any) -> _Factors:
         holders = self._run.holders
-        names = [name for name in self._sent if name in holders]
+        matrices = self.matrices
+        names = [name for name, held in holders.items() if name in matrices or "betas" in held.group]
         none = torch.zeros((), device="cpu")
         found = [self._state.get(self._counter(name), name) for name in names]
         counts = torch.stack([none if count is None else count.cpu() for count in found]) + 1
         groups = [holders[name].group for name in names]
-        is_adam = [name not in self.matrices for name in names]
+        is_adam = [name not in matrices for name in names]
         betas = [float(group["betas"][1]) if adam else 0.0 for group, adam in zip(groups, is_adam, strict=True)]
         epses = [float(group["eps"]) if adam else 0.0 for group, adam in zip(groups, is_adam, strict=True)]
         lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64, device="cpu")
