@@ -320,10 +320,8 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
         raise ThinwireError(
             f"no optimizer holds {missing[0]}"
             + (f" nor {len(missing) - 1} other parameters" if missing[1:] else "")
-            + (
-                "no optimizer holds {0}{1}, so its steps would not be guarded: pass all optimizers as a list, or "
-                "freeze it with requires_grad_(False) before wrapping"
-            )
+            + ", so that nothing would guard its steps: pass all optimizers as a list, or freeze it with "
+            "requires_grad_(False) before wrapping"
         )
     return weights
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -90,3 +91,14 @@ def test_integrations_hold_no_mathematics_of_methods():
         if name.startswith(("thinwire.engines", "thinwire.adapters")):
             used = {of for of in imports(path, inner=True) if of.startswith(("thinwire.methods.", "thinwire.ops"))}
             assert used <= {"thinwire.core.method"}, f"{name}: {used}"
+
+
+def test_an_error_shows_no_brace_that_nothing_fills():
+    """Text that was cut out of an f-string keeps its braces: "no optimizer holds {0}"."""
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise):
+                filled = {id(part) for of in ast.walk(node) if isinstance(of, ast.JoinedStr) for part in of.values}
+                texts = [of for of in ast.walk(node) if isinstance(of, ast.Constant) and isinstance(of.value, str)]
+                unfilled = [of.value for of in texts if id(of) not in filled and re.search(r"\{\w*\}", of.value)]
+                assert not unfilled, (name, node.lineno)
