@@ -75,7 +75,7 @@ def draw_methods(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None
 
 
 def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **style: Any) -> None:
-    """A name beside each dot, at the first of many places where it meets no dot, no other name and no edge.
+    """A name beside each dot, at the first of many places where it meets no dot, line, other name or edge.
 
     A dot without a name keeps its place free.
     """
@@ -83,6 +83,7 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **sty
     dots = [axes.transData.transform(spot[:2]) for spot in spots]
     reach = 7 * axes.figure.dpi / 72
     taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in dots]
+    lines = [line.get_transform().transform_path(line.get_path()) for line in axes.lines if line.get_linestyle() != "None"]
     for at, (x, y, name, tint) in enumerate(spots):
         if not name:
             continue
@@ -93,6 +94,7 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **sty
             )  # fmt: skip
             box = text.get_window_extent()
             clear = not any(box.overlaps(other) for i, other in enumerate(taken) if i != at)
+            clear = clear and not any(line.intersects_bbox(box, filled=False) for line in lines)
             if clear and box.x1 <= axes.bbox.x1 and box.x0 >= axes.bbox.x0:
                 break
             if (across, up, side, level) != PLACES[-1]:
