@@ -354,7 +354,7 @@ class Container(torch.optim.Optimizer):
 
 
 def _torchtitan(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]:
-    """Its model, its sharding, whose gradients are sums over ranks, its containers, saved as it saves them; its loss."""
+    """Its model, its sharding, whose gradients are sums over ranks, its containers, its loss; saved as it saves."""
     launched(rank, world)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
