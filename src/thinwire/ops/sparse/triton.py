@@ -22,7 +22,9 @@ from thinwire.base.alignment import viewable
 from thinwire.ops import sparse as of
 from thinwire.ops.direction import triton as direction
 from thinwire.ops.direction.triton import second_of, step_along
-from thinwire.ops.gpu import add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, zero_words
+from thinwire.ops.gpu import (
+    add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, wire_alignment, zero_words,
+)  # fmt: skip
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
@@ -343,17 +345,18 @@ def _send_whole(
 def _send(
     payload, payload_stride, positions, positions_stride, codes, codes_stride, scales, scales_stride, remainder,
     remainder_stride, groups, KEEP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+    WIRE: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row's list of values to the wire; keep what that leaves out."""
     row = tl.program_id(1).to(tl.int64)
     g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g, entry, byte = _group_elements(g, GROUP, FOUR)
-    inside, payload = (g < groups)[:, None], payload + row * payload_stride
+    inside, payload = (g < groups)[:, None], row_of(payload, payload_stride, row, 16 if WIRE > 1 else 1)
     low = tl.load(payload + entry, mask=inside, other=0)
     high = tl.load(payload + entry + GROUP // 2, mask=inside, other=0)
     sent_low, sent_high = _encode(
-        low, high, codes + row * codes_stride, byte, scales + row * scales_stride, g, groups, entry, 0, GROUP, BLOCK,
-        FOUR, False, False,
+        low, high, row_of(codes, codes_stride, row, WIRE), byte, scales + row * scales_stride, g, groups, entry, 0,
+        GROUP, BLOCK, FOUR, False, False,
     )  # fmt: skip
     if KEEP:
         positions, remainder = positions + row * positions_stride, remainder + row * remainder_stride
@@ -524,6 +527,7 @@ def send(
     launch(
         _send, (cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
         groups, KEEP=keep, GROUP=group, BLOCK=per_program, FOUR=values.format.bits == 4,
+        WIRE=wire_alignment(values.codes, payload),
     )  # fmt: skip
 
 
