@@ -25,7 +25,7 @@ from thinwire.ops.direction.triton import second_of, step_along
 from thinwire.ops.gpu import (
     add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, wire_alignment, zero_words,
 )  # fmt: skip
-from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
+from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits, tally
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
@@ -63,15 +63,6 @@ def _word(flags):
     """Return 32 W ``flags`` as W words."""
     bits = tl.reshape(flags.to(tl.int32), (flags.shape[0] // WORDS, WORDS))
     return tl.sum(bits << tl.arange(0, WORDS)[None, :], axis=1)
-
-
-@triton.jit
-def _set_bits(words):
-    """Count the set bits of each of ``words`` (uint32): in pairs, fours and bytes, then the sum of the bytes."""
-    words = words - ((words >> 1) & 0x55555555)
-    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F
-    return ((words * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -174,7 +165,7 @@ def _third(
     wanted = (tl.load(state) >> shift) // BINS
     above, unread = _marks(marks, marks_stride, word, inside)
     alike, zeros = unread ^ unread, word * 0
-    for _ in range(tl.max(_set_bits(unread), 0)):
+    for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         size = _size(tl.load(total + offset, mask=unread != 0, other=0))
         prefix, digit = (size >> shift) // BINS, (size >> shift) % BINS
@@ -225,7 +216,7 @@ def _tally(
     threshold = tl.load(state + (row * segment_count + number) * 2)
     above, unread = _marks(marks, marks_stride, word, inside)
     equal = unread ^ unread
-    for _ in range(tl.max(_set_bits(unread), 0)):
+    for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         size_here = _size(tl.load(total + offset, mask=unread != 0, other=0))
         above |= tl.where(size_here > threshold, bit, 0)
@@ -237,8 +228,8 @@ def _tally(
     tl.store(tallies, 0, mask=first)
     tl.store(tallies + tallies_stride, 0, mask=first)
     counted = tallies + tl.program_id(0) + 1
-    tl.store(counted, tl.sum(_set_bits(above), 0))
-    tl.store(counted + tallies_stride, tl.sum(_set_bits(equal), 0))
+    tl.store(counted, tl.sum(set_bits(above), 0))
+    tl.store(counted + tallies_stride, tl.sum(set_bits(equal), 0))
     if is_last(ends + row, tl.num_programs(0)):
         add_up(tallies + 1, tl.num_programs(0), SUMS)
         add_up(tallies + tallies_stride + 1, tl.num_programs(0), SUMS)
@@ -286,12 +277,12 @@ def _list(
     tallies += 2 * row * tallies_stride
     ties = tl.load(state + (row * segment_count + number) * 2 + 1)
     above, equal = _marks(marks + 2 * row * marks_stride + start // WORDS, marks_stride, word, inside)
-    equals = count_before(tallies + tallies_stride, word, _set_bits(equal))  # before this word, then this column
-    i = count_before(tallies, word, _set_bits(above)) + tl.minimum(equals, ties)
+    equals = count_before(tallies + tallies_stride, word, set_bits(equal))  # before this word, then this column
+    i = count_before(tallies, word, set_bits(above)) + tl.minimum(equals, ties)
     unread = above | tl.where(equals < ties, equal, 0)
     positions, payload = positions + row * positions_stride, payload + row * payload_stride
     first = tl.load(segment + 3)
-    for _ in range(tl.max(_set_bits(unread), 0)):
+    for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         ties_here = (equal & bit) != 0
         chosen = (unread != 0) & ((equals < ties) | ~ties_here)
