@@ -291,11 +291,13 @@ print("checked")
 
 
 TRITONS = [str(folder) for folder in sorted(SOURCE.parents[1].glob("build/triton-*"))] or [""]
-"""Folders of Tritons (``pip install --no-deps --target build/triton-3.6.0 triton==3.6.0``: torch 2.11 brings that one),
-or the installed one."""
+"""Folders of Tritons, which ``make test-triton`` installs, or the installed one."""
+needs_any_triton = pytest.mark.skipif(
+    TRITONS == [""] and find_spec("triton") is None, reason="there is no Triton: make test-triton installs two"
+)
 
 
-@pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
+@needs_any_triton
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc, with which Triton compiles its launchers")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
@@ -312,7 +314,7 @@ cuda_library.start(Path({str(tmp_path)!r}))
     assert done.stdout.strip().endswith("checked"), done.stderr
 
 
-@pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
+@needs_any_triton
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
