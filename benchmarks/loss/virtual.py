@@ -422,6 +422,7 @@ class Rank:
 
     def dump(self) -> dict[str, Tensor]:
         """What this rank has beside weights and moments, for :meth:`load`."""
+        self.method.finish()  # what it has outside its state
         found = {f"state/{key}": value for key, value in dump_state(self.state).items()}
         if self.bound is not None:
             found |= {f"bound/{key}": value.clone() for key, value in self.bound.state_dict().items()}

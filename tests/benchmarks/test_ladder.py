@@ -47,8 +47,12 @@ def lines(place: ladder.Place) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "job", [JOB, MUON, replace(MUON, method="dense"), replace(JOB, method="local-steps(every=3)")],
-    ids=["trickle", "muon", "dense-muon", "local-steps"],
+    "job",
+    [
+        JOB, MUON, replace(MUON, method="dense"), replace(JOB, method="local-steps(every=3)"),
+        replace(JOB, method="local-steps(every=4,delay=3,mix=0.25)"),
+    ],
+    ids=["trickle", "muon", "dense-muon", "local-steps", "rounds-beside"],
 )  # fmt: skip
 def test_a_run_in_pieces_is_the_run_in_one(job, place, monkeypatch):
     """Stopped and begun anew every two steps, on the trunk and on its branches."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.base import device as devices
-from thinwire.network.ledger import SAMPLED, Ledger, whole_rounds
+from thinwire.network.ledger import SAMPLED, Ledger, settled_rounds, whole_rounds
 
 
 def test_the_wait_of_a_round_counts_as_often_as_it_comes():
@@ -17,6 +17,7 @@ def test_the_wait_of_a_round_counts_as_often_as_it_comes():
     assert whole_rounds([*times, 100.0], 4) == [200.0] * 5 and whole_rounds(times, 1) == times
     assert whole_rounds(times[:3], 4) == [pytest.approx(700 / 3)], "less than a round: all that there is"
     assert whole_rounds([], 4) == whole_rounds([], 1) == [0.0]
+    assert settled_rounds([9.0, 9.0, *times], 4) == [200.0] * 5 and settled_rounds(times[:4], 1) == times[:4]
     ledger = Ledger()
     for wait in [0.0, 0.0, 0.0, 0.4] * 5:
         ledger.current.seconds["exposed"] += wait

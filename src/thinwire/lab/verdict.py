@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.network.ledger import whole_rounds
+from thinwire.network.ledger import settled_rounds
 
 SILENT = "none"  # the method that exchanges nothing
 DENSE = "dense"
@@ -84,7 +84,7 @@ def faster(pairs: Pairs) -> Span:
 def _quartiles(run: Run) -> tuple[float, float]:
     """Return the quartiles of a run's steps, or of their means over whole rounds; 0 and infinity: they are too few."""
     times, length = [row["step_ms"] for row in run["rows"]], round_steps(run)
-    settled = whole_rounds(times[2:] if len(times) > 4 else times, length)  # as the median in summary.json
+    settled = settled_rounds(times, length)  # as the median in summary.json
     if len(settled) < 2:
         return (0.0, math.inf) if length > 1 else (settled[0], settled[0])
     cuts = statistics.quantiles(settled, n=4)

@@ -214,3 +214,8 @@ def whole_rounds(times: Sequence[float], round_steps: int) -> list[float]:
     """
     firsts = range(0, len(times) - round_steps + 1, round_steps)
     return [statistics.fmean(times[at : at + round_steps]) for at in firsts] or [statistics.fmean(times or [0.0])]
+
+
+def settled_rounds(times: Sequence[float], round_steps: int) -> list[float]:
+    """Return ``whole_rounds`` without the first two steps, which warm up, where there are more than four."""
+    return whole_rounds(times[2:] if len(times) > 4 else times, round_steps)

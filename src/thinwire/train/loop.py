@@ -24,7 +24,7 @@ from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
 from thinwire.network.comm import is_of_the_network, local, network_words
-from thinwire.network.ledger import whole_rounds
+from thinwire.network.ledger import settled_rounds
 from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
 from thinwire.train.checkpoint.run_settings import describe_run
@@ -512,7 +512,7 @@ class Trainer:
         """Return what summary.json holds. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         round_steps = self.wire.method.card.round_steps
-        step_ms = 1e3 * statistics.median(whole_rounds(times[2:] if len(times) > 4 else times, round_steps))
+        step_ms = 1e3 * statistics.median(settled_rounds(times, round_steps))
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
         highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
