@@ -23,7 +23,17 @@ from thinwire.ops import sparse as of
 from thinwire.ops.direction import triton as direction
 from thinwire.ops.direction.triton import second_of, step_along
 from thinwire.ops.gpu import (
-    add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, wire_alignment, zero_words,
+    add_up,
+    alignment,
+    cdiv,
+    counters,
+    is_last,
+    kernel,
+    launch,
+    row_of,
+    segment_of,
+    wire_alignment,
+    zero_words,
 )  # fmt: skip
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits, tally
 from thinwire.ops.programs import per_stream, programs_on
