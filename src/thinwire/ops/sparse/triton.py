@@ -34,7 +34,7 @@ from thinwire.ops.gpu import (
     segment_of,
     wire_alignment,
     zero_words,
-)  # fmt: skip
+)
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits, tally
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
