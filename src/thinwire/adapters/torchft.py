@@ -142,11 +142,15 @@ def _check_mesh(manager: Any, groups: Sequence[Any]) -> None:
         )
 
 
-def _silent(text: str, refusal: Exception) -> ThinwireError:
-    """Make the error of a replica that nobody answers, with the first line of ``refusal`` in ``text``."""
-    error = ThinwireError(text.format((str(refusal).splitlines() or [type(refusal).__name__])[0]))
+def _silent(text: str) -> ThinwireError:
+    """Make the error of a replica that nobody answers."""
+    error = ThinwireError(text)
     error.status = 1  # no input is at fault: the replica may succeed when it is started again
     return error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class ManagerMembers:
@@ -178,9 +182,9 @@ class ManagerMembers:
             self._start_quorum()
         except (TimeoutError, RuntimeError) as refusal:
             raise _silent(
-                "this replica found no quorum ({}): is the lighthouse running, can it be reached from here, and are at "
-                "least min_replicas replicas running?", refusal,
-            ) from refusal  # fmt: skip
+                f"this replica found no quorum ({_first_line(refusal)}): is the lighthouse running, can it be reached "
+                "from here, and are at least min_replicas replicas running?"
+            ) from refusal
         try:
             if (reported := manager.errored()) is not None:
                 raise LostRank(membership.rank, [], "quorum", 0.0, str(reported).splitlines()[0])
@@ -248,9 +252,9 @@ class ManagerMembers:
             counted = self._manager.should_commit(timeout=patience)
         except (TimeoutError, RuntimeError) as refusal:
             raise _silent(
-                f"not all ranks of this replica have voted on a step within {patience.total_seconds():g} s ({{}}): one "
-                "of them has ended or stands still; start the replica again", refusal,
-            ) from refusal  # fmt: skip
+                f"not all ranks of this replica have voted on a step within {patience.total_seconds():g} s "
+                f"({_first_line(refusal)}): one of them has ended or stands still; start the replica again"
+            ) from refusal
         self._late &= not counted
         if not counted:
             self._manager._pg.abort()  # so that who still waits for this replica's messages is told at once
