@@ -184,7 +184,7 @@ def test_positions_that_are_none_are_refused_by_every_backend(by, positions):
     with pytest.raises(ThinwireError, match="do not rise, or one is outside the 256 columns"):
         by.from_lists([(given, slice(0, 4))], words)
     if not 0 <= min(positions) <= max(positions) < 256:
-        with pytest.raises(ThinwireError, match="none of 256 columns"):
+        with pytest.raises(ThinwireError, match="outside the 256 columns"):
             by.from_indices(given, words)
     assert not memory[:2].any() and not memory[6:].any()
     by.from_lists([(torch.tensor([[3, 70, 255]], dtype=torch.int32), slice(0, 4))], words)

@@ -292,7 +292,7 @@ class Config:
         method = None if self.chooses and self.largest_loss >= 0 else resolve(self.method)
         if method is not None and method.OPTIMIZER is AdamS and self.optimizer_name != "adams":
             raise ThinwireError(
-                f"--method {method.name} is built on AdamS: leave out --optimizer {self.optimizer}, or name adams"
+                f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
             )
         if self.elastic and (getattr(method, "fragments", 1) > 1 or getattr(method, "delay", 0)):
             raise ThinwireError(
