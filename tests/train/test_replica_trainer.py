@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
+import time
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,3 +190,32 @@ def test_who_is_told_to_end_as_a_round_ends_saves_nothing(
         return run
 
     Lighthouse(0, begin, replicas=1, quorums=0).run()
+
+
+@pytest.mark.parametrize("timeout", [30.0, 90.0])
+def test_rounds_longer_than_the_timeout_are_refused_in_the_first_of_them(
+    timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else replicas that come back begin the run anew without those in a round, for which nobody has waited."""
+    clock = [0.0]
+    monkeypatch.setattr("thinwire.train.replica.time", SimpleNamespace(perf_counter=lambda: clock[0], time=time.time))
+    taken: list[int] = []
+
+    def begin(replica: Replica) -> Any:
+        trainer = Counting(replica, tmp_path, "local-steps(every=20)", Books())
+        trainer.config = dataclasses.replace(trainer.config, timeout=timeout)
+        take = trainer._take_step
+        trainer._take_step = lambda: (clock.append(clock.pop() + 3), take())[1]
+
+        def run() -> None:
+            with pytest.raises(ThinwireError, match="a round of 20 steps") if timeout < 60 else nullcontext():
+                while trainer.step < 12:
+                    trainer.attempt_step([])
+            taken.append(trainer.step)
+            trainer.wire.close()
+            trainer._close()
+
+        return run
+
+    Lighthouse(0, begin, replicas=1, quorums=0).run()
+    assert taken == [5 if timeout < 60 else 12]

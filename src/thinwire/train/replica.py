@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import socket
+import statistics
 import sys
 import time
 import warnings
@@ -44,6 +45,8 @@ from thinwire.train.loop import Start, StepOutcome, Trainer, prepare
 from thinwire.wire import Wire
 
 Connect = Callable[..., Any]
+TIMED = 6
+"""Steps of a first round of local steps after which the length of a round is judged."""
 COMMON = ("step", "sequences", "streak", "wall_s", "first_loss")
 """The attributes of a trainer that a replica that joins takes over."""
 
@@ -135,6 +138,7 @@ class ReplicaTrainer(Trainer):
         self._votes = self._voted = 0  # votes that counted, and the step at the last one
         self._newcomers: set[str] = set()  # who have no rows of the round under way
         self._evaluated = -1
+        self._round_seconds: list[float] = []  # of the first steps that this replica takes alone
         self._number = -1  # of the membership
         self._since = time.time()
 
@@ -210,6 +214,7 @@ class ReplicaTrainer(Trainer):
         self._stepping = True
         loss, norm = self._take_step()
         self._stepping = False
+        self._time_round(time.perf_counter() - began)
         late = self._alone and self._take_news()
         if late:  # as a round ended, in a step that the others count, too
             self.step, self._rows = self.step - 1, []
@@ -223,6 +228,26 @@ class ReplicaTrainer(Trainer):
         # A replica that is told to end leaves alone.
         outcome = self._count_step(began, loss, norm, skipped, signals)
         return outcome and outcome._replace(stopped=bool(signals))
+
+    def _time_round(self, seconds: float) -> None:
+        """Judge, after a few ``seconds`` of steps taken alone, whether a round fits into the timeout.
+
+        So long the lighthouse waits for those who are in a round before it lets others begin a run without them.
+
+        Raises:
+            ThinwireError: it does not.
+        """
+        every = self.wire.method.card.round_steps
+        if not self._alone or len(self._round_seconds) == min(every, TIMED):
+            return
+        self._round_seconds.append(seconds)
+        round_s, timeout = every * statistics.median(self._round_seconds), self.config.timeout
+        if len(self._round_seconds) == min(every, TIMED) and round_s > timeout:
+            raise ThinwireError(
+                f"a round of {every} steps takes about {round_s:.0f} s, longer than --timeout {timeout:g}: "
+                "replicas that come back could begin the run anew without those in a round; take fewer steps in a "
+                f"round, or --timeout {2 * round_s:.0f} (and a lighthouse of yours a --join_timeout_ms as long)"
+            )
 
     def _join_round(self) -> None:
         """Meet the others at the end of their round, without a step of one's own."""
