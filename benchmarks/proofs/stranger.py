@@ -316,7 +316,8 @@ def main() -> int:
     if "clone" in parts:
         cloned = clone(place)
         for text in CLONED:
-            found = [] if options.no_keys else interrupted(text, 0, bin_, cloned)
+            ours = text.startswith(("make", "thinwire"))  # a program of one's own answers as Python does
+            found = interrupted(text, 0, bin_, cloned) if ours and not options.no_keys else []
             wrong += [f"in a clone, {text}: {fault}" for fault in [*found, *once(text, bin_, cloned)]]
     print("\n".join(wrong) or "nothing is wrong")
     return int(bool(wrong))
