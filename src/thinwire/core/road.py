@@ -101,7 +101,7 @@ class Stage:
         card = self.method.card
         return card.keeps_state or card.promise.kind == "lossy"
 
-    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> list[_Cut] | None:
+    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> list[Cut] | None:
         """Scale outliers in ``flat`` down, or return the factors to do it with as it is packed; tell the guard.
 
         On a GPU the norms are returned, too, for each of what is packed: to take them again would read all values.
@@ -112,7 +112,7 @@ class Stage:
             bounds = bound.bounds(flat, packing, split[0].names)
             self.guard.note(bounds.residues)
             norms = bounds.norms.split([len(bucket.segments) for _, bucket in split[0].buckets])
-            return [_Cut(bounds.factors, norms)]
+            return [Cut(bounds.factors, norms)]
         cut = bound.apply(flat, pieces)
         if cut is None:
             self.guard.observe(flat)
@@ -121,11 +121,11 @@ class Stage:
         if not on_gpu:
             return None
         return [
-            _Cut(None, [None if place is None else cut.norms[place] for place in packed.places]) for packed in split
+            Cut(None, [None if place is None else cut.norms[place] for place in packed.places]) for packed in split
         ]
 
     def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, cuts: list[_Cut] | None = None
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, cuts: list[Cut] | None = None
     ) -> None:
         """Reduce without checking the values or counting bytes.
 
@@ -177,7 +177,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """Of what is packed together: the factors to multiply it with (None: it has been) and the norms of each bucket."""
 
     factors: Tensor | None
