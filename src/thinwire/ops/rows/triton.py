@@ -32,11 +32,12 @@ def _pack(
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Copy, times ``factors`` if ``SCALED``; ``IN_PLACE``, where ``rows`` are ``flat``, a factor of 1 costs nothing."""
-    source, target, inside, has_value = _copy_offsets(tl.program_id(0), programs, table, BLOCK, FIELDS)
     if SCALED:
         factor = tl.load(factors + tl.load(programs + 2 * tl.program_id(0)))
-    if IN_PLACE:
-        inside, has_value = inside & (factor != 1), has_value & (factor != 1)
+        if IN_PLACE:
+            if factor == 1.0:
+                return
+    source, target, inside, has_value = _copy_offsets(tl.program_id(0), programs, table, BLOCK, FIELDS)
     values = _load(flat + source, has_value) if WIDEN else tl.load(flat + source, mask=has_value, other=0)
     if SCALED:
         values = values.to(tl.float32) * factor
