@@ -34,7 +34,7 @@ def _pack(
     """Copy, times ``factors`` if ``SCALED``; ``IN_PLACE``, where ``rows`` are ``flat``, a factor of 1 costs nothing."""
     if SCALED:
         factor = tl.load(factors + tl.load(programs + 2 * tl.program_id(0)))
-        if IN_PLACE:
+        if IN_PLACE:  # noqa: SIM102 (a constant around a branch)
             if factor == 1.0:
                 return
     source, target, inside, has_value = _copy_offsets(tl.program_id(0), programs, table, BLOCK, FIELDS)
