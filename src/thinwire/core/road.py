@@ -121,7 +121,7 @@ class Stage:
         if not on_gpu:
             return None
         return [
-            Cut(None, [None if place is None else cut.norms[place] for place in packed.places]) for packed in split
+            Cut(None, [None if span is None else cut.norms[span] for span in packed.spans]) for packed in split
         ]
 
     def carry(
@@ -178,7 +178,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 class Cut(NamedTuple):
-    """Of what is packed together: the factors to multiply it with (None: it has been) and the norms of each bucket."""
+    """Factors of what is packed together (None: it has been multiplied already), and the norms of its buckets."""
 
     factors: Tensor | None
     norms: Sequence[Tensor | None]
@@ -187,24 +187,24 @@ class Cut(NamedTuple):
 class _PackedBuckets(NamedTuple):
     """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it.
 
-    ``places``: where each bucket's parameters stand among the buffer's; None: not side by side, or in another order.
+    ``spans``: where each bucket's parameters stand among the buffer's; None: not side by side, or in another order.
     """
 
     packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
     names: tuple[str, ...]
-    places: tuple[slice | None, ...]
+    spans: tuple[slice | None, ...]
 
     @classmethod
     def of(
         cls, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], pieces: Pieces
     ) -> _PackedBuckets:
-        of_buffer, places = [piece.name for piece in pieces], []
+        buffer_names, spans = [piece.name for piece in pieces], []
         for _, bucket in buckets:
             names = [segment.name for segment in bucket.segments]
-            place = slice(first := of_buffer.index(names[0]), first + len(names))
-            places.append(place if of_buffer[place] == names else None)
-        return cls(packed, buckets, tuple(segment.name for segment in packed.segments), tuple(places))
+            span = slice(first := buffer_names.index(names[0]), first + len(names))
+            spans.append(span if buffer_names[span] == names else None)
+        return cls(packed, buckets, tuple(segment.name for segment in packed.segments), tuple(spans))
 
 
 class _Compositions(Generic[T]):
