@@ -6,15 +6,19 @@ Weights, moments and the method's state reach a replica that joins through the m
 from __future__ import annotations
 
 import functools
+import math
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from thinwire.adapters.transport import Transport, follow
 from thinwire.base.errors import FailedExchange, LostRank, ThinwireError
 from thinwire.base.extras import load
 from thinwire.core.agreement import Agreement
@@ -30,6 +34,8 @@ from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
 NAME = 64
 """Bytes of a replica's name."""
+FETCH_S = 120.0
+"""Seconds for which fetching a state may stand still before a replica joins without it."""
 CONNECT = timedelta(seconds=1)
 """The time that a replica waits for another's address when they connect: twice as long after each time that failed,
 half as long after each that did not. gloo waits five times as long for an answer: so long a replica that dies in that
@@ -57,11 +63,19 @@ def compress(
     Args:
         model: on a CPU: the bare module, or one after ``fully_shard`` on a 1-D mesh of all ranks of the replica.
             optimizer, method, steps, seed, safety: as for :func:`thinwire.compress`.
-        manager: a ``torchft.Manager`` with ``use_async_quorum=False`` and a ``ProcessGroupGloo``. Its timeout is how
-            long a replica waits for the others in an exchange. With world size mode ``FIXED_WITH_SPARES`` the first
+        manager: a ``torchft.Manager`` with ``use_async_quorum=False`` and a ``ProcessGroupGloo``, or a function that
+            opens one, which is then ``wire.manager``: a replica that joins first fetches the others' state while they
+            go on, and opens its manager when it has it; for an open one they wait. Its timeout is how long a replica
+            waits for the others in an exchange. With world size mode ``FIXED_WITH_SPARES`` the first
             ``min_replica_size`` replicas train; further ones keep up with them and contribute nothing.
     """
-    _check(load("torchft"), manager, model, safety)
+    torchft, follower = load("torchft"), None
+    if callable(manager) and not isinstance(manager, torchft.Manager):
+        sharded = isinstance(model, FSDPModule)
+        inside = [GroupComm.aside(group, torch.device("cpu")) for group in FSDP2.process_groups(model)] if sharded else []
+        follower = follow(inside[0].rank if inside else 0, FETCH_S, inside)
+        manager = manager()
+    _check(torchft, manager, model, safety)
     ledger, optimizers = Ledger(), tuple(unwrapped(optimizer))
     across = ManagedComm(manager._pg, ledger, manager._timeout)
     options = Options(resolve(method), optimizers, False, None, steps, seed, None, None, safety)
@@ -70,6 +84,9 @@ def compress(
         wire = join(Replicas(model, ManagerMembers(manager), across), options, ledger)
     else:
         wire = _join_sharded(model, manager, across, options, ledger)
+    assert wire.turnover is not None
+    wire.manager, wire.turnover.follows = manager, follower
+    wire.engine.members.transport.tape = wire.turnover.tape
     wire.attach()
     return wire
 
@@ -92,7 +109,7 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
     if not isinstance(manager, torchft.Manager):
         raise ThinwireError(f"manager must be a torchft.Manager, got {type(manager).__name__}")
     private = ("_pg", "_quorum_id", "_timeout", "_use_async_quorum", "_replica_world_size_mode", "_min_replica_size",
-               "_group_rank", "_group_world_size")  # fmt: skip
+               "_group_rank", "_group_world_size", "_checkpoint_transport")  # fmt: skip
     for name in private:
         if not hasattr(manager, name):
             raise ThinwireError(f"torchft.Manager has no {name} in this version: thinwire is made for torchft 0.2")
@@ -156,9 +173,13 @@ class ManagerMembers:
         self._name = f"{name[-NAME:]:>{NAME}} {self._place:24}"  # as long on all
         self._membership = Membership(0, (0,), -1)
         self._take: Callable[[Any], None]
+        self._hold: Callable[[], Any]
         self._received: Any = None  # of a peer, not taken yet
         self._late = False
         self._patience = CONNECT
+        former, host = manager._checkpoint_transport, urlsplit(manager._checkpoint_transport.metadata()).hostname
+        self.transport = manager._checkpoint_transport = Transport(host or "localhost", manager._timeout)
+        former.shutdown(wait=False)
 
     def ask(self) -> Membership:
         """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.
@@ -186,6 +207,12 @@ class ManagerMembers:
             error = failure
         received, self._received = self._received, None
         self._late |= received is not None
+        if received is not None and error is None:
+            try:
+                received = received.complete(self._hold())
+            except OSError as broken:
+                words = f"the state of another replica did not arrive: {broken}"
+                error = LostRank(membership.rank, [], "quorum", 0.0, words)
         if any_of(self._inside, error is not None):
             manager.load_state_dict(counts)  # as far behind as before, on all ranks of the replica
             raise error or LostRank(membership.rank, [], "quorum", 0.0, "another rank of this replica could not join")
@@ -201,9 +228,11 @@ class ManagerMembers:
         manager, group, number = self._manager, self._manager._pg, self._manager._quorum_id
         own = group._timeout
         group.set_timeout(min(self._patience, own))
+        self.transport.asks_since = time.monotonic()
         try:
             manager.start_quorum()
         finally:
+            self.transport.asks_since = math.inf
             group.set_timeout(own)
         if manager._quorum_id == number:
             return
@@ -250,7 +279,10 @@ class ManagerMembers:
         """Count as behind all others when this replica asks again, whatever steps it has counted."""
         self._manager.load_state_dict({"step": 0, "batches_committed": 0})
 
-    def offer(self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None]) -> None:
-        """Let a replica that is behind get ``give()`` of one that is not, through its own ``take``."""
-        self._take = take
+    def offer(
+        self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None], hold: Callable[[], Any]
+    ) -> None:
+        """Let a replica that is behind get ``give()`` of one that is not, through its own ``take``, without what it
+        ``holds`` already."""
+        self._take, self._hold = take, hold
         self._manager.register_state_dict_fn("thinwire", functools.partial(setattr, self, "_received"), give)

@@ -1,0 +1,391 @@
+"""How state travels between replicas on torchft: an HTTP server in each, and those that read from it.
+
+    GET  /now                   the clock of the tape
+    GET  /snapshot/CLOCK        the state after some step, without its tensors; then /tape/CLOCK/FIRST: what was heard
+    GET  /state/STEP            the state of the step under way, without its tensors, for who joins in it
+    POST /tensors/NAME          tensors of one of these, by their hashes
+
+A state is sent without its tensors first: who reads asks for those that it lacks. Nothing is encrypted, and who reads
+unpickles what it is sent, as with torchft's own transport.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import re
+import socket
+import threading
+import time
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.base.extras import load
+from thinwire.engines.replicas import any_of, fewest
+from thinwire.network.comm import Comm
+from thinwire.saved.tape import Entry, Tape
+from thinwire.saved.turnover import Held
+
+LARGE = 4096
+"""Bytes from which on a tensor is sent only to those that lack it."""
+SHARE = 8
+"""A step's messages must be so much smaller than the state, or following the steps takes longer than the state."""
+PIECE = 1 << 20
+IDLE_S = 2.0
+"""Seconds that a replica may wait for others before it tells who asks for a state that it should join at once."""
+ANSWER_S = 5.0
+"""Seconds to wait for a word of the lighthouse or of a replica before a replica joins without having fetched a state.
+"""
+
+
+class Missing(NamedTuple):
+    """A tensor that a message leaves out: its place in the state, by keys, and its bytes' hash."""
+
+    place: tuple[Any, ...]
+    digest: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def digest_of(tensor: Tensor) -> str:
+    return hashlib.blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
+
+
+def _mapped(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], place: tuple[Any, ...] = ()) -> Any:
+    """Copy ``tree``, of dicts, lists and tuples, with each leaf as ``change(place, leaf)``."""
+    if isinstance(tree, dict):
+        return {key: _mapped(value, change, (*place, key)) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(value, change, (*place, number)) for number, value in enumerate(tree))
+    return change(place, tree)
+
+
+def _at(tree: Any, place: Sequence[Any]) -> Any:
+    for key in place:
+        if not isinstance(tree, Mapping | list | tuple) or (isinstance(tree, Mapping) and key not in tree):
+            return None
+        tree = tree[key]
+    return tree
+
+
+def without_tensors(tree: Any) -> tuple[bytes, dict[str, Tensor]]:
+    """Return ``tree`` with ``Missing`` in place of large tensors, as bytes, and these tensors by hash."""
+    tensors: dict[str, Tensor] = {}
+
+    def leave_out(place: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.nbytes < LARGE or type(leaf) is not Tensor:
+            return leaf
+        digest = digest_of(leaf)
+        tensors[digest] = leaf
+        return Missing(place, digest, tuple(leaf.shape), leaf.dtype)
+
+    message = io.BytesIO()
+    torch.save(_mapped(tree, leave_out), message)
+    return message.getvalue(), tensors
+
+
+def completed(tree: Any, held: Held | None, fetch: Callable[[Sequence[Missing]], Sequence[Tensor]]) -> Any:
+    """Return ``tree`` with its tensors: those that are ``held``, where they equal what is missing or each replica has
+    its own, and the others as ``fetch`` returns them."""
+    own: dict[tuple[Any, ...], Tensor] = {}
+    missing: list[Missing] = []
+
+    def look(place: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, Missing):
+            equal, apart = (None, None) if held is None else (_at(held.equal, place), _at(held.apart, place))
+            if isinstance(equal, Tensor) and equal.nbytes == leaf.nbytes and digest_of(equal) == leaf.digest:
+                own[place] = equal.view(leaf.shape)
+            elif isinstance(apart, Tensor) and tuple(apart.shape) == leaf.shape and apart.dtype == leaf.dtype:
+                own[place] = apart
+            else:
+                missing.append(leaf)
+        return leaf
+
+    _mapped(tree, look)
+    for leaf, tensor in zip(missing, fetch(missing), strict=True):
+        own[leaf.place] = tensor
+    return _mapped(tree, lambda place, leaf: own[place] if isinstance(leaf, Missing) else leaf)
+
+
+class Offer:
+    """A state that a peer has sent without its tensors."""
+
+    def __init__(self, url: str, name: str, tree: Any, timeout: float) -> None:
+        self._url, self.name, self.tree, self._timeout = url, name, tree, timeout
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of the tensors that it leaves out."""
+        sizes: list[int] = []
+        _mapped(self.tree, lambda place, leaf: sizes.append(leaf.nbytes if isinstance(leaf, Missing) else 0))
+        return sum(sizes)
+
+    def complete(self, held: Held | None = None) -> Any:
+        """Return the state; fetch what is not ``held``. Raises OSError."""
+        return completed(self.tree, held, self._fetch)
+
+    def _fetch(self, missing: Sequence[Missing]) -> list[Tensor]:
+        if not missing:
+            return []
+        body = "\n".join(of.digest for of in missing).encode()
+        tensors = []
+        with urllib.request.urlopen(f"{self._url}tensors/{self.name}", body, timeout=self._timeout) as answer:
+            for of in missing:
+                tensor = torch.empty(of.shape, dtype=of.dtype, device="cpu")
+                view, done = _bytes_of(tensor), 0
+                while done < len(view):
+                    got = answer.readinto(view[done:])
+                    if not got:
+                        raise ConnectionError("the other replica has gone")
+                    done += got
+                tensors.append(tensor)
+        return tensors
+
+
+def _offer(url: str, path: str, name: str, timeout: float) -> Offer:
+    with urllib.request.urlopen(f"{url}{path}", timeout=timeout) as answer:
+        tree = torch.load(io.BytesIO(answer.read()), weights_only=False)
+    return Offer(url, name, tree, timeout)
+
+
+class Transport:
+    """A replica's server, and torchft's ``CheckpointTransport``: who is behind gets the state in the step it joins.
+
+    Attributes:
+        tape: of this replica, once it has a wire. asks_since: by the monotonic clock, when it began to wait for the
+            lighthouse's answer; infinity: it does not.
+    """
+
+    tape: Tape | None = None
+    asks_since = math.inf
+
+    def __init__(self, host: str, timeout: timedelta) -> None:
+        """``host``: by which others reach this machine. ``timeout``: for which a read or a wait may stop."""
+        self._host, self._timeout = host, timeout.total_seconds()
+        self._offers: dict[str, tuple[bytes, dict[str, Tensor]]] = {}
+        self._reads = 0
+        self._changed = threading.Condition()
+        handler = type("Handler", (_Handler,), {"transport": self, "timeout": self._timeout})
+        self._server = _Server(("", 0), handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def metadata(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._server.server_address[1]}/"
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        """Offer ``state_dict`` to who joins in this step."""
+        parts = without_tensors(state_dict)
+        with self._changed:
+            self._offers[f"state-{step}"] = parts
+            self._changed.notify_all()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Return the state of the peer at ``metadata``; Thinwire's part of it is an ``Offer``, still to be completed.
+        """
+        offer = _offer(metadata, f"state/{step}", f"state-{step}", timeout.total_seconds())
+        user = offer.tree["user"]
+        thinwire = Offer(metadata, f"state-{step}", user["thinwire"], timeout.total_seconds())
+        offer.tree = {**offer.tree, "user": {key: value for key, value in user.items() if key != "thinwire"}}
+        state = offer.complete()
+        state["user"]["thinwire"] = thinwire
+        return state
+
+    def disallow_checkpoint(self) -> None:
+        """Withdraw the state of the step that is over, once who reads it has read it."""
+        with self._changed:
+            if any(name.startswith("state-") for name in self._offers):
+                self._changed.wait_for(lambda: not self._reads, self._timeout)
+                self._offers = {name: of for name, of in self._offers.items() if not name.startswith("state-")}
+
+    def shutdown(self, wait: bool = True) -> None:
+        if wait:
+            self._server.shutdown()
+        self._server.server_close()
+
+    # The server's threads.
+
+    def answer(self, path: str, body: bytes) -> Iterator[bytes | memoryview] | None:
+        """Yield the answer to a request; None: there is none."""
+        word, _, rest = path.strip("/").partition("/")
+        if word == "state":
+            with self._changed:
+                self._changed.wait_for(lambda: f"state-{rest}" in self._offers, self._timeout)
+                offered = self._offers.get(f"state-{rest}")
+            return None if offered is None else iter([offered[0]])
+        if word == "tensors":
+            offered = self._offers.get(rest)
+            wanted = body.decode().split("\n")
+            return None if offered is None else self._read(rest, [offered[1][digest] for digest in wanted])
+        if self.tape is None:
+            return None
+        if word == "now":
+            return iter([str(self.tape.clock).encode()])
+        if word == "snapshot":
+            return self._snapshot(self.tape, int(rest))
+        if word == "tape":
+            begun, first = map(int, rest.split("/"))
+            entries = self.tape.since(begun, first)
+            message = io.BytesIO()
+            torch.save(None if entries is None else [vars(entry) for entry in entries], message)
+            return iter([message.getvalue()])
+        return None
+
+    def _snapshot(self, tape: Tape, clock: int) -> Iterator[bytes] | None:
+        end, snapshot = time.monotonic() + self._timeout, None
+        while snapshot is None and time.monotonic() < min(end, self.asks_since + IDLE_S):
+            snapshot = tape.snapshot(clock, 0.2)
+        if snapshot is None:
+            return None
+        name = f"snapshot-{snapshot.clock}"
+        with self._changed:
+            if name not in self._offers:
+                self._offers = {key: of for key, of in self._offers.items() if not key.startswith("snapshot-")}
+                more = {"clock": snapshot.clock, "step_bytes": tape.step_bytes}
+                self._offers[name] = without_tensors({**snapshot.tree, **more})
+            return iter([self._offers[name][0]])
+
+    def _read(self, name: str, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+        with self._reading():
+            for tensor in tensors:
+                view = _bytes_of(tensor)
+                for first in range(0, len(view), PIECE):
+                    if self.tape is not None and name.startswith("snapshot-"):
+                        self.tape.touch()
+                    yield view[first : first + PIECE]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._changed:
+            self._reads += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reads -= 1
+                self._changed.notify_all()
+
+
+class _Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, *of: Any) -> None:
+        """Say nothing: who read has gone."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    transport: Transport
+
+    def do_GET(self) -> None:
+        self._answer(b"")
+
+    def do_POST(self) -> None:
+        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+    def _answer(self, body: bytes) -> None:
+        parts = self.transport.answer(self.path, body)
+        if parts is None:
+            self.send_error(410)
+            return
+        self.send_response(200)
+        self.end_headers()
+        for part in parts:
+            self.wfile.write(part)
+
+    def log_message(self, *of: Any) -> None: ...
+
+
+class Follower:
+    """What a replica that is about to join reads of one that goes on.
+
+    Attributes:
+        tree: the state from which on it follows. taken: how many of the steps since then it has taken again.
+    """
+
+    def __init__(self, url: str, tree: Any, timeout: float) -> None:
+        self._url, self.tree, self._timeout = url, tree, timeout
+        self.taken, self._read, self._closed = 0, list[Entry](), False
+
+    def next(self) -> list[Entry]:
+        """Return the steps that have counted since those that were ``taken``; none if there are none, or no longer."""
+        if self._closed:
+            return []
+        try:
+            path = f"{self._url}tape/{self.tree['clock']}/{self.taken}"
+            with urllib.request.urlopen(path, timeout=self._timeout) as answer:
+                entries = torch.load(io.BytesIO(answer.read()), weights_only=False)
+        except (OSError, EOFError, RuntimeError):
+            entries = None
+        if entries is None:
+            self.close()
+            return []
+        return [Entry(**entry) for entry in entries]
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def follow(group_rank: int, timeout: float, inside: Sequence[Comm] = ()) -> Follower | None:
+    """Fetch the state of a replica that goes on, which serves it beside its steps. Collective in this replica.
+
+    None: nobody is there whose state could be fetched, or who joins would save no time by that.
+    """
+    name, url, clock, offer, tree = 0, "", -1, None, None
+    with suppress(*_GONE):
+        name, url = _source(group_rank)
+        with urllib.request.urlopen(f"{url}now", timeout=ANSWER_S) as answer:
+            clock = int(answer.read())
+    if any_of(inside, clock < 0) or any_of(inside, fewest(inside, name) < name):
+        return None
+    clock = 1 + len(inside) - fewest(inside, -clock)  # the same on all ranks, which are at most a step apart
+    with suppress(*_GONE):
+        offer = _offer(url, f"snapshot/{clock}", f"snapshot-{clock}", timeout)
+        clock = offer.tree["clock"]
+        offer.name = f"snapshot-{clock}"
+        if not offer.tree["alone"] and SHARE * offer.tree["step_bytes"] > offer.nbytes:
+            offer = None
+    if any_of(inside, offer is None) or any_of(inside, fewest(inside, clock) < clock):
+        return None
+    with suppress(*_GONE):
+        tree = None if offer is None else offer.complete()
+    return None if any_of(inside, tree is None) else Follower(url, tree, timeout)
+
+
+_GONE = (OSError, EOFError, RuntimeError, KeyError, ValueError, HTTPException)
+"""What reading from a replica that is not there, or is another program, may raise."""
+
+
+def _source(group_rank: int) -> tuple[int, str]:
+    """Choose a replica that goes on, from the lighthouse's page; return a number for its name, and its server."""
+    torchft: Any = load("torchft._torchft")
+    with urllib.request.urlopen(f"{os.environ['TORCHFT_LIGHTHOUSE'].rstrip('/')}/status", timeout=ANSWER_S) as answer:
+        page = answer.read(1 << 20).decode(errors="replace")
+    alive = {name for age, name in re.findall(r'<li class="heartbeat\s*(\w*)\s*">\s*(\S+): seen', page) if age != "old"}
+    members = re.findall(r"<b>([^<]+)</b>\s*<br/>\s*Step:\s*(\d+)\s*<br/>\s*Manager:\s*(\S+)", page)
+    *_, (step, name, address) = sorted((int(step), name, at) for name, step, at in members if name in alive)
+    if not step:
+        raise ValueError("nobody has taken a step")
+    patience = timedelta(seconds=ANSWER_S)
+    url = torchft.ManagerClient(address, connect_timeout=patience)._checkpoint_metadata(group_rank, timeout=patience)
+    return zlib.crc32(name.encode()) % (1 << 20), url
