@@ -12,12 +12,13 @@ import torch
 import lighthouse
 import thinwire.wire
 from breadth import ALL, dealt
+from thinwire.adapters import transport
 from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method
 from thinwire.core.safety import Safety
 from thinwire.engines.replicas import Replicas
 from thinwire.methods import TABLE, resolve
-from thinwire.saved import turnover
+from thinwire.saved import tape, turnover
 from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from thinwire.wire import Options, join
@@ -47,6 +48,7 @@ FORMS = [
 @pytest.fixture(autouse=True)
 def no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinwire.wire, "compile_kernels", lambda *arguments: None)
+    monkeypatch.setattr(transport, "LARGE", 1)
 
 
 def maker(text: str) -> Callable[[], Method]:
@@ -142,6 +144,7 @@ def test_local_steps_in_rounds(text: str) -> None:
 
         def begin(replica: lighthouse.Replica, programs: Any = programs, weights: Any = weights) -> Any:
             programs.append(Rounds(replica, text, weights))
+            replica.follow(programs[-1].wire.turnover)
             return programs[-1].run
 
         played = lighthouse.Lighthouse(seed, begin)
@@ -151,7 +154,8 @@ def test_local_steps_in_rounds(text: str) -> None:
         assert not any("rounds that did not count" in program.wire.method.facts() for program in programs)
         assert weights and all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
         seen += played.seen
-    for what in ("killed", "joined", "behind", "lost", "stopped", "deaf"):
+    print(seen)
+    for what in ("killed", "joined", "behind", "lost", "stopped", "deaf", "followed"):
         assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
 
 
@@ -251,3 +255,17 @@ def test_planted_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], mo
     with pytest.raises(AssertionError, match="seed"):
         for seed in range(SEEDS):
             play(seed)
+
+
+
+@pytest.mark.parametrize("text", FORMS if ALL else dealt(FORMS, 0, range(12)))
+def test_who_joins_needs_nothing_more_after_it_has_taken_the_others_steps_again(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of step 1, and what was heard in steps 2 to 4, are the state of step 4, bit for bit."""
+    monkeypatch.setattr(tape.Snapshot, "nbytes", 1 << 30)  # of this small model the messages are as large
+    run = Run(maker(text), 0, partial(resolve(text).OPTIMIZER, lr=1e-2), conserves=False, total=20, calm=True)
+    joiner = run.join(3)
+    run.play(8)
+    assert joiner.fetches.taken == 3
+    assert run.seen["took all steps again"] == 1, f"{run.fetched} tensors came with the step in which it joined"

@@ -71,8 +71,8 @@ def compress(
     """
     torchft, follower = load("torchft"), None
     if callable(manager) and not isinstance(manager, torchft.Manager):
-        sharded = isinstance(model, FSDPModule)
-        inside = [GroupComm.aside(group, torch.device("cpu")) for group in FSDP2.process_groups(model)] if sharded else []
+        groups = FSDP2.process_groups(model) if isinstance(model, FSDPModule) else []
+        inside = [GroupComm.aside(group, torch.device("cpu")) for group in groups]
         follower = follow(inside[0].rank if inside else 0, FETCH_S, inside)
         manager = manager()
     _check(torchft, manager, model, safety)
@@ -207,13 +207,14 @@ class ManagerMembers:
             error = failure
         received, self._received = self._received, None
         self._late |= received is not None
-        if received is not None and error is None:
+        failed = any_of(self._inside, error is not None)
+        if not failed and received is not None:
             try:
                 received = received.complete(self._hold())
             except OSError as broken:
                 words = f"the state of another replica did not arrive: {broken}"
                 error = LostRank(membership.rank, [], "quorum", 0.0, words)
-        if any_of(self._inside, error is not None):
+        if failed or any_of(self._inside, error is not None):
             manager.load_state_dict(counts)  # as far behind as before, on all ranks of the replica
             raise error or LostRank(membership.rank, [], "quorum", 0.0, "another rank of this replica could not join")
         self._membership = membership

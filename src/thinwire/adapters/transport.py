@@ -234,8 +234,7 @@ class Transport:
             return None if offered is None else iter([offered[0]])
         if word == "tensors":
             offered = self._offers.get(rest)
-            wanted = body.decode().split("\n")
-            return None if offered is None else self._read(rest, [offered[1][digest] for digest in wanted])
+            return None if offered is None else self._read(rest, [offered[1][of] for of in body.decode().split("\n")])
         if self.tape is None:
             return None
         if word == "now":
@@ -265,7 +264,7 @@ class Transport:
             return iter([self._offers[name][0]])
 
     def _read(self, name: str, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-        with self._reading():
+        with self._reading(name):
             for tensor in tensors:
                 view = _bytes_of(tensor)
                 for first in range(0, len(view), PIECE):
@@ -274,14 +273,14 @@ class Transport:
                     yield view[first : first + PIECE]
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _reading(self, name: str) -> Iterator[None]:
         with self._changed:
-            self._reads += 1
+            self._reads += name.startswith("state-")
         try:
             yield
         finally:
             with self._changed:
-                self._reads -= 1
+                self._reads -= name.startswith("state-")
                 self._changed.notify_all()
 
 

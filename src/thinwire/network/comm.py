@@ -88,8 +88,8 @@ class Comm(ABC):
     alike = 0
     """The bytes of all that every rank has received alike."""
     played: Iterator[Tensor | None] | None = None
-    """What another rank has ``heard``, to be received again: the network is left alone, and what only one rank would
-    receive is zero."""
+    """What another rank has ``heard``, to be received again: the network is left alone. In place of what only one rank
+    would receive comes what this rank would send to itself."""
 
     def twin(self) -> Comm:
         """Make another group of the same ranks, which another thread may use beside this one; itself: there is none."""
@@ -121,7 +121,7 @@ class Comm(ABC):
     def reduce_scatter(self, out: Tensor, rows: Tensor, op: str = "sum") -> Tensor:
         """Reduce all ranks' ``rows`` (N, n), and write row ``rank`` of the result to ``out`` (n,)."""
         if self.played is not None:
-            return out.zero_()
+            return out.copy_(rows.view(self.size, -1)[self.rank].view_as(out))
         if self.size == 1:
             return out.copy_(rows.view_as(out))
         self._count_ring("reduce_scatter", rows.nbytes)
@@ -153,7 +153,7 @@ class Comm(ABC):
     def all_to_all(self, out: Tensor, rows: Tensor) -> Tensor:
         """Fill row r of ``out`` (N, m) with row ``rank`` of rank r's ``rows`` (N, m)."""
         if self.played is not None:
-            return out.zero_()
+            return out.copy_(rows[self.rank].expand_as(out))
         if self.size == 1:
             return out.copy_(rows)
         messages = seal(rows.reshape(self.size, -1)) if self.checksums else rows
@@ -166,7 +166,8 @@ class Comm(ABC):
         return out
 
     def _hear(self, result: Tensor, work: Work | None = None) -> Work | None:
-        """Add ``result``, which all ranks have alike once ``work`` is over, to ``heard``; return the work to wait for."""
+        """Add ``result``, which all ranks have alike once ``work`` is over, to ``heard``; return the work to wait for.
+        """
         self.alike += result.nbytes
         if (heard := self.heard) is None:
             return work

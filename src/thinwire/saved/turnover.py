@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from thinwire.base.errors import FailedExchange, LostRank, ThinwireError
+from thinwire.base.errors import FailedExchange, ThinwireError
 from thinwire.core.card import StateKind
 from thinwire.core.road import Stage
 from thinwire.core.run import Run
@@ -56,13 +56,21 @@ class Held(NamedTuple):
     apart: Mapping[str, Any]
 
 
+class _WentAnotherWay(Exception):
+    """A step that is taken again is not what was heard of it."""
+
+
 class _Heard:
     """The members of a step that is taken again: as ``entry`` says, and it has counted."""
 
     def __init__(self, entry: Entry) -> None:
         self._membership, self.counted = _spare_of(*entry.membership), False
+        self._asked = False
 
     def ask(self) -> Membership:
+        if self._asked:  # a round that failed asks again, until it counts
+            raise _WentAnotherWay
+        self._asked = True
         return self._membership
 
     def vote(self, counts: bool) -> bool:
@@ -213,7 +221,7 @@ class Turnover:
         self._begun = self.follows.tree
         # An optimizer goes on with the very tensors that it is given.
         copied = {**self._begun, "optimizers": copy.deepcopy(self._begun["optimizers"])}
-        self._change(_spare_of(*self._begun["member"]), copied, from_peer=True)
+        self._change(_spare_of(*self._begun["member"]), copied, from_peer=True, hears=True)
         self.met = True
         self._follow(patient=True)
 
@@ -227,14 +235,15 @@ class Turnover:
                 for entry in entries[:few]:
                     self._take_again(entry)
                     self.follows.taken += 1
-            except FailedExchange:  # the others' state will come whole
+            except (FailedExchange, _WentAnotherWay):  # the others' state will come whole
                 self.follows.close()
                 return
             if not few:
                 return
 
     def _take_again(self, entry: Entry) -> None:
-        """Take the step of ``entry`` as a spare does. Raises FailedExchange if what was heard does not fit."""
+        """Take the step of ``entry`` as a spare does. Raises what ``_follow`` catches if what was heard does not fit.
+        """
         engine, stage, optimizers = self._loop.engine, self._stage, self._run.optimizers
         heard, kept = _Heard(entry), self._members
         self._members = engine.members = heard
@@ -253,7 +262,7 @@ class Turnover:
             for optimizer in optimizers:
                 optimizer.step()
             if not heard.counted or next(self._comm.played, None) is not None:
-                raise LostRank(self._comm.rank, [], "a step that is taken again", 0.0, "it went another way")
+                raise _WentAnotherWay
         finally:
             self._members = engine.members = kept
             self._comm.played = None
@@ -347,7 +356,11 @@ class Turnover:
             if entry.own and key.removeprefix("=").partition("/")[0] == entry.own
         }
 
-    def _change(self, membership: Membership, received: Mapping[str, Any] | None, *, from_peer: bool) -> bool:
+    def _change(
+        self, membership: Membership, received: Mapping[str, Any] | None, *, from_peer: bool, hears: bool = False
+    ) -> bool:
+        """Go on in ``membership``, with ``received``, from a peer or a checkpoint, or with what is here. ``hears``: as
+        a spare in the peer's place. Return whether the weights are others than before."""
         ranks, stale, stage, (inside, shards) = len(membership.nodes), False, self._stage, self._header.shard
         rank = membership.rank * shards + inside
         hops = (*self._header.hops[:-1], (membership.rank, ranks, False))
@@ -366,7 +379,8 @@ class Turnover:
                 raise ThinwireError(f"this replica does not fit the run that it wants to join: {unlike}")
             own_rows = self._own_rows(received["history"], received["step"], values)
             values = {key: value for key, value in received["values"].items() if key not in own_rows}
-            values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
+            if not hears:  # in the very place of the peer all is as it is there
+                values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
             values |= self._first_own(values) if from_peer else {}  # a checkpoint's own weights are loaded already
             step, skipped, flush, bound = (received[key] for key in ("step", "skipped", "flush", "bound"))
             self._history, stale = list(received["history"]), self._load(received)
