@@ -17,7 +17,7 @@ PIP_TORCH = -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup train test test-all test-torch test-frameworks test-wheel test-gpu check format bench docs clean
+.PHONY: help setup train test test-all test-torch test-frameworks test-wheel test-triton test-gpu check format bench docs clean
 
 help:
 	@echo "make train     train a small language model on two ranks of this machine,"
@@ -34,6 +34,8 @@ help:
 	@echo "               environment of its own"
 	@echo "make test-wheel   install the wheel in an empty environment, and see what"
 	@echo "               works with the core alone"
+	@echo "make test-triton   what GPUs would run, without one: kernels interpreted, and"
+	@echo "               compiled for four generations by two Tritons (2 GB)"
 	@echo "make test-gpu  on a machine with GPUs: what needs one, and a report to attach"
 	@echo "               to an issue"
 	@echo "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu   take torch's"
@@ -95,6 +97,16 @@ test-frameworks:
 		"ray[train]" kubeflow-trainer-api "$(TORCH)"
 	THINWIRE_TESTS=all $(VENV)/bin/python -m pytest tests/adapters $(addprefix tests/project/test_,examples.py clusters.py) \
 		$(addprefix tests/train/test_,export.py finetune.py evaluation.py)
+
+# Triton of the oldest torch that is supported, and of the newest; 3.6.0 interprets kernels with NumPy before 2.4 alone.
+TRITONS := build/triton-3.6.0 build/triton-3.9.0
+
+build/triton-%: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part "triton==$*" "numpy<2.4"
+	mv $@.part $@
+
+test-triton: $(STAMP) $(TRITONS)
+	PYTHONPATH=$(CURDIR)/$(lastword $(TRITONS)) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/ops
 
 test-gpu: $(STAMP)
 	$(BIN)/python tests/support/gpu_report.py

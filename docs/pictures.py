@@ -75,7 +75,7 @@ def draw_methods(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None
 
 
 def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **style: Any) -> None:
-    """A name beside each dot, at the first of many places where it meets no dot, no other name and no edge.
+    """A name beside each dot, at the first of many places where it meets no dot, line, other name or edge.
 
     A dot without a name keeps its place free.
     """
@@ -83,6 +83,8 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **sty
     dots = [axes.transData.transform(spot[:2]) for spot in spots]
     reach = 7 * axes.figure.dpi / 72
     taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in dots]
+    drawn = [line for line in axes.lines if line.get_linestyle() != "None"]
+    lines = [line.get_transform().transform_path(line.get_path()) for line in drawn]
     for at, (x, y, name, tint) in enumerate(spots):
         if not name:
             continue
@@ -93,7 +95,8 @@ def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **sty
             )  # fmt: skip
             box = text.get_window_extent()
             clear = not any(box.overlaps(other) for i, other in enumerate(taken) if i != at)
-            if clear and box.x1 <= axes.bbox.x1 and box.x0 >= axes.bbox.x0:
+            clear = clear and not any(line.intersects_bbox(box, filled=False) for line in lines)
+            if clear and axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0:
                 break
             if (across, up, side, level) != PLACES[-1]:
                 text.remove()
@@ -161,7 +164,7 @@ def clock(runs: Sequence[tuple[str, str, str, Sequence[tuple[float, float]]]]) -
             line = "--" if optimizer == "muon" else "-"
             axes.plot(*zip(*curve, strict=True), line, color=plots.colour(method), linewidth=2, marker="o")
         times = [second for *_, curve in shown for second, _ in curve]
-        axes.set_xlim(min(times) / 1.6, 5 * max(times))
+        axes.set_xlim(min(times) / 1.6, 14 * max(times))  # room for names
         spots = []
         for method, optimizer, curve in shown:
             name = {"adamw": f"{method} AdamW", "muon": f"{method} Muon"}[optimizer] if method == "dense" else method

@@ -354,12 +354,13 @@ class Container(torch.optim.Optimizer):
 
 
 def _torchtitan(rank: int, world: int, folder: str, second: bool) -> dict[str, Any]:
-    """Its model, its sharding, whose gradients are sums over ranks, its container of optimizers; its loss."""
+    """Its model, its sharding, whose gradients are sums over ranks, its containers, its loss; saved as it saves."""
     launched(rank, world)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.checkpoint import ModelWrapper
+    from torchtitan.components.lr_scheduler import LRSchedulersContainer
     from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.models.llama3.infra.parallelize import apply_fsdp
@@ -383,12 +384,14 @@ def _torchtitan(rank: int, world: int, folder: str, second: bool) -> dict[str, A
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
         wire = method and thinwire.compress(model, optimizers, method)
-        saved = {"model": ModelWrapper(model), "optimizer": optimizers, "wire": wire}  # as its CheckpointManager has it
+        schedule = LRSchedulersContainer(optimizers, lambda step: 0.99**step)
+        saved = {"model": ModelWrapper(model), "optimizer": optimizers, "lr_scheduler": schedule, "wire": wire}
         if resume:
             dcp.load(saved, checkpoint_id=folder)
         for step in range(SAVED if resume else 0, STEPS):
             (loss(model, 2 * step + rank) / world).backward()
             optimizers.step()
+            schedule.step()
             optimizers.zero_grad()
             if save and step + 1 == SAVED:
                 dcp.save(saved, checkpoint_id=folder)

@@ -152,6 +152,17 @@ def test_a_quorum_that_never_comes_ends_the_replica_in_one_line(manager):
     assert "\n" not in str(error.value) and error.value.status == 1  # not 2, of input: it is to be started again
 
 
+def test_a_rank_whose_replica_does_not_vote_ends_in_one_line(manager):
+    def never(timeout: timedelta) -> bool:
+        raise TimeoutError("deadline has elapsed\nand more")
+
+    manager.should_commit = never
+    members = adapter.ManagerMembers(manager)
+    with pytest.raises(thinwire.ThinwireError, match=r"within 10 s \(deadline has elapsed\): one of them") as caught:
+        members.vote(True)
+    assert caught.value.status == 1
+
+
 def test_connecting_has_a_patience_that_grows_where_it_fails(manager):
     """And the group's own timeout is that of its exchanges again."""
     manager._pg._timeout, waits, outcomes = timedelta(seconds=6), [], ["fails"] * 4 + ["connects"] * 4

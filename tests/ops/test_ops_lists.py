@@ -171,6 +171,17 @@ def test_parts_of_both_kinds_in_a_row():
     check_packing(cpu, MIXED)
 
 
+def test_a_sum_that_nobody_keeps_is_refused():
+    """Later passes of a GPU's read it: without ``total_out`` they would choose among rows without what waited."""
+    parts, rows = parts_of((64, 3)), torch.ones(1, 64)
+    lists = torch.empty(1, 8, dtype=torch.int32), torch.empty(1, 8)
+    adam = Adam(rows, rows.clone(), [DirectionSegment(0, 64, 0, 0.9, 1e-8)], rows[0], rows[0], rows[0, 0])
+    for residual, step in ((rows, None), (None, adam)):
+        with pytest.raises(ThinwireError, match="kept in total_out"):
+            sparse.largest(rows, residual, parts, None, *lists, None, step)
+        sparse.largest(rows.clone(), residual, parts, rows.clone(), *lists, None, step)
+
+
 def test_the_size_of_positions():
     """What the documentation says, rounded up to 8 bytes; what takes fewer is chosen, 8 bits if both take the same."""
     for width in (64, 128, 640, 64 * 37, 1 << 14, 1 << 20):

@@ -291,11 +291,13 @@ print("checked")
 
 
 TRITONS = [str(folder) for folder in sorted(SOURCE.parents[1].glob("build/triton-*"))] or [""]
-"""Folders of Tritons (``pip install --no-deps --target build/triton-3.6.0 triton==3.6.0``: torch 2.11 brings that one),
-or the installed one."""
+"""Folders of Tritons, which ``make test-triton`` installs, or the installed one."""
+needs_any_triton = pytest.mark.skipif(
+    TRITONS == [""] and find_spec("triton") is None, reason="there is no Triton: make test-triton installs two"
+)
 
 
-@pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
+@needs_any_triton
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc, with which Triton compiles its launchers")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
@@ -312,27 +314,28 @@ cuda_library.start(Path({str(tmp_path)!r}))
     assert done.stdout.strip().endswith("checked"), done.stderr
 
 
-@pytest.mark.skipif(TRITONS == [""] and find_spec("triton") is None, reason="triton is not installed")
+@needs_any_triton
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", TRITONS, ids=lambda folder: Path(folder).name)
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_the_machine_code_of_all_kernels(capability, folder, tmp_path):
-    """No registers spilled (but for a few bytes on sm100), and 128 of them at most but for products of matrices, 16 KB
-    of shared memory but for these; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant by
-    size."""
+    """No registers spilled (but for a few bytes on Blackwell), and 128 of them at most but for products of matrices, 16
+    KB of shared memory but for these; 16 or, on a wire, 4 bytes at a time; 64 bits for the place of a row; no variant
+    by size."""
     code = f"import sys; sys.path[:0] = {[folder] * bool(folder)}; import aot; aot.main({capability})"
     done = run_python(code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     for found in map(json.loads, done.stdout.splitlines()):
-        assert found["stack"] <= (24 if capability == 100 and found["kernel"].startswith("quant.") else 0), found
+        assert found["stack"] <= (24 if capability >= 100 and found["kernel"].startswith("quant.") else 0), found
         assert found["registers"] <= 128 or found["kernel"].startswith("projection."), found
         # Of the 100 KB that GPUs have at least for all programs on a multiprocessor, and of 48 KB for one.
         assert found["shared"] <= (48 << 10 if found["kernel"].startswith("projection.") else 16 << 10), found
         assert not found["narrow"] and not found["specialized"], found
         assert not found["fused"] or found["kernel"].startswith("projection."), found
         widths = {int(access[2:]) for access in found["accesses"]}
-        # Small tensors in bfloat16, which lie anywhere; and integers at positions, one here and one there.
-        by_bytes = found["constants"].get("NARROW") or found["kernel"] == "sparse._decode"
+        # Tensors in bfloat16, which begin anywhere in an engine's buffer; integers at positions, one here, one there.
+        anywhere = found["types"].get("flat") in ("*i16", "*bf16") or found["constants"].get("NARROW")
+        by_bytes = anywhere or found["kernel"] == "sparse._decode"
         assert min(widths) >= 4 or by_bytes, found
         by_places = found["constants"].get("ALL") is False
         if {"ALIGN", "WIRE"} & found["constants"].keys() and not by_places and "projection" not in found["kernel"]:

@@ -72,7 +72,7 @@ def test_ci_tries_what_is_promised() -> None:
     workflow = read(HOST / "workflows" / "ci.yml")
     assert set(workflow[True]) == {"push", "pull_request"}, "YAML reads `on` as true"
     jobs = workflow["jobs"]
-    assert set(jobs) == {"check", "test", "wheel", "docs"}
+    assert set(jobs) == {"check", "test", "triton", "wheel", "docs"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = next(of for of in project["dependencies"] if of.startswith("torch")).partition(">=")[2]
     pinned = re.search(r"^TORCH +\?= torch==(\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -83,7 +83,7 @@ def test_ci_tries_what_is_promised() -> None:
     for name, job in jobs.items():
         assert job["timeout-minutes"] <= 90 and all("uses" in step or "run" in step for step in job["steps"]), name
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert {run.split()[1] for run in runs} == {"check", "test", "test-wheel", "docs"}
+    assert {run.split()[1] for run in runs} == {"check", "test", "test-triton", "test-wheel", "docs"}
 
 
 def test_the_citation_has_what_the_format_requires() -> None:

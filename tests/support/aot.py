@@ -81,12 +81,14 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
     for scaled in (False, True):
-        yield packing._pack, {"flat": "*fp32"}, table | {"WIDEN": False, "SCALED": scaled}
+        for flat in ("*fp32", "*i16"):  # bfloat16 arrives as words
+            yield packing._pack, {"flat": flat}, table | {"WIDEN": flat == "*i16", "SCALED": scaled}
         bounded = {"WIDEN": scaled, "COPIED": PER_PROGRAM, "BLOCK": norms.BLOCK, "FIELDS": FIELDS}
         yield norms._bound, {"flat": "*i16" if scaled else "*fp32"}, bounded
     yield norms._sample, {"positions": "*i64", "norms": "*fp32"}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
-        yield packing._unpack, {"flat": "*fp32"}, table | {"ADD": add}
+        for flat in ("*fp32", "*bf16"):
+            yield packing._unpack, {"flat": flat}, table | {"ADD": add}
     copied = {"COPIED": PER_PROGRAM, "FIELDS": FIELDS}
     for four, group, narrow in ((1, 2048, 0), (1, 2048, 1), (0, 1024, 0)):
         constants = {"GROUP": group, "BLOCK": shards.PER_PROGRAM // group, "FOUR": four, "NARROW": narrow, "WIRE": 4}
@@ -130,7 +132,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         yield sparse._decode, of | {"codes": codes}, block | aligned | lines | decoded
         if bits < 32:
             sent = {"KEEP": True, "GROUP": 64, "BLOCK": sparse.QUANTIZED // 64, "FOUR": bits == 4}
-            yield sparse._send, {"codes": codes}, sent
+            for wire in (16, 4):
+                yield sparse._send, {"codes": codes}, sent | {"WIRE": wire}
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}
     for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._gather, sketch._hold,

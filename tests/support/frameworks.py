@@ -23,6 +23,7 @@ STEPS, SAVED = 20, 10
 LOSSY = ("int8(smallest=0)", "sdp4bit(smallest=0)")
 FRAMEWORKS = (
     "accelerate", "accelerate-fsdp2", "trainer", "trainer-fsdp2", "lightning", "lightning-fsdp2", "torchtitan", "trl",
+    "trl-grpo",
 )  # fmt: skip
 TRIED = spread(2, FRAMEWORKS, LOSSY)
 KEEPS = ("topk(feedback='gradient', smallest=0, density=0.05)", "trickle(smallest=0, density=0.05)")

@@ -13,7 +13,9 @@ import pytest
 import thinwire
 from patience import PATIENCE
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: make test-triton"
+)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -159,6 +159,17 @@ def _check_mesh(manager: Any, groups: Sequence[Any]) -> None:
         )
 
 
+def _silent(text: str) -> ThinwireError:
+    """Make the error of a replica that nobody answers."""
+    error = ThinwireError(text)
+    error.status = 1  # no input is at fault: the replica may succeed when it is started again
+    return error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class ManagerMembers:
     """The replicas of a torchft manager. A step is *attempted*, and counts or leaves no trace.
 
@@ -191,13 +202,10 @@ class ManagerMembers:
         try:
             self._start_quorum()
         except (TimeoutError, RuntimeError) as refusal:
-            words = (str(refusal).splitlines() or [type(refusal).__name__])[0]
-            silent = ThinwireError(
-                f"this replica found no quorum ({words}): is the lighthouse running, can it be reached from here, "
-                "and are at least min_replicas replicas running?"
-            )
-            silent.status = 1  # no input is at fault: it may find one when it is started again
-            raise silent from refusal
+            raise _silent(
+                f"this replica found no quorum ({_first_line(refusal)}): is the lighthouse running, can it be reached "
+                "from here, and are at least min_replicas replicas running?"
+            ) from refusal
         try:
             if (reported := manager.errored()) is not None:
                 raise LostRank(membership.rank, [], "quorum", 0.0, str(reported).splitlines()[0])
@@ -270,7 +278,13 @@ class ManagerMembers:
         if not counts and self._manager.errored() is None:
             self._manager.report_error(RuntimeError("thinwire: the exchange failed"))
         patience = 2 * self._manager._timeout  # for this replica's other ranks, which may still wait for a peer
-        counted = self._manager.should_commit(timeout=patience)
+        try:
+            counted = self._manager.should_commit(timeout=patience)
+        except (TimeoutError, RuntimeError) as refusal:
+            raise _silent(
+                f"not all ranks of this replica have voted on a step within {patience.total_seconds():g} s "
+                f"({_first_line(refusal)}): one of them has ended or stands still; start the replica again"
+            ) from refusal
         self._late &= not counted
         if not counted:
             self._manager._pg.abort()  # so that who still waits for this replica's messages is told at once

@@ -101,12 +101,13 @@ def _count(words, words_stride, counts, counts_stride, ends, n, BLOCK: tl.conste
 
 
 @triton.jit
-def _popcount(words):
-    """Count the set bits of each of ``words`` (int64): in pairs, fours and bytes, then the sum of the bytes."""
-    words = words - ((words >> 1) & 0x5555555555555555)
-    words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((words * 0x0101010101010101) >> 56).to(tl.int32)
+def set_bits(words):
+    """Count the set bits of each of ``words`` (int64 or uint32): in pairs, fours and bytes, then the bytes' sum."""
+    ONES: tl.constexpr = 0x0101010101010101 if words.dtype == tl.int64 else 0x01010101  # one in each byte
+    words = words - ((words >> 1) & (ONES * 0x55))
+    words = (words & (ONES * 0x33)) + ((words >> 2) & (ONES * 0x33))
+    words = (words + (words >> 4)) & (ONES * 0x0F)
+    return ((words * ONES) >> (words.dtype.primitive_bitwidth - 8)).to(tl.int32)
 
 
 @kernel

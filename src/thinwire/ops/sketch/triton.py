@@ -22,7 +22,7 @@ from torch import Tensor
 
 from thinwire.ops import sketch as of
 from thinwire.ops.gpu import kernel, launch, segment_of
-from thinwire.ops.mask.triton import _bits, _popcount, count_before, tallied
+from thinwire.ops.mask.triton import _bits, count_before, set_bits, tallied
 from thinwire.ops.programs import programs_on
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _restore(
 def _count(programs, segments, words, words_stride, counts, counts_stride, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     row, number, segment, word = segment_of(programs, segments, BLOCK, FIELDS)
     words += row * words_stride + tl.load(segment) // 64
-    bits = _popcount(tl.load(words + word, mask=word < tl.load(segment + 1) // 64, other=0))
+    bits = set_bits(tl.load(words + word, mask=word < tl.load(segment + 1) // 64, other=0))
     tl.atomic_add(counts + row * counts_stride + number, tl.sum(bits, 0), sem="relaxed")
 
 

@@ -118,7 +118,7 @@ def largest(
     h = ``rows`` + ``residual``, or ``rows`` alone; with ``adam``, whose segments are these, the rows are gradients, of
     which it makes steps first: afterwards they are either. Ties go to the lowest columns; a NaN is larger than all.
     ``payload`` (R, m) float32 has zeros between the lists. ``total_out`` = h, and may be ``rows`` or ``residual``; None
-    does not store h, and needs ``residual`` to be None.
+    does not store h, which is ``rows`` then: without ``residual`` and ``adam``.
 
     The positions are packed into ``wire`` (R, packed_bytes) uint8, too, unless it is None; its rows begin at multiples
     of 8 bytes. The lower b = ``low_bits`` bits of a segment's i-th position p are written unchanged. The high bits
@@ -127,6 +127,8 @@ def largest(
     b = 4. A segment's string comes first, then its lower bits; bytes fill from the lowest bit.
     """
     _check(rows, residual, total_out)
+    if total_out is None and (residual is not None or adam is not None):
+        raise ThinwireError("where a residual or Adam's steps come in, the sum is kept in total_out (or in rows)")
     _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam)
 
 

@@ -22,8 +22,20 @@ from thinwire.base.alignment import viewable
 from thinwire.ops import sparse as of
 from thinwire.ops.direction import triton as direction
 from thinwire.ops.direction.triton import second_of, step_along
-from thinwire.ops.gpu import add_up, alignment, cdiv, counters, is_last, kernel, launch, row_of, segment_of, zero_words
-from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, tally
+from thinwire.ops.gpu import (
+    add_up,
+    alignment,
+    cdiv,
+    counters,
+    is_last,
+    kernel,
+    launch,
+    row_of,
+    segment_of,
+    wire_alignment,
+    zero_words,
+)
+from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits, tally
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
@@ -61,15 +73,6 @@ def _word(flags):
     """Return 32 W ``flags`` as W words."""
     bits = tl.reshape(flags.to(tl.int32), (flags.shape[0] // WORDS, WORDS))
     return tl.sum(bits << tl.arange(0, WORDS)[None, :], axis=1)
-
-
-@triton.jit
-def _set_bits(words):
-    """Count the set bits of each of ``words`` (uint32): in pairs, fours and bytes, then the sum of the bytes."""
-    words = words - ((words >> 1) & 0x55555555)
-    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F
-    return ((words * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -172,7 +175,7 @@ def _third(
     wanted = (tl.load(state) >> shift) // BINS
     above, unread = _marks(marks, marks_stride, word, inside)
     alike, zeros = unread ^ unread, word * 0
-    for _ in range(tl.max(_set_bits(unread), 0)):
+    for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         size = _size(tl.load(total + offset, mask=unread != 0, other=0))
         prefix, digit = (size >> shift) // BINS, (size >> shift) % BINS
@@ -223,7 +226,7 @@ def _tally(
     threshold = tl.load(state + (row * segment_count + number) * 2)
     above, unread = _marks(marks, marks_stride, word, inside)
     equal = unread ^ unread
-    for _ in range(tl.max(_set_bits(unread), 0)):
+    for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         size_here = _size(tl.load(total + offset, mask=unread != 0, other=0))
         above |= tl.where(size_here > threshold, bit, 0)
@@ -235,8 +238,8 @@ def _tally(
     tl.store(tallies, 0, mask=first)
     tl.store(tallies + tallies_stride, 0, mask=first)
     counted = tallies + tl.program_id(0) + 1
-    tl.store(counted, tl.sum(_set_bits(above), 0))
-    tl.store(counted + tallies_stride, tl.sum(_set_bits(equal), 0))
+    tl.store(counted, tl.sum(set_bits(above), 0))
+    tl.store(counted + tallies_stride, tl.sum(set_bits(equal), 0))
     if is_last(ends + row, tl.num_programs(0)):
         add_up(tallies + 1, tl.num_programs(0), SUMS)
         add_up(tallies + tallies_stride + 1, tl.num_programs(0), SUMS)
@@ -284,12 +287,12 @@ def _list(
     tallies += 2 * row * tallies_stride
     ties = tl.load(state + (row * segment_count + number) * 2 + 1)
     above, equal = _marks(marks + 2 * row * marks_stride + start // WORDS, marks_stride, word, inside)
-    equals = count_before(tallies + tallies_stride, word, _set_bits(equal))  # before this word, then this column
-    i = count_before(tallies, word, _set_bits(above)) + tl.minimum(equals, ties)
+    equals = count_before(tallies + tallies_stride, word, set_bits(equal))  # before this word, then this column
+    i = count_before(tallies, word, set_bits(above)) + tl.minimum(equals, ties)
     unread = above | tl.where(equals < ties, equal, 0)
     positions, payload = positions + row * positions_stride, payload + row * payload_stride
     first = tl.load(segment + 3)
-    for _ in range(tl.max(_set_bits(unread), 0)):
+    for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         ties_here = (equal & bit) != 0
         chosen = (unread != 0) & ((equals < ties) | ~ties_here)
@@ -343,17 +346,18 @@ def _send_whole(
 def _send(
     payload, payload_stride, positions, positions_stride, codes, codes_stride, scales, scales_stride, remainder,
     remainder_stride, groups, KEEP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
+    WIRE: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row's list of values to the wire; keep what that leaves out."""
     row = tl.program_id(1).to(tl.int64)
     g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g, entry, byte = _group_elements(g, GROUP, FOUR)
-    inside, payload = (g < groups)[:, None], payload + row * payload_stride
+    inside, payload = (g < groups)[:, None], row_of(payload, payload_stride, row, 16 if WIRE > 1 else 1)
     low = tl.load(payload + entry, mask=inside, other=0)
     high = tl.load(payload + entry + GROUP // 2, mask=inside, other=0)
     sent_low, sent_high = _encode(
-        low, high, codes + row * codes_stride, byte, scales + row * scales_stride, g, groups, entry, 0, GROUP, BLOCK,
-        FOUR, False, False,
+        low, high, row_of(codes, codes_stride, row, WIRE), byte, scales + row * scales_stride, g, groups, entry, 0,
+        GROUP, BLOCK, FOUR, False, False,
     )  # fmt: skip
     if KEEP:
         positions, remainder = positions + row * positions_stride, remainder + row * remainder_stride
@@ -524,6 +528,7 @@ def send(
     launch(
         _send, (cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
         groups, KEEP=keep, GROUP=group, BLOCK=per_program, FOUR=values.format.bits == 4,
+        WIRE=wire_alignment(values.codes, payload),
     )  # fmt: skip
 
 
