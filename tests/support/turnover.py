@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.adapters.transport import completed, without_tensors
+from thinwire.adapters.transport import completed, digest_of, without_tensors
 from thinwire.base.errors import LostRank
 from thinwire.core.method import Method
 from thinwire.core.safety import Safety
@@ -124,11 +124,12 @@ def as_transferred(state: Any, held: Held, fetched: list[int] | None = None) -> 
     """Return the ``state`` of another process as a replica has it that ``held`` some of it; note in ``fetched`` how
     many tensors it had to fetch."""
     message, tensors = without_tensors(state)
+    about = digest_of(state["about"])
     tree = torch.load(io.BytesIO(message), weights_only=False)
 
     def fetch(missing: Any) -> list[Tensor]:
         if fetched is not None:
-            fetched.append(sum(of.place != ("about",) for of in missing))  # its rank differs
+            fetched.append(sum(of.digest != about for of in missing))  # the header names a rank
         return [tensors[of.digest].clone() for of in missing]
 
     return completed(tree, held, fetch)

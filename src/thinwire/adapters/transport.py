@@ -50,9 +50,8 @@ ANSWER_S = 5.0
 
 
 class Missing(NamedTuple):
-    """A tensor that a message leaves out: its place in the state, by keys, and its bytes' hash."""
+    """A tensor that a message leaves out, by the hash of its bytes."""
 
-    place: tuple[Any, ...]
     digest: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -96,7 +95,7 @@ def without_tensors(tree: Any) -> tuple[bytes, dict[str, Tensor]]:
             return leaf
         digest = digest_of(leaf)
         tensors[digest] = leaf
-        return Missing(place, digest, tuple(leaf.shape), leaf.dtype)
+        return Missing(digest, tuple(leaf.shape), leaf.dtype)
 
     message = io.BytesIO()
     torch.save(_mapped(tree, leave_out), message)
@@ -107,7 +106,7 @@ def completed(tree: Any, held: Held | None, fetch: Callable[[Sequence[Missing]],
     """Return ``tree`` with its tensors: those that are ``held``, where they equal what is missing or each replica has
     its own, and the others as ``fetch`` returns them."""
     own: dict[tuple[Any, ...], Tensor] = {}
-    missing: list[Missing] = []
+    missing: dict[tuple[Any, ...], Missing] = {}
 
     def look(place: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, Missing):
@@ -117,12 +116,11 @@ def completed(tree: Any, held: Held | None, fetch: Callable[[Sequence[Missing]],
             elif isinstance(apart, Tensor) and tuple(apart.shape) == leaf.shape and apart.dtype == leaf.dtype:
                 own[place] = apart
             else:
-                missing.append(leaf)
+                missing[place] = leaf
         return leaf
 
     _mapped(tree, look)
-    for leaf, tensor in zip(missing, fetch(missing), strict=True):
-        own[leaf.place] = tensor
+    own.update(zip(missing, fetch(list(missing.values())), strict=True))
     return _mapped(tree, lambda place, leaf: own[place] if isinstance(leaf, Missing) else leaf)
 
 
