@@ -188,9 +188,11 @@ class ManagerMembers:
         self._received: Any = None  # of a peer, not taken yet
         self._late = False
         self._patience = CONNECT
-        former, host = manager._checkpoint_transport, urlsplit(manager._checkpoint_transport.metadata()).hostname
-        self.transport = manager._checkpoint_transport = Transport(host or "localhost", manager._timeout)
-        former.shutdown(wait=False)
+        if not isinstance(former := manager._checkpoint_transport, Transport):
+            host = urlsplit(former.metadata()).hostname or "localhost"
+            manager._checkpoint_transport = Transport(host, manager._timeout)
+            former.shutdown(wait=False)
+        self.transport: Transport = manager._checkpoint_transport
 
     def ask(self) -> Membership:
         """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.

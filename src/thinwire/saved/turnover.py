@@ -218,7 +218,7 @@ class Turnover:
 
     def _catch_up(self) -> None:
         """Take over the state that was fetched, and take the steps again that the others have counted since."""
-        self._begun = self.follows.tree
+        self._begun, self._resumed = self.follows.tree, None
         # An optimizer goes on with the very tensors that it is given.
         copied = {**self._begun, "optimizers": copy.deepcopy(self._begun["optimizers"])}
         self._change(_spare_of(*self._begun["member"]), copied, from_peer=True, hears=True)
@@ -291,6 +291,7 @@ class Turnover:
         self.follows.close()
         self.follows = self._begun = None
         self._history.clear()  # nothing of what it sent waits
+        self._comm.ledger.reset()  # of the others' steps
         return True
 
     def doubt(self) -> None:

@@ -75,8 +75,10 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
     log = ReplicaLog(config.out / REPLICAS / f"{name}.jsonl")
     log.write("started", pid=os.getpid(), host=socket.gethostname())
     with join_ranks(config) as ranks:
-        # Replicas that start together wait for each other. One that is started again must not let the others wait.
-        manager = None if restarted else _open_manager(connect, config, name)
+        # Replicas that start together wait for each other. One that is started again must not let the others wait: it
+        # first fetches their state, and then opens its manager.
+        open_manager = functools.partial(_open_manager, connect, config, name)
+        manager = open_manager if restarted else open_manager()
         folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
         with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
             inputs = read_inputs(config, folder)
@@ -85,7 +87,6 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
         if start.ended:
             say(f"thinwire: {start.ended}", sys.stderr)
             return 0
-        manager = manager or _open_manager(connect, config, name)
         trainer = ReplicaTrainer(start, ranks, manager, compress, log, restarted)
         try:
             return trainer.train()
@@ -155,6 +156,7 @@ class ReplicaTrainer(Trainer):
             # The trainer counts skipped steps itself, together with losses that are not finite.
             safety=Safety(guard=config.guard, max_skipped=None),
         )  # fmt: skip
+        self.manager = self.wire.manager
         self.manager.register_state_dict_fn("trainer", functools.partial(setattr, self, "_news"), self._give)
         return self.wire
 
