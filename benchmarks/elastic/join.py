@@ -79,7 +79,8 @@ def main() -> None:
     fixed = {"replicas": 3, "shards": 1, "min_replicas": 1, "spares": False, "slow": 1.0, "books": False}
     options = argparse.Namespace(**vars(options), **fixed)
     print(f"128 x {options.hidden} parameters, links of {options.link}, a third replica joins two")
-    print(f"{'method':36} {'usual step':>10} {'joined in':>10} {'received':>10} {'steps':>6} {'others waited':>13} {'lost':>8}")
+    heads = f"{'received':>10} {'steps':>6} {'others waited':>13} {'lost':>8}"
+    print(f"{'method':36} {'usual step':>10} {'joined in':>10} {heads}")
     for method in options.method or ["torchft", "dense", "trickle"]:
         found = join(method, options)
         print(

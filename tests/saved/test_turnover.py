@@ -267,5 +267,5 @@ def test_who_joins_needs_nothing_more_after_it_has_taken_the_others_steps_again(
     run = Run(maker(text), 0, partial(resolve(text).OPTIMIZER, lr=1e-2), conserves=False, total=20, calm=True)
     joiner = run.join(3)
     run.play(8)
-    assert joiner.fetches.taken == 3
+    assert joiner.fetches.count == 3
     assert run.seen["took all steps again"] == 1, f"{run.fetched} tensors came with the step in which it joined"

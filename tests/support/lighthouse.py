@@ -77,7 +77,8 @@ class Replica:
         """Let the replica of ``turnover`` take the steps of another again before it asks, if one has a tape."""
         turnover.tape.want(0)
         self.tape = turnover.tape
-        sources = [peer for peer in self.lighthouse.living if getattr(peer, "tape", None) and peer.tape.snapshot(0, 0.0)]
+        tapes = ((peer, getattr(peer, "tape", None)) for peer in self.lighthouse.living)
+        sources = [peer for peer, tape in tapes if tape is not None and tape.snapshot(0, 0.0)]
         if sources and self.name.endswith(("4", "6", "8", "9")):
             source = sources[-1]
             turnover.follows = MemoryFollower(source.tape, lambda: source in self.lighthouse.living)

@@ -4,8 +4,8 @@
 
 Each attempt is one step of all replicas that are there. In it a replica may die at any message, before or after it has
 sent it; or one replica alone may see an error at any message, before or after the others got what it sent. Between two
-attempts replicas join, some of which have fetched the state of another while it went on, which takes a while (or its
-source dies, or they do); and some are away for a while, as if they were stopped. After each attempt the laws are checked:
+attempts replicas join, some of which have fetched the state of another while it went on (or its source dies, or they
+do); and some are away for a while, as if they were stopped. After each attempt the laws are checked:
 
 * all replicas that counted the last step hold the same weights, bit for bit;
 * taken = delivered + waiting + lost, where a replica that died, or became a spare, has lost what waited on it.
@@ -144,11 +144,11 @@ class MemoryFollower:
         assert snapshot is not None
         self.tape, self.alive = tape, alive
         self.tree, self.clock = copy.deepcopy(dict(snapshot.tree)), snapshot.clock
-        self.taken, self.closed = 0, False
+        self.count, self.closed = 0, False
 
     def next(self) -> list[Entry]:
         gone = self.closed or not self.alive()
-        entries = None if gone else self.tape.since(self.clock, self.taken)
+        entries = None if gone else self.tape.since(self.clock, self.count)
         self.closed |= entries is None
         return copy.deepcopy(entries or [])
 
@@ -301,7 +301,8 @@ class Run:
         for replica in counted:
             assert torch.equal(replica.weights, counted[0].weights), f"attempt {attempt}: the weights differ"
         self.replicas = [replica for replica in self.replicas if replica.alive]
-        if not (last or self._quiet) and attempt > 0 and len(self.replicas) > 1 and self._active is None and self._draw.random() < 0.2:
+        may = not (last or self._quiet) and attempt > 0 and len(self.replicas) > 1 and self._active is None
+        if may and self._draw.random() < 0.2:
             self._send_away(self._draw.choice(self.replicas), attempt, counted, before)
         if self._conserves and not self._failed and not self._away:
             waiting = sum(replica.waiting() for replica in self.replicas)
@@ -346,7 +347,7 @@ class Run:
                 follower: Any = replica.fetches
                 whole = follower.alive() and not replica.members.fetched[-1]
                 self.seen["took all steps again" if whole else "fetched more"] += 1
-                self.seen["steps taken again"] += follower.taken
+                self.seen["steps taken again"] += follower.count
                 self.fetched = replica.members.fetched[-1]
                 replica.members.fetched = None
 

@@ -86,7 +86,7 @@ def compress(
         wire = _join_sharded(model, manager, across, options, ledger)
     assert wire.turnover is not None
     wire.manager, wire.turnover.follows = manager, follower
-    wire.engine.members.transport.tape = wire.turnover.tape
+    manager._checkpoint_transport.tape = wire.turnover.tape
     wire.attach()
     return wire
 
@@ -237,21 +237,21 @@ class ManagerMembers:
 
         The group's own timeout, which its exchanges have, is as it was."""
         manager, group, number = self._manager, self._manager._pg, self._manager._quorum_id
-        own = group._timeout
-        group.set_timeout(min(self._patience, own))
+        usual = group._timeout
+        group.set_timeout(min(self._patience, usual))
         self.transport.asks_since = time.monotonic()
         try:
             manager.start_quorum()
         finally:
             self.transport.asks_since = math.inf
-            group.set_timeout(own)
+            group.set_timeout(usual)
         if manager._quorum_id == number:
             return
         if group._pg is None:  # as connecting failed
-            self._patience = min(2 * self._patience, own)
+            self._patience = min(2 * self._patience, usual)
             return
         self._patience = max(self._patience / 2, CONNECT)
-        group.parent._get_backend(torch.device("cpu"))._set_default_timeout(own)
+        group.parent._get_backend(torch.device("cpu"))._set_default_timeout(usual)
 
     def _meet(self, manager: Any) -> Membership:
         """Learn the names of all who take part."""
@@ -296,10 +296,7 @@ class ManagerMembers:
         """Count as behind all others when this replica asks again, whatever steps it has counted."""
         self._manager.load_state_dict({"step": 0, "batches_committed": 0})
 
-    def offer(
-        self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None], hold: Callable[[], Any]
-    ) -> None:
-        """Let a replica that is behind get ``give()`` of one that is not, through its own ``take``, without what it
-        ``holds`` already."""
+    def offer(self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None], hold: Callable[[], Any]) -> None:
+        """Let one that is behind get another's ``give()`` through its own ``take``, but for what ``hold`` returns."""
         self._take, self._hold = take, hold
         self._manager.register_state_dict_fn("thinwire", functools.partial(setattr, self, "_received"), give)

@@ -1,4 +1,4 @@
-"""How state travels between replicas on torchft: an HTTP server in each, and those that read from it.
+"""The state that travels between replicas on torchft: an HTTP server in each, and those that read from it.
 
     GET  /now                   the clock of the tape
     GET  /snapshot/CLOCK        the state after some step, without its tensors; then /tape/CLOCK/FIRST: what was heard
@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http.client import HTTPException
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from thinwire.base.extras import load
 from thinwire.engines.replicas import any_of, fewest
@@ -61,67 +62,53 @@ class Missing(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+def _bytes_of(tensor: Tensor) -> Any:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def digest_of(tensor: Tensor) -> str:
+    """Return a hash of the tensor's bytes."""
     return hashlib.blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
 
 
-def _mapped(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Copy ``tree``, of dicts, lists and tuples, with each leaf as ``change(place, leaf)``."""
-    if isinstance(tree, dict):
-        return {key: _mapped(value, change, (*place, key)) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(value, change, (*place, number)) for number, value in enumerate(tree))
-    return change(place, tree)
-
-
-def _at(tree: Any, place: Sequence[Any]) -> Any:
-    for key in place:
-        if not isinstance(tree, Mapping | list | tuple) or (isinstance(tree, Mapping) and key not in tree):
-            return None
-        tree = tree[key]
-    return tree
+def _leaves(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    return tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Missing))
 
 
 def without_tensors(tree: Any) -> tuple[bytes, dict[str, Tensor]]:
     """Return ``tree`` with ``Missing`` in place of large tensors, as bytes, and these tensors by hash."""
     tensors: dict[str, Tensor] = {}
-
-    def leave_out(place: tuple[Any, ...], leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.nbytes < LARGE or type(leaf) is not Tensor:
-            return leaf
-        digest = digest_of(leaf)
-        tensors[digest] = leaf
-        return Missing(digest, tuple(leaf.shape), leaf.dtype)
-
+    pairs, form = _leaves(tree)
+    leaves = [leaf for _, leaf in pairs]
+    for number, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.nbytes >= LARGE:
+            tensors[digest := digest_of(leaf)] = leaf
+            leaves[number] = Missing(digest, tuple(leaf.shape), leaf.dtype)
     message = io.BytesIO()
-    torch.save(_mapped(tree, leave_out), message)
+    torch.save(tree_unflatten(leaves, form), message)
     return message.getvalue(), tensors
 
 
-def completed(tree: Any, held: Held | None, fetch: Callable[[Sequence[Missing]], Sequence[Tensor]]) -> Any:
-    """Return ``tree`` with its tensors: those that are ``held``, where they equal what is missing or each replica has
+def completed(tree: Any, stock: Held | None, fetch: Callable[[Sequence[Missing]], Sequence[Tensor]]) -> Any:
+    """Return ``tree`` with its tensors: those in ``stock``, where they equal what is missing or each replica has
     its own, and the others as ``fetch`` returns them."""
-    own: dict[tuple[Any, ...], Tensor] = {}
-    missing: dict[tuple[Any, ...], Missing] = {}
-
-    def look(place: tuple[Any, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Missing):
-            equal, apart = (None, None) if held is None else (_at(held.equal, place), _at(held.apart, place))
-            if isinstance(equal, Tensor) and equal.nbytes == leaf.nbytes and digest_of(equal) == leaf.digest:
-                own[place] = equal.view(leaf.shape)
-            elif isinstance(apart, Tensor) and tuple(apart.shape) == leaf.shape and apart.dtype == leaf.dtype:
-                own[place] = apart
-            else:
-                missing[place] = leaf
-        return leaf
-
-    _mapped(tree, look)
-    own.update(zip(missing, fetch(list(missing.values())), strict=True))
-    return _mapped(tree, lambda place, leaf: own[place] if isinstance(leaf, Missing) else leaf)
+    pairs, form = _leaves(tree)
+    equal, apart = ({}, {}) if stock is None else (dict(_leaves(tree)[0]) for tree in stock)
+    leaves = [leaf for _, leaf in pairs]
+    lacking: dict[int, Missing] = {}
+    for number, (path, leaf) in enumerate(pairs):
+        if not isinstance(leaf, Missing):
+            continue
+        ours, older = equal.get(path), apart.get(path)
+        if isinstance(ours, Tensor) and ours.nbytes == leaf.nbytes and digest_of(ours) == leaf.digest:
+            leaves[number] = ours.view(leaf.shape)
+        elif isinstance(older, Tensor) and older.shape == leaf.shape and older.dtype == leaf.dtype:
+            leaves[number] = older
+        else:
+            lacking[number] = leaf
+    for number, tensor in zip(lacking, fetch(list(lacking.values())), strict=True):
+        leaves[number] = tensor
+    return tree_unflatten(leaves, form)
 
 
 class Offer:
@@ -133,29 +120,25 @@ class Offer:
     @property
     def nbytes(self) -> int:
         """Count the bytes of the tensors that it leaves out."""
-        sizes: list[int] = []
-        _mapped(self.tree, lambda place, leaf: sizes.append(leaf.nbytes if isinstance(leaf, Missing) else 0))
-        return sum(sizes)
+        return sum(leaf.nbytes for _, leaf in _leaves(self.tree)[0] if isinstance(leaf, Missing))
 
-    def complete(self, held: Held | None = None) -> Any:
-        """Return the state; fetch what is not ``held``. Raises OSError."""
-        return completed(self.tree, held, self._fetch)
+    def complete(self, stock: Held | None = None) -> Any:
+        """Return the state; fetch what is not in ``stock``. Raises OSError."""
+        return completed(self.tree, stock, self._fetch)
 
     def _fetch(self, missing: Sequence[Missing]) -> list[Tensor]:
         if not missing:
             return []
-        body = "\n".join(of.digest for of in missing).encode()
+        body = "\n".join(tensor.digest for tensor in missing).encode()
         tensors = []
         with urllib.request.urlopen(f"{self._url}tensors/{self.name}", body, timeout=self._timeout) as answer:
-            for of in missing:
-                tensor = torch.empty(of.shape, dtype=of.dtype, device="cpu")
-                view, done = _bytes_of(tensor), 0
-                while done < len(view):
-                    got = answer.readinto(view[done:])
-                    if not got:
+            for lacking in missing:
+                tensors.append(torch.empty(lacking.shape, dtype=lacking.dtype, device="cpu"))
+                view = _bytes_of(tensors[-1])
+                while len(view):
+                    if not (got := answer.readinto(view)):
                         raise ConnectionError("the other replica has gone")
-                    done += got
-                tensors.append(tensor)
+                    view = view[got:]
         return tensors
 
 
@@ -192,14 +175,13 @@ class Transport:
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         """Offer ``state_dict`` to who joins in this step."""
-        parts = without_tensors(state_dict)
+        state = without_tensors(state_dict)
         with self._changed:
-            self._offers[f"state-{step}"] = parts
+            self._offers[f"state-{step}"] = state
             self._changed.notify_all()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Return the state of the peer at ``metadata``; Thinwire's part of it is an ``Offer``, still to be completed.
-        """
+        """Return the state of the peer at ``metadata``; our part of it is an ``Offer``, still to be completed."""
         offer = _offer(metadata, f"state/{step}", f"state-{step}", timeout.total_seconds())
         user = offer.tree["user"]
         thinwire = Offer(metadata, f"state-{step}", user["thinwire"], timeout.total_seconds())
@@ -213,7 +195,7 @@ class Transport:
         with self._changed:
             if any(name.startswith("state-") for name in self._offers):
                 self._changed.wait_for(lambda: not self._reads, self._timeout)
-                self._offers = {name: of for name, of in self._offers.items() if not name.startswith("state-")}
+                self._offers = {name: offer for name, offer in self._offers.items() if not name.startswith("state-")}
 
     def shutdown(self, wait: bool = True) -> None:
         if wait:
@@ -232,7 +214,7 @@ class Transport:
             return None if offered is None else iter([offered[0]])
         if word == "tensors":
             offered = self._offers.get(rest)
-            return None if offered is None else self._read(rest, [offered[1][of] for of in body.decode().split("\n")])
+            return None if offered is None else self._read(rest, [offered[1][key] for key in body.decode().split("\n")])
         if self.tape is None:
             return None
         if word == "now":
@@ -256,9 +238,9 @@ class Transport:
         name = f"snapshot-{snapshot.clock}"
         with self._changed:
             if name not in self._offers:
-                self._offers = {key: of for key, of in self._offers.items() if not key.startswith("snapshot-")}
-                more = {"clock": snapshot.clock, "step_bytes": tape.step_bytes}
-                self._offers[name] = without_tensors({**snapshot.tree, **more})
+                self._offers = {key: offer for key, offer in self._offers.items() if not key.startswith("snapshot-")}
+                counts = {"clock": snapshot.clock, "step_bytes": tape.step_bytes}
+                self._offers[name] = without_tensors({**snapshot.tree, **counts})
             return iter([self._offers[name][0]])
 
     def _read(self, name: str, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
@@ -301,35 +283,35 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
     def _answer(self, body: bytes) -> None:
-        parts = self.transport.answer(self.path, body)
-        if parts is None:
+        pieces = self.transport.answer(self.path, body)
+        if pieces is None:
             self.send_error(410)
             return
         self.send_response(200)
         self.end_headers()
-        for part in parts:
-            self.wfile.write(part)
+        for piece in pieces:
+            self.wfile.write(piece)
 
     def log_message(self, *of: Any) -> None: ...
 
 
 class Follower:
-    """What a replica that is about to join reads of one that goes on.
+    """The reader of a tape, in a replica that is about to join.
 
     Attributes:
-        tree: the state from which on it follows. taken: how many of the steps since then it has taken again.
+        tree: the state from which on it follows. count: of the steps since then that it has taken again.
     """
 
     def __init__(self, url: str, tree: Any, timeout: float) -> None:
         self._url, self.tree, self._timeout = url, tree, timeout
-        self.taken, self._read, self._closed = 0, list[Entry](), False
+        self.count, self._closed = 0, False
 
     def next(self) -> list[Entry]:
-        """Return the steps that have counted since those that were ``taken``; none if there are none, or no longer."""
+        """Return the steps that have counted since the first ``count``; none if there are none, or no longer."""
         if self._closed:
             return []
         try:
-            path = f"{self._url}tape/{self.tree['clock']}/{self.taken}"
+            path = f"{self._url}tape/{self.tree['clock']}/{self.count}"
             with urllib.request.urlopen(path, timeout=self._timeout) as answer:
                 entries = torch.load(io.BytesIO(answer.read()), weights_only=False)
         except (OSError, EOFError, RuntimeError):
@@ -370,7 +352,7 @@ def follow(group_rank: int, timeout: float, inside: Sequence[Comm] = ()) -> Foll
 
 
 _GONE = (OSError, EOFError, RuntimeError, KeyError, ValueError, HTTPException)
-"""What reading from a replica that is not there, or is another program, may raise."""
+"""The errors of reading from a replica that is gone, or is another program."""
 
 
 def _source(group_rank: int) -> tuple[int, str]:

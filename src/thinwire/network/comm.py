@@ -88,8 +88,8 @@ class Comm(ABC):
     alike = 0
     """The bytes of all that every rank has received alike."""
     played: Iterator[Tensor | None] | None = None
-    """What another rank has ``heard``, to be received again: the network is left alone. In place of what only one rank
-    would receive comes what this rank would send to itself."""
+    """All that another rank has ``heard``, to be received again without the network. In place of messages to one rank
+    comes what this rank would send to itself."""
 
     def twin(self) -> Comm:
         """Make another group of the same ranks, which another thread may use beside this one; itself: there is none."""
@@ -166,14 +166,13 @@ class Comm(ABC):
         return out
 
     def _hear(self, result: Tensor, work: Work | None = None) -> Work | None:
-        """Add ``result``, which all ranks have alike once ``work`` is over, to ``heard``; return the work to wait for.
-        """
+        """Note ``result``, which all ranks have alike once ``work`` is over; return the work to wait for."""
         self.alike += result.nbytes
         if (heard := self.heard) is None:
             return work
-        place = len(heard)
+        index = len(heard)
         heard.append(None if work is not None else result.clone())
-        return None if work is None else ChainedWork(work, lambda: heard.__setitem__(place, result.clone()))
+        return None if work is None else ChainedWork(work, lambda: heard.__setitem__(index, result.clone()))
 
     def _play(self, verb: str, out: Tensor) -> Tensor:
         """Receive again what another rank has heard. Raises LostRank if it has not heard this."""

@@ -1,4 +1,4 @@
-"""What a replica keeps for those that are about to join: its state after some step, and what it has heard since.
+"""A replica's tape, for those that are about to join: its state after some step, and what it has heard since.
 
 A replica that joins fetches the state while the others go on, and then takes their steps again, alone, from what all of
 them received alike in each: the messages of a step are small, and its state is not.
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
 
 
 class Tape:
-    """One replica's. The thread that trains adds to it; others read it.
+    """The tape of one replica. The thread that trains adds to it; others read it.
 
     Attributes:
         clock: votes that have counted in this process. step_bytes: of what was heard in the last one.
@@ -82,7 +82,7 @@ class Tape:
             self.clock += 1
             if self._snapshot is not None:
                 self._entries += [] if entry is None else [entry]
-                size = sum(of.nbytes for of in self._entries)
+                size = sum(later.nbytes for later in self._entries)
                 if entry is None or size > self._snapshot.nbytes or time.monotonic() - self._used > UNUSED_S:
                     self.cut()  # there is a gap, or a new state would be smaller
             if self._wanted is not None and self.clock >= self._wanted:

@@ -49,8 +49,8 @@ class Loss(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a replica that joins holds of the state it needs: ``equal``, where it equals the others', and ``apart``,
-    where each has its own. Both as ``Turnover.give`` returns it."""
+    """The state that who joins has already: ``equal``, where it should equal the others', and ``apart``, where each has
+    its own. Both as ``Turnover.give`` returns it."""
 
     equal: Mapping[str, Any]
     apart: Mapping[str, Any]
@@ -78,6 +78,10 @@ class _Heard:
         return counts
 
     def fall_behind(self) -> None: ...
+
+
+def _seat(member: Membership) -> tuple[int, tuple[int, ...], int, tuple[str, ...]]:
+    return member.rank, member.nodes, member.number, member.names
 
 
 def _spare_of(rank: int, nodes: Sequence[int], number: int, names: Sequence[str]) -> Membership:
@@ -195,8 +199,7 @@ class Turnover:
         self._entry = self._comm.heard = None
         self._comm.alike = 0
         if self.tape.runs and member.spare is None:
-            about = member.rank, member.nodes, member.number, member.names
-            self._entry = Entry(about, self._stage.step, self._loop.skipped)
+            self._entry = Entry(_seat(member), self._stage.step, self._loop.skipped)
             self._comm.heard = self._entry.heard
 
     def end_step(self) -> None:
@@ -208,11 +211,10 @@ class Turnover:
 
     def _snapshot(self) -> dict[str, Any]:
         """Return what who joins begins with, before it has met the others."""
-        member = self._comm.membership
         with contextlib.suppress(FailedExchange):  # what has failed is found anew in the next attempt
             self._method.finish()
-        about = {"alone": self._method.card.alone(self._stage.step), "ends_round": False}
-        return {**self.give(), **about, "member": (member.rank, member.nodes, member.number, member.names)}
+        alone = self._method.card.alone(self._stage.step)
+        return {**self.give(), "alone": alone, "ends_round": False, "member": _seat(self._comm.membership)}
 
     # What a replica that joins does first.
 
@@ -234,7 +236,7 @@ class Turnover:
             try:
                 for entry in entries[:few]:
                     self._take_again(entry)
-                    self.follows.taken += 1
+                    self.follows.count += 1
             except (FailedExchange, _WentAnotherWay):  # the others' state will come whole
                 self.follows.close()
                 return
@@ -242,10 +244,10 @@ class Turnover:
                 return
 
     def _take_again(self, entry: Entry) -> None:
-        """Take the step of ``entry`` as a spare does. Raises what ``_follow`` catches if what was heard does not fit.
-        """
-        engine, stage, optimizers = self._loop.engine, self._stage, self._run.optimizers
-        heard, kept = _Heard(entry), self._members
+        """Take the step of ``entry`` as a spare does. Raises FailedExchange or _WentAnotherWay if it does not fit."""
+        engine: Any = self._loop.engine
+        stage, optimizers = self._stage, self._run.optimizers
+        heard, members = _Heard(entry), self._members
         self._members = engine.members = heard
         self._comm.played = iter(entry.heard)
         for optimizer, groups in zip(optimizers, entry.groups, strict=True):
@@ -264,21 +266,21 @@ class Turnover:
             if not heard.counted or next(self._comm.played, None) is not None:
                 raise _WentAnotherWay
         finally:
-            self._members = engine.members = kept
+            self._members = engine.members = members
             self._comm.played = None
             for weight in self._run.weights.values():
                 weight.grad = None
 
     def _hold(self) -> Held | None:
-        """Take the last steps again that the others have counted, and return what this replica holds of their state."""
+        """Take the others' last steps again, and return what this replica has of their state."""
         if self._begun is None:
             return None
         self._follow(patient=False)
         self._method.finish()
-        own, alone = self.give(), self._method.card.alone(self._stage.step)
+        state, alone = self.give(), self._method.card.alone(self._stage.step)
         values = {key: value for key, value in self._begun["values"].items() if self._entry_of(key).apart}
-        apart = {"values": values, "weights": own["weights"], "optimizers": self._begun["optimizers"]}
-        return Held(own, apart if alone else {"values": values})
+        apart = {"values": values, "weights": state["weights"], "optimizers": self._begun["optimizers"]}
+        return Held(state, apart if alone else {"values": values})
 
     def _arrive(self, received: Mapping[str, Any] | None) -> bool:
         """Cease to follow another replica once this one is among them. Return whether it has followed one."""
