@@ -3,10 +3,9 @@
     GET  /now                   the clock of the tape
     GET  /snapshot/CLOCK        the state after some step, without its tensors; then /tape/CLOCK/FIRST: what was heard
     GET  /state/STEP            the state of the step under way, without its tensors, for who joins in it
-    POST /tensors/NAME          tensors of one of these, by their hashes
+    POST /tensors/NAME          those tensors of a state that who reads lacks, by their hashes
 
-A state is sent without its tensors first: who reads asks for those that it lacks. Nothing is encrypted, and who reads
-unpickles what it is sent, as with torchft's own transport.
+Nothing is encrypted, and who reads unpickles what it is sent, as with torchft's own transport.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,8 +45,7 @@ PIECE = 1 << 20
 IDLE_S = 2.0
 """Seconds that a replica may wait for others before it tells who asks for a state that it should join at once."""
 ANSWER_S = 5.0
-"""Seconds to wait for a word of the lighthouse or of a replica before a replica joins without having fetched a state.
-"""
+"""Seconds to wait for the lighthouse's or a replica's word before a replica joins without having fetched a state."""
 
 
 class Missing(NamedTuple):
@@ -84,9 +82,7 @@ def without_tensors(tree: Any) -> tuple[bytes, dict[str, Tensor]]:
         if type(leaf) is Tensor and leaf.nbytes >= LARGE:
             tensors[digest := digest_of(leaf)] = leaf
             leaves[number] = Missing(digest, tuple(leaf.shape), leaf.dtype)
-    message = io.BytesIO()
-    torch.save(tree_unflatten(leaves, form), message)
-    return message.getvalue(), tensors
+    return _dump(tree_unflatten(leaves, form)), tensors
 
 
 def completed(tree: Any, stock: Held | None, fetch: Callable[[Sequence[Missing]], Sequence[Tensor]]) -> Any:
@@ -119,7 +115,6 @@ class Offer:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the tensors that it leaves out."""
         return sum(leaf.nbytes for _, leaf in _leaves(self.tree)[0] if isinstance(leaf, Missing))
 
     def complete(self, stock: Held | None = None) -> Any:
@@ -143,9 +138,18 @@ class Offer:
 
 
 def _offer(url: str, path: str, name: str, timeout: float) -> Offer:
-    with urllib.request.urlopen(f"{url}{path}", timeout=timeout) as answer:
-        tree = torch.load(io.BytesIO(answer.read()), weights_only=False)
-    return Offer(url, name, tree, timeout)
+    return Offer(url, name, _load(f"{url}{path}", timeout), timeout)
+
+
+def _load(url: str, timeout: float) -> Any:
+    with urllib.request.urlopen(url, timeout=timeout) as answer:
+        return torch.load(io.BytesIO(answer.read()), weights_only=False)
+
+
+def _dump(tree: Any) -> bytes:
+    message = io.BytesIO()
+    torch.save(tree, message)
+    return message.getvalue()
 
 
 class Transport:
@@ -191,15 +195,14 @@ class Transport:
         return state
 
     def disallow_checkpoint(self) -> None:
-        """Withdraw the state of the step that is over, once who reads it has read it."""
+        """Withdraw the state of the step that is over, once who reads it has read it, and one that has no tape."""
         with self._changed:
             if any(name.startswith("state-") for name in self._offers):
                 self._changed.wait_for(lambda: not self._reads, self._timeout)
-                self._offers = {name: offer for name, offer in self._offers.items() if not name.startswith("state-")}
+            follows = self.tape is not None and self.tape.runs
+            self._offers = {k: offer for k, offer in self._offers.items() if follows and k.startswith("snapshot-")}
 
     def shutdown(self, wait: bool = True) -> None:
-        if wait:
-            self._server.shutdown()
         self._server.server_close()
 
     # The server's threads.
@@ -210,23 +213,17 @@ class Transport:
         if word == "state":
             with self._changed:
                 self._changed.wait_for(lambda: f"state-{rest}" in self._offers, self._timeout)
-                offered = self._offers.get(f"state-{rest}")
-            return None if offered is None else iter([offered[0]])
-        if word == "tensors":
-            offered = self._offers.get(rest)
-            return None if offered is None else self._read(rest, [offered[1][key] for key in body.decode().split("\n")])
-        if self.tape is None:
-            return None
-        if word == "now":
+                return iter([self._offers[f"state-{rest}"][0]]) if f"state-{rest}" in self._offers else None
+        if word == "tensors" and (offer := self._offers.get(rest)) is not None:
+            return self._read(rest, [offer[1][digest] for digest in body.decode().split("\n")])
+        if word == "now" and self.tape is not None:
             return iter([str(self.tape.clock).encode()])
-        if word == "snapshot":
+        if word == "snapshot" and self.tape is not None:
             return self._snapshot(self.tape, int(rest))
-        if word == "tape":
+        if word == "tape" and self.tape is not None:
             begun, first = map(int, rest.split("/"))
             entries = self.tape.since(begun, first)
-            message = io.BytesIO()
-            torch.save(None if entries is None else [vars(entry) for entry in entries], message)
-            return iter([message.getvalue()])
+            return iter([_dump(entries and [vars(entry) for entry in entries])])
         return None
 
     def _snapshot(self, tape: Tape, clock: int) -> Iterator[bytes] | None:
@@ -244,23 +241,18 @@ class Transport:
             return iter([self._offers[name][0]])
 
     def _read(self, name: str, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-        with self._reading(name):
-            for tensor in tensors:
-                view = _bytes_of(tensor)
+        counts = name.startswith("state-")
+        with self._changed:
+            self._reads += counts
+        try:
+            for view in map(_bytes_of, tensors):
                 for first in range(0, len(view), PIECE):
-                    if self.tape is not None and name.startswith("snapshot-"):
+                    if self.tape is not None and not counts:
                         self.tape.touch()
                     yield view[first : first + PIECE]
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        with self._changed:
-            self._reads += name.startswith("state-")
-        try:
-            yield
         finally:
             with self._changed:
-                self._reads -= name.startswith("state-")
+                self._reads -= counts
                 self._changed.notify_all()
 
 
@@ -269,20 +261,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def handle_error(self, *of: Any) -> None:
-        """Say nothing: who read has gone."""
+    def handle_error(self, *_: Any) -> None: ...  # who read has gone
 
 
 class _Handler(BaseHTTPRequestHandler):
     transport: Transport
 
     def do_GET(self) -> None:
-        self._answer(b"")
-
-    def do_POST(self) -> None:
-        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-
-    def _answer(self, body: bytes) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         pieces = self.transport.answer(self.path, body)
         if pieces is None:
             self.send_error(410)
@@ -292,7 +278,9 @@ class _Handler(BaseHTTPRequestHandler):
         for piece in pieces:
             self.wfile.write(piece)
 
-    def log_message(self, *of: Any) -> None: ...
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None: ...
 
 
 class Follower:
@@ -311,9 +299,7 @@ class Follower:
         if self._closed:
             return []
         try:
-            path = f"{self._url}tape/{self.tree['clock']}/{self.count}"
-            with urllib.request.urlopen(path, timeout=self._timeout) as answer:
-                entries = torch.load(io.BytesIO(answer.read()), weights_only=False)
+            entries = _load(f"{self._url}tape/{self.tree['clock']}/{self.count}", self._timeout)
         except (OSError, EOFError, RuntimeError):
             entries = None
         if entries is None:

@@ -70,10 +70,6 @@ class Tape:
         """Is what is heard in the next step to be kept?"""
         return self._snapshot is not None or self._wanted is not None
 
-    def touch(self) -> None:
-        """Note that somebody reads."""
-        self._used = time.monotonic()
-
     # The thread that trains.
 
     def add(self, entry: Entry | None, give: Callable[[], Mapping[str, Any]]) -> None:
@@ -97,9 +93,12 @@ class Tape:
         """Drop all, as this replica's state is another one now."""
         with self._changed:
             self._snapshot, self._entries = None, []
-            self._changed.notify_all()
 
     # Those that read.
+
+    def touch(self) -> None:
+        """Note that somebody reads."""
+        self._used = time.monotonic()
 
     def want(self, clock: int) -> None:
         """Ask for the state after ``clock`` votes, or as soon as there may be one."""
