@@ -221,14 +221,17 @@ class Run:
     def __init__(
         self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], *,
         conserves: bool, active: int | None = None, total: int = 1000, calm: bool = False,
+        fetches: bool = False,
     ) -> None:  # fmt: skip
         """``conserves``: check that nothing is lost but what is counted as lost. The optimizer must then be SGD with an
         lr of 1, and the method must send gradients. ``active``: replicas that take part, at most; others are spares.
-        ``total``: optimizer steps of the whole run. ``calm``: two replicas, to which nothing happens."""
+        ``total``: optimizer steps of the whole run. ``calm``: two replicas, to which nothing happens.
+        ``fetches``: some that join fetch a state first, while the others go on."""
         self._active, self._total = active, total
         self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
         self._draw, self._born = random.Random(seed), list[Replica]()
         self._quiet, self.fetched = calm, 0
+        self._chance = random.Random(seed) if fetches else None  # a chance of its own: else nothing else happens
         self.replicas = [self._new() for _ in range(2 if calm else self._draw.randint(2, 4))]
         self.seen: Counter[str] = Counter()
         self._size = sum(weight.numel() for weight in self.replicas[0].model.parameters())
@@ -254,11 +257,11 @@ class Run:
         self.replicas += [replica for number in back for replica in self._away.pop(number, [])]
         self._come(last)
         if not self._quiet and len(self.replicas) + len(self._coming) < 4 and self._draw.random() < 0.4:
-            replica, fetches = self._new(), attempt > 0 and self._draw.random() < 0.6
-            if fetches:
-                source = self._draw.choice(self.replicas)
+            replica, chance = self._new(), self._chance
+            if chance is not None and attempt > 0 and chance.random() < 0.7:
+                source = chance.choice(self.replicas)
                 source.wire.turnover.tape.want(0)
-                self._coming.append((replica, source, self._draw.randint(0, 2)))
+                self._coming.append((replica, source, chance.randint(0, 2)))
             else:
                 self.replicas.append(replica)
                 self.seen["joined"] += 1
@@ -321,7 +324,7 @@ class Run:
         still = []
         for replica, source, remaining in self._coming:
             snapshot = source.wire.turnover.tape.snapshot(0, 0.0)
-            if not self._quiet and self._draw.random() < 0.1:
+            if self._chance is not None and self._chance.random() < 0.1:
                 self.seen["died as it fetched"] += 1
                 continue
             if not source.alive:
