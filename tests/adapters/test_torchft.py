@@ -61,6 +61,9 @@ class Wrapped(nn.parallel.DistributedDataParallel):
 class NoServer(Transport):
     def __init__(self) -> None: ...
 
+    def metadata(self) -> str:
+        return "http://localhost:1/"
+
 
 class Manager:
     """The parts of ``torchft.Manager`` that are read, and a run of one replica."""

@@ -259,6 +259,9 @@ class Lighthouse:
 class NoServer(Transport):
     def __init__(self) -> None: ...
 
+    def metadata(self) -> str:
+        return "http://localhost:1/"
+
 
 class Whole:
     """A state that comes as a whole."""

@@ -122,6 +122,8 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
         "or more, or use WorldSizeMode.DYNAMIC": fixed and manager._min_replica_size < 2,
         f"{type(manager._pg).__name__} is not supported: pass Manager(pg=torchft.ProcessGroupGloo(...))":
             not isinstance(manager._pg, torchft.ProcessGroupGloo),
+        f"checkpoint_transport={type(manager._checkpoint_transport).__name__} is not supported: leave it out, for "
+        "state travels by HTTP": urlsplit(manager._checkpoint_transport.metadata()).hostname is None,
         "the manager already connects the replicas: pass the bare module, not DistributedDataParallel":
             any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules),
         "parts of the model are sharded, but the root is not: call fully_shard(model) after its parts":
@@ -189,9 +191,11 @@ class ManagerMembers:
         self._late = False
         self._patience = CONNECT
         if not isinstance(former := manager._checkpoint_transport, Transport):
-            host = urlsplit(former.metadata()).hostname or "localhost"
+            host = urlsplit(former.metadata()).hostname
+            assert host is not None  # it has been checked
             manager._checkpoint_transport = Transport(host, manager._timeout)
-            former.shutdown(wait=False)
+            former.shutdown()
+            former._server.server_close()
         self.transport: Transport = manager._checkpoint_transport
 
     def ask(self) -> Membership:
@@ -221,8 +225,8 @@ class ManagerMembers:
         if not failed and received is not None:
             try:
                 received = received.complete(self._hold())
-            except OSError as broken:
-                words = f"the state of another replica did not arrive: {broken}"
+            except Exception as broken:  # whatever it is: the other ranks of this replica are told
+                words = f"the state of another replica did not arrive: {broken!r}"
                 error = LostRank(membership.rank, [], "quorum", 0.0, words)
         if failed or any_of(self._inside, error is not None):
             manager.load_state_dict(counts)  # as far behind as before, on all ranks of the replica

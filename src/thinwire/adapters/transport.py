@@ -290,20 +290,20 @@ class Follower:
 
     def __init__(self, url: str, tree: Any, timeout: float) -> None:
         self._url, self.tree, self._timeout = url, tree, timeout
-        self.count, self._closed = 0, False
+        self.count, self.closed = 0, False
 
     def next(self) -> list[Entry]:
         """Return the steps that have counted since the first ``count``; none if there are none, or no longer."""
-        if self._closed:
+        if self.closed:
             return []
         entries = None
         with suppress(*_GONE):
             entries = _load(f"{self._url}tape/{self.tree['clock']}/{self.count}", self._timeout)
-        self._closed = entries is None
+        self.closed = entries is None
         return [Entry(**entry) for entry in entries or ()]
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
 
 
 def follow(group_rank: int, timeout: float, inside: Sequence[Comm] = ()) -> Follower | None:

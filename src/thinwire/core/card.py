@@ -47,12 +47,8 @@ class StateKind:
 
 
 EQUAL, SHARD, MEAN, ANEW = (StateKind(resized=word) for word in ("equal", "shard", "mean", "anew"))
-_SHARED_KINDS = {
-    "replica": ANEW, "replica step": ANEW, "server": StateKind(served=True),
-    "first": StateKind(apart=True), "second": StateKind(apart=True),
-}  # fmt: skip
-"""The kinds of ``core/weights.py``, ``methods/parts/twoway.py`` and ``parts/updates.py``, which several methods have.
-"""
+_SHARED_KINDS = {"replica": ANEW, "replica step": ANEW, "server": StateKind(served=True)}
+"""The kinds of ``core/weights.py`` and ``methods/parts/twoway.py``, which several methods have."""
 
 
 class StepMaker(Protocol):

@@ -43,7 +43,7 @@ def fewest(inside: Sequence[Comm], number: int) -> int:
     return -int(row)
 
 
-def _without_frames(error: FailedExchange) -> FailedExchange:
+def without_frames(error: FailedExchange) -> FailedExchange:
     """Let go of the messages that failed: gloo's connections live as long as one of them, and others would wait."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
@@ -211,7 +211,7 @@ class Replicas(Engine):
         try:
             yield
         except FailedExchange as error:
-            self.unsent = _without_frames(error)
+            self.unsent = without_frames(error)
 
     @contextmanager
     def _attempt(self, on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -219,5 +219,5 @@ class Replicas(Engine):
         try:
             yield
         except FailedExchange as error:
-            self.failed, self.void = _without_frames(error), True
+            self.failed, self.void = without_frames(error), True
             on_failure()

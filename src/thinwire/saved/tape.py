@@ -6,6 +6,7 @@ them received alike in each: the messages of a step are small, and its state is 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,11 @@ class Entry:
     delivers: bool = False
 
     @property
+    def whole(self) -> bool:
+        """Has all arrived that was heard in it?"""
+        return all(value is not None for value in self.heard)
+
+    @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in self.heard if value is not None)
 
@@ -46,11 +52,11 @@ class Tape:
     """The tape of one replica. The thread that trains adds to it; others read it.
 
     Attributes:
-        clock: votes that have counted in this process. step_bytes: of what was heard in the last one.
+        clock: votes that have counted in this process. refuses: was there no state for who wanted it last?
     """
 
     def __init__(self) -> None:
-        self.clock = self.step_bytes = 0
+        self.clock, self.refuses, self.step_bytes = 0, False, 0
         self._snapshot: dict[str, Any] | None = None  # of ``Turnover.give``, with the clock
         self._limit = 0  # bytes of entries from which on a new one would be smaller
         self._entries: list[Entry] = []
@@ -65,8 +71,9 @@ class Tape:
 
     # The thread that trains.
 
-    def add(self, entry: Entry | None, give: Callable[[], Mapping[str, Any]]) -> None:
-        """Note a vote that counted, and what was heard in it. ``give`` returns the state, if somebody wants it."""
+    def add(self, entry: Entry | None, give: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Note a vote that counted, and what was heard in it. ``give`` returns the state that somebody wants, if any.
+        """
         with self._changed:
             self.clock += 1
             if self._snapshot is not None:
@@ -76,8 +83,10 @@ class Tape:
                     self.cut()
             if self._wanted is not None and self.clock >= self._wanted:
                 self._wanted = None
-                if self._snapshot is None:
-                    self._snapshot, self._entries = {**give(), "clock": self.clock}, []
+                state = give() if self._snapshot is None else None
+                self.refuses = self._snapshot is None and state is None
+                if state is not None:
+                    self._snapshot, self._entries = {**state, "clock": self.clock}, []
                     self._limit = sum(x.nbytes for x in tree_leaves(self._snapshot) if isinstance(x, Tensor))
             self._changed.notify_all()
 
@@ -96,14 +105,14 @@ class Tape:
         """Ask for the state after ``clock`` votes, or as soon as there may be one."""
         with self._changed:
             self.touch()
-            if self._snapshot is None:
+            if self._snapshot is None and not self.refuses:
                 self._wanted = clock if self._wanted is None else min(self._wanted, clock)
 
     def snapshot(self, clock: int, patience: float) -> dict[str, Any] | None:
         """Return the state after ``clock`` votes, or another; None: there is none within ``patience`` seconds."""
         self.want(clock)
         with self._changed:
-            self._changed.wait_for(lambda: self._snapshot is not None, patience)
+            self._changed.wait_for(lambda: self._snapshot is not None or self.refuses, patience)
             self.touch()
             return self._snapshot
 
@@ -111,5 +120,6 @@ class Tape:
         """Return the entries from number ``first`` on of those after the state of clock ``begun``; None: it is gone."""
         with self._changed:
             self.touch()
-            gone = self._snapshot is None or self._snapshot["clock"] != begun
-            return None if gone else self._entries[first:]
+            if self._snapshot is None or self._snapshot["clock"] != begun:
+                return None
+            return list(itertools.takewhile(lambda entry: entry.whole, self._entries[first:]))

@@ -12,7 +12,6 @@ An attempt is named by the step's number and the membership's, which changes aft
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinwire.base.errors import FailedExchange, ThinwireError
 from thinwire.core.card import StateKind
@@ -31,12 +30,14 @@ from thinwire.core.road import Stage
 from thinwire.core.run import Run
 from thinwire.core.state import dump_state, load_state, written_rows
 from thinwire.core.step import StepLoop
-from thinwire.engines.replicas import fewest
+from thinwire.engines.replicas import any_of, fewest, without_frames
 from thinwire.network.comm import Comm, Membership, local
 from thinwire.saved.format import Header
 from thinwire.saved.resize import has_rows, kind_of, regroup
 from thinwire.saved.tape import Entry, Tape
 
+SHARE = 8
+"""The messages of a step are to be so much smaller than the state, or it takes longer to follow than to fetch it."""
 History = Sequence[tuple[int, int]]  # (first step, number of the membership) of the attempts that counted
 
 
@@ -205,14 +206,23 @@ class Turnover:
         """Keep what was heard in the step that is over, if it has counted."""
         entry, self._entry, self._comm.heard = self._entry, None, None
         if self._voted:
-            self._voted, self.tape.step_bytes = False, self._comm.alike
+            self._voted = False
             self.tape.add(entry, self._snapshot)
 
-    def _snapshot(self) -> dict[str, Any]:
-        """Return what who joins begins with, before it has met the others."""
-        with contextlib.suppress(FailedExchange):  # what has failed is found anew in the next attempt
-            self._method.finish()
+    def _snapshot(self) -> dict[str, Any] | None:
+        """Return what who joins begins with, before it has met the others; None: it is better off without, as a step's
+        messages are nearly as large, or this is a spare, which keeps none."""
         alone = self._method.card.alone(self._stage.step)
+        moments = (entry for optimizer in self._run.optimizers for entry in optimizer.state.values())
+        tensors = [value for value in tree_leaves([*moments, *self._run.weights.values()]) if isinstance(value, Tensor)]
+        large = not alone and SHARE * self._comm.alike > sum(local(tensor).nbytes for tensor in tensors)
+        if large or self._comm.membership.spare is not None:
+            return None
+        try:
+            self._method.finish()
+        except FailedExchange as error:  # for the next attempt
+            self._loop.engine.unsent = without_frames(error)  # type: ignore[attr-defined]
+            return None
         return {**self.give(), "alone": alone, "ends_round": False, "member": _seat(self._comm.membership)}
 
     # What a replica that joins does first.
@@ -223,27 +233,33 @@ class Turnover:
         # An optimizer goes on with the very tensors that it is given.
         copied = {**self._begun, "optimizers": copy.deepcopy(self._begun["optimizers"])}
         self._change(_spare_of(*self._begun["member"]), copied, from_peer=True, hears=True)
-        self.met = True
-        self._follow(patient=True)
+        self._follow(10)
 
-    def _follow(self, *, patient: bool) -> None:
-        """Take the steps again that have been heard, all of them unless they come faster (``patient``: ten times)."""
-        engine = self._loop.engine
-        for _ in range(10 if patient else 1):
-            entries = self.follows.next()
-            few = fewest(getattr(engine, "inside", ()), len(entries))
+    def _follow(self, times: int) -> None:
+        """Take the steps again that have been heard, ``times`` in a row if meanwhile there are more. If one of them
+        goes another way, cease to follow: the others' state will come whole."""
+        engine: Any = self._loop.engine
+        gradients = [(weight, weight.grad) for weight in self._run.weights.values()]
+        self.met = True
+        for _ in range(times):
+            entries, failed = self.follows.next(), False
+            few = fewest(engine.inside, len(entries))
             try:
                 for entry in entries[:few]:
                     self._take_again(entry)
                     self.follows.count += 1
-            except (FailedExchange, _WentAnotherWay):  # the others' state will come whole
+            except Exception:  # whatever it is, on any rank
+                failed = True
+            if any_of(engine.inside, failed):
                 self.follows.close()
-                return
-            if not few:
-                return
+            if not few or failed:
+                break
+        self.met, engine.unsent = False, None  # it has not asked the others yet
+        for weight, gradient in gradients:
+            weight.grad = gradient
 
     def _take_again(self, entry: Entry) -> None:
-        """Take the step of ``entry`` as a spare does. Raises FailedExchange or _WentAnotherWay if it does not fit."""
+        """Take the step of ``entry`` as a spare does. Raises an error if what was heard does not fit."""
         engine: Any = self._loop.engine
         stage, optimizers = self._stage, self._run.optimizers
         heard, members = _Heard(entry), self._members
@@ -262,21 +278,21 @@ class Turnover:
                 self.clip(*limits)
             for optimizer in optimizers:
                 optimizer.step()
-            if not heard.counted or next(self._comm.played, None) is not None:
+            if not heard.counted or engine.unsent is not None or next(self._comm.played, None) is not None:
                 raise _WentAnotherWay
         finally:
             self._members = engine.members = members
             self._comm.played = None
-            for weight in self._run.weights.values():
-                weight.grad = None
 
     def _hold(self) -> Held | None:
         """Take the others' last steps again, and return what this replica has of their state."""
         if self._begun is None:
             return None
-        self._follow(patient=False)
+        self._follow(1)
         self._method.finish()
         state, alone = self.give(), self._method.card.alone(self._stage.step)
+        if self.follows.closed:  # what it began with may be old
+            return Held(state, {})
         values = {key: value for key, value in self._begun["values"].items() if self._entry_of(key).apart}
         apart = {"values": values, "weights": state["weights"], "optimizers": self._begun["optimizers"]}
         return Held(state, apart if alone else {"values": values})
