@@ -13,6 +13,7 @@ import lighthouse
 import thinwire.wire
 from breadth import ALL, dealt
 from thinwire.adapters import transport
+from thinwire.base.errors import LostRank
 from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method
 from thinwire.core.safety import Safety
@@ -22,7 +23,7 @@ from thinwire.saved import tape, turnover
 from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from thinwire.wire import Options, join
-from turnover import Model, Run
+from turnover import MemoryFollower, Model, Run
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -213,6 +214,59 @@ def test_shards_keep_what_waits(inside: int) -> None:
     moved = regroup({"residual/a": waiting}, header(2), header(5), resolve("int8(feedback='gradients')"))
     assert moved["residual/a"].shape == (5, 3)
     assert torch.equal(moved["residual/a"].view(-1)[:12], waiting.view(-1))
+
+
+def test_who_follows_and_cannot_join_asks_again_and_takes_no_round_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first ask fails, as it cannot reach the others: it must not step on in the place of the one it has heard."""
+    weights: dict[tuple[int, int], set[int]] = defaultdict(set)
+    programs: list[Rounds] = []
+
+    def begin(replica: lighthouse.Replica) -> Any:
+        program = Rounds(replica, "local-steps(every=4)", weights)
+        programs.append(program)
+        program.wire.turnover.tape.want(0)
+        if len(programs) < 3:
+            return program.run
+
+        def deaf() -> Any:
+            vars(replica).pop("ask")
+            replica._wait("quorum")
+            replica.received = None
+            raise LostRank(0, [], "quorum", 0.0, "could not join")
+
+        def run() -> None:
+            program.wire.turnover.follows = MemoryFollower(programs[0].wire.turnover.tape, lambda: True)
+            monkeypatch.setattr(replica, "ask", deaf)
+            gradient = program.model.a.grad = torch.ones_like(program.model.a)
+            assert not program.wire.engine.ask()
+            assert program.model.a.grad is gradient
+            assert not program.wire.turnover.met and program.wire.turnover.follows.count > 0
+            program.run()
+
+        return run
+
+    played = lighthouse.Lighthouse(0, begin, replicas=2, quorums=0)
+    played.join_at = 5
+    played.run()
+    assert played.seen["fetched nothing more"] == 1
+    for program in programs:
+        program.wire.close()
+    assert all(len(bits) == 1 for bits in weights.values())
+
+
+def test_what_fails_as_a_state_is_taken_fails_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that is waited for a second time says nothing: the error would be gone, and the masks with it."""
+    run = Run(maker("int8(smallest=0)"), 0, ADAM, conserves=False, calm=True)
+    run.play(2)
+    source = run.replicas[0].wire
+    monkeypatch.setattr(source.method, "finish", partial(raises, LostRank(0, [], "all-gather", 0.0, "it is gone")))
+    assert source.turnover._snapshot() is None and isinstance(source.engine.unsent, LostRank)
+
+
+def raises(error: Exception) -> None:
+    raise error
 
 
 # Faults that are planted: the schedules must find each.

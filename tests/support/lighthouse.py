@@ -162,6 +162,7 @@ class Lighthouse:
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._asked_to_join = False
+        self.join_at = -1  # the number of the membership before which another one joins
         for _ in range(replicas):
             self._start()
 
@@ -212,7 +213,9 @@ class Lighthouse:
             if replica.wants == "nothing" and (replica.back_at <= self.number or not awake):
                 replica.wants = "turn"
         calm = self.number > self._quorums
-        if not self._asked_to_join and len(self.living) < 4 and not calm and self._draw.random() < 0.3:
+        drawn = len(self.living) < 4 and not calm and self._draw.random() < 0.3
+        if not self._asked_to_join and (drawn or self.number == self.join_at):
+            self.join_at = -1
             self._asked_to_join = True
             self.seen["joined"] += 1
             self._start()

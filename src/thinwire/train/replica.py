@@ -41,6 +41,7 @@ from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, summary
 from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
 from thinwire.train.job.signals import Interrupted, note_signals
+from thinwire.train.job.status import goes_on
 from thinwire.train.loop import Start, StepOutcome, Trainer, prepare
 from thinwire.wire import Wire
 
@@ -75,10 +76,10 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
     log = ReplicaLog(config.out / REPLICAS / f"{name}.jsonl")
     log.write("started", pid=os.getpid(), host=socket.gethostname())
     with join_ranks(config) as ranks:
-        # Replicas that start together wait for each other. One that is started again must not let the others wait: it
-        # first fetches their state, and then opens its manager.
+        # Replicas that start together wait for each other. One that comes later must not let the others wait: it first
+        # fetches their state, and then opens its manager.
         open_manager = functools.partial(_open_manager, connect, config, name)
-        manager = open_manager if restarted else open_manager()
+        manager = open_manager if restarted or goes_on(os.environ[LIGHTHOUSE]) else open_manager()
         folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
         with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
             inputs = read_inputs(config, folder)
