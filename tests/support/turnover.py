@@ -143,7 +143,7 @@ class MemoryFollower:
         snapshot = tape.snapshot(0, 0.0)
         assert snapshot is not None
         self.tape, self.alive = tape, alive
-        self.tree, self.clock = copy.deepcopy(dict(snapshot.tree)), snapshot.clock
+        self.tree, self.clock = copy.deepcopy(snapshot), snapshot["clock"]
         self.count, self.closed = 0, False
 
     def next(self) -> list[Entry]:

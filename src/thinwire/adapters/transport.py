@@ -227,17 +227,15 @@ class Transport:
         return None
 
     def _snapshot(self, tape: Tape, clock: int) -> Iterator[bytes] | None:
-        end, snapshot = time.monotonic() + self._timeout, None
-        while snapshot is None and time.monotonic() < min(end, self.asks_since + IDLE_S):
-            snapshot = tape.snapshot(clock, 0.2)
-        if snapshot is None:
-            return None
-        name = f"snapshot-{snapshot.clock}"
+        end = time.monotonic() + self._timeout
+        while (snapshot := tape.snapshot(clock, 0.2)) is None:
+            if time.monotonic() > min(end, self.asks_since + IDLE_S):
+                return None
+        name = f"snapshot-{snapshot['clock']}"
         with self._changed:
             if name not in self._offers:
                 self._offers = {key: offer for key, offer in self._offers.items() if not key.startswith("snapshot-")}
-                counts = {"clock": snapshot.clock, "step_bytes": tape.step_bytes}
-                self._offers[name] = without_tensors({**snapshot.tree, **counts})
+                self._offers[name] = without_tensors({**snapshot, "step_bytes": tape.step_bytes})
             return iter([self._offers[name][0]])
 
     def _read(self, name: str, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
@@ -298,14 +296,11 @@ class Follower:
         """Return the steps that have counted since the first ``count``; none if there are none, or no longer."""
         if self._closed:
             return []
-        try:
+        entries = None
+        with suppress(*_GONE):
             entries = _load(f"{self._url}tape/{self.tree['clock']}/{self.count}", self._timeout)
-        except (OSError, EOFError, RuntimeError):
-            entries = None
-        if entries is None:
-            self.close()
-            return []
-        return [Entry(**entry) for entry in entries]
+        self._closed = entries is None
+        return [Entry(**entry) for entry in entries or ()]
 
     def close(self) -> None:
         self._closed = True

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -42,14 +42,6 @@ class Entry:
         return sum(value.nbytes for value in self.heard if value is not None)
 
 
-class Snapshot(NamedTuple):
-    """A replica's state after ``clock`` votes that counted, as ``Turnover.give`` returns it."""
-
-    clock: int
-    tree: Mapping[str, Any]
-    nbytes: int
-
-
 class Tape:
     """The tape of one replica. The thread that trains adds to it; others read it.
 
@@ -59,7 +51,8 @@ class Tape:
 
     def __init__(self) -> None:
         self.clock = self.step_bytes = 0
-        self._snapshot: Snapshot | None = None
+        self._snapshot: dict[str, Any] | None = None  # of ``Turnover.give``, with the clock
+        self._limit = 0  # bytes of entries from which on a new one would be smaller
         self._entries: list[Entry] = []
         self._wanted: int | None = None
         self._used = 0.0
@@ -79,14 +72,13 @@ class Tape:
             if self._snapshot is not None:
                 self._entries += [] if entry is None else [entry]
                 size = sum(later.nbytes for later in self._entries)
-                if entry is None or size > self._snapshot.nbytes or time.monotonic() - self._used > UNUSED_S:
-                    self.cut()  # there is a gap, or a new state would be smaller
+                if entry is None or size > self._limit or time.monotonic() - self._used > UNUSED_S:
+                    self.cut()
             if self._wanted is not None and self.clock >= self._wanted:
                 self._wanted = None
                 if self._snapshot is None:
-                    tree = give()
-                    nbytes = sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-                    self._snapshot, self._entries = Snapshot(self.clock, tree, nbytes), []
+                    self._snapshot, self._entries = {**give(), "clock": self.clock}, []
+                    self._limit = sum(x.nbytes for x in tree_leaves(self._snapshot) if isinstance(x, Tensor))
             self._changed.notify_all()
 
     def cut(self) -> None:
@@ -107,7 +99,7 @@ class Tape:
             if self._snapshot is None:
                 self._wanted = clock if self._wanted is None else min(self._wanted, clock)
 
-    def snapshot(self, clock: int, patience: float) -> Snapshot | None:
+    def snapshot(self, clock: int, patience: float) -> dict[str, Any] | None:
         """Return the state after ``clock`` votes, or another; None: there is none within ``patience`` seconds."""
         self.want(clock)
         with self._changed:
@@ -119,5 +111,5 @@ class Tape:
         """Return the entries from number ``first`` on of those after the state of clock ``begun``; None: it is gone."""
         with self._changed:
             self.touch()
-            gone = self._snapshot is None or self._snapshot.clock != begun
+            gone = self._snapshot is None or self._snapshot["clock"] != begun
             return None if gone else self._entries[first:]

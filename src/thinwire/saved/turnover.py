@@ -196,8 +196,7 @@ class Turnover:
     def _begin_entry(self) -> None:
         """Begin to keep what is heard in the attempt under way, if somebody is about to join."""
         member, self._voted = self._comm.membership, False
-        self._entry = self._comm.heard = None
-        self._comm.alike = 0
+        self._entry, self._comm.heard, self._comm.alike = None, None, 0
         if self.tape.runs and member.spare is None:
             self._entry = Entry(_seat(member), self._stage.step, self._loop.skipped)
             self._comm.heard = self._entry.heard

@@ -232,13 +232,8 @@ class ReplicaTrainer(Trainer):
         return outcome and outcome._replace(stopped=bool(signals))
 
     def _time_round(self, seconds: float) -> None:
-        """Judge, after a few ``seconds`` of steps taken alone, whether a round fits into the timeout.
-
-        So long the lighthouse waits for those who are in a round before it lets others begin a run without them.
-
-        Raises:
-            ThinwireError: it does not.
-        """
+        """Raise ThinwireError, after a few ``seconds`` of steps taken alone, if a round is longer than the timeout: the
+        lighthouse would not wait for those who are in it, and let others begin the run without them."""
         every = self.wire.method.card.round_steps
         if not self._alone or len(self._round_seconds) == min(every, TIMED):
             return
