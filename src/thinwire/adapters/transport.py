@@ -5,23 +5,27 @@
     GET  /state/STEP            the state of the step under way, without its tensors, for who joins in it
     POST /tensors/NAME          those tensors of a state that who reads lacks, by their hashes
 
-Nothing is encrypted, and who reads unpickles what it is sent, as with torchft's own transport.
+Nothing is encrypted or authenticated, and who reads a state with the manager's own parts in it (/state) unpickles what
+it is sent, as with torchft's own transport.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import ipaddress
 import math
 import os
+import pickle
 import re
 import socket
 import threading
 import time
 import urllib.request
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
+from thinwire.base.errors import ThinwireWarning
 from thinwire.base.extras import load
 from thinwire.engines.replicas import any_of, fewest
 from thinwire.network.comm import Comm
@@ -42,6 +47,8 @@ LARGE = 4096
 SHARE = 8
 """A step's messages must be so much smaller than the state, or following the steps takes longer than the state."""
 PIECE = 1 << 20
+LONGEST = 1 << 24
+"""Bytes of the longest request: the hashes of half a million tensors."""
 IDLE_S = 2.0
 """Seconds that a replica may wait for others before it tells who asks for a state that it should join at once."""
 ANSWER_S = 5.0
@@ -96,7 +103,7 @@ def completed(tree: Any, stock: Held | None, fetch: Callable[[Sequence[Missing]]
         if not isinstance(leaf, Missing):
             continue
         ours, older = equal.get(path), apart.get(path)
-        if isinstance(ours, Tensor) and ours.nbytes == leaf.nbytes and digest_of(ours) == leaf.digest:
+        if isinstance(ours, Tensor) and ours.dtype == leaf.dtype and digest_of(ours) == leaf.digest:
             leaves[number] = ours.view(leaf.shape)
         elif isinstance(older, Tensor) and older.shape == leaf.shape and older.dtype == leaf.dtype:
             leaves[number] = older
@@ -132,18 +139,21 @@ class Offer:
                 view = _bytes_of(tensors[-1])
                 while len(view):
                     if not (got := answer.readinto(view)):
-                        raise ConnectionError("the other replica has gone")
+                        raise ConnectionError("the other replica has gone, or its state has become too old")
                     view = view[got:]
+                if digest_of(tensors[-1]) != lacking.digest:
+                    raise ConnectionError("a tensor has arrived damaged, or was changed as it was sent")
         return tensors
 
 
-def _offer(url: str, path: str, name: str, timeout: float) -> Offer:
-    return Offer(url, name, _load(f"{url}{path}", timeout), timeout)
+def _offer(url: str, path: str, name: str, timeout: float, *, plain: bool) -> Offer:
+    return Offer(url, name, _load(f"{url}{path}", timeout, plain=plain), timeout)
 
 
-def _load(url: str, timeout: float) -> Any:
-    with urllib.request.urlopen(url, timeout=timeout) as answer:
-        return torch.load(io.BytesIO(answer.read()), weights_only=False)
+def _load(url: str, timeout: float, *, plain: bool = True) -> Any:
+    """``plain``: the answer holds tensors and plain values; anything else is refused, not unpickled."""
+    with urllib.request.urlopen(url, timeout=timeout) as answer, torch.serialization.safe_globals([Missing]):
+        return torch.load(io.BytesIO(answer.read()), weights_only=plain)
 
 
 def _dump(tree: Any) -> bytes:
@@ -169,9 +179,9 @@ class Transport:
         self._offers: dict[str, tuple[bytes, dict[str, Tensor]]] = {}
         self._reads = 0
         self._changed = threading.Condition()
-        handler = type("Handler", (_Handler,), {"transport": self, "timeout": self._timeout})
-        self._server = _Server(("", 0), handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._making = threading.Lock()  # of a snapshot's hashes, which take seconds
+        self._server = _server_at(host, type("Handler", (_Handler,), {"transport": self, "timeout": self._timeout}))
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
 
     def metadata(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -186,7 +196,7 @@ class Transport:
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Return the state of the peer at ``metadata``; our part of it is an ``Offer``, still to be completed."""
-        offer = _offer(metadata, f"state/{step}", f"state-{step}", timeout.total_seconds())
+        offer = _offer(metadata, f"state/{step}", f"state-{step}", timeout.total_seconds(), plain=False)
         user = offer.tree["user"]
         thinwire = Offer(metadata, f"state-{step}", user["thinwire"], timeout.total_seconds())
         offer.tree = {**offer.tree, "user": {key: value for key, value in user.items() if key != "thinwire"}}
@@ -203,6 +213,7 @@ class Transport:
             self._offers = {k: offer for k, offer in self._offers.items() if follows and k.startswith("snapshot-")}
 
     def shutdown(self, wait: bool = True) -> None:
+        self._server.shutdown()
         self._server.server_close()
 
     # The server's threads.
@@ -215,7 +226,8 @@ class Transport:
                 self._changed.wait_for(lambda: f"state-{rest}" in self._offers, self._timeout)
                 return iter([self._offers[f"state-{rest}"][0]]) if f"state-{rest}" in self._offers else None
         if word == "tensors" and (offer := self._offers.get(rest)) is not None:
-            return self._read(rest, [offer[1][digest] for digest in body.decode().split("\n")])
+            tensors = [offer[1].get(digest) for digest in body.decode(errors="replace").split("\n")]
+            return None if any(tensor is None for tensor in tensors) else self._read(rest, tensors)
         if word == "now" and self.tape is not None:
             return iter([str(self.tape.clock).encode()])
         if word == "snapshot" and self.tape is not None:
@@ -232,11 +244,13 @@ class Transport:
             if time.monotonic() > min(end, self.asks_since + IDLE_S):
                 return None
         name = f"snapshot-{snapshot['clock']}"
-        with self._changed:
-            if name not in self._offers:
-                self._offers = {key: offer for key, offer in self._offers.items() if not key.startswith("snapshot-")}
-                self._offers[name] = without_tensors({**snapshot, "step_bytes": tape.step_bytes})
-            return iter([self._offers[name][0]])
+        with self._making:
+            if (offer := self._offers.get(name)) is None:
+                offer = without_tensors({**snapshot, "step_bytes": tape.step_bytes})
+                with self._changed:
+                    offers = {key: other for key, other in self._offers.items() if not key.startswith("snapshot-")}
+                    self._offers = {**offers, name: offer}
+            return iter([offer[0]])
 
     def _read(self, name: str, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         counts = name.startswith("state-")
@@ -245,6 +259,8 @@ class Transport:
         try:
             for view in map(_bytes_of, tensors):
                 for first in range(0, len(view), PIECE):
+                    if not counts and name not in self._offers:
+                        return  # its tape was cut, so that who reads would fetch all of it again
                     if self.tape is not None and not counts:
                         self.tape.touch()
                     yield view[first : first + PIECE]
@@ -255,19 +271,39 @@ class Transport:
 
 
 class _Server(ThreadingHTTPServer):
-    address_family = socket.AF_INET6
     daemon_threads = True
     request_queue_size = 64
 
     def handle_error(self, *_: Any) -> None: ...  # who read has gone
 
 
+def _server_at(host: str, handler: type[BaseHTTPRequestHandler]) -> _Server:
+    """Listen at ``host`` alone if it is an address of this machine, else on all interfaces."""
+    places = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
+    with suppress(ValueError):
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        places.insert(0, (family, host))
+    errors = []
+    for family, address in places:
+        try:
+            return type("Server", (_Server,), {"address_family": family})((address, 0), handler)
+        except OSError as error:  # an address by which others know this machine, but not this machine itself
+            errors.append(error)
+    raise errors[-1]
+
+
 class _Handler(BaseHTTPRequestHandler):
     transport: Transport
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        pieces = self.transport.answer(self.path, body)
+        length = self.headers.get("Content-Length", "0")
+        if not length.isdigit() or int(length) > LONGEST:
+            self.send_error(413)
+            return
+        try:
+            pieces = self.transport.answer(self.path, self.rfile.read(int(length)))
+        except ValueError:  # a path without its numbers
+            pieces = None
         if pieces is None:
             self.send_error(410)
             return
@@ -309,43 +345,71 @@ class Follower:
 def follow(group_rank: int, timeout: float, inside: Sequence[Comm] = ()) -> Follower | None:
     """Fetch the state of a replica that goes on, which serves it beside its steps. Collective in this replica.
 
-    None: nobody is there whose state could be fetched, or who joins would save no time by that.
+    None: nobody has taken a step, or who joins would save no time by that; or, with a warning, it cannot be fetched.
     """
     name, url, clock, offer, tree = 0, "", -1, None, None
-    with suppress(*_GONE):
+    with _warning_if_gone():
         name, url = _source(group_rank)
         with urllib.request.urlopen(f"{url}now", timeout=ANSWER_S) as answer:
             clock = int(answer.read())
     if any_of(inside, clock < 0) or any_of(inside, fewest(inside, name) < name):
         return None
     clock = 1 + len(inside) - fewest(inside, -clock)  # the same on all ranks, which are at most a step apart
-    with suppress(*_GONE):
-        offer = _offer(url, f"snapshot/{clock}", f"snapshot-{clock}", timeout)
+    with _warning_if_gone():
+        offer = _offer(url, f"snapshot/{clock}", f"snapshot-{clock}", timeout, plain=True)
         clock = offer.tree["clock"]
         offer.name = f"snapshot-{clock}"
         if not offer.tree["alone"] and SHARE * offer.tree["step_bytes"] > offer.nbytes:
             offer = None
     if any_of(inside, offer is None) or any_of(inside, fewest(inside, clock) < clock):
         return None
-    with suppress(*_GONE):
+    with _warning_if_gone():
         tree = None if offer is None else offer.complete()
     return None if any_of(inside, tree is None) else Follower(url, tree, timeout)
 
 
-_GONE = (OSError, EOFError, RuntimeError, KeyError, ValueError, HTTPException)
-"""The errors of reading from a replica that is gone, or is another program."""
+_GONE = (
+    OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, ImportError, HTTPException,
+    pickle.UnpicklingError,
+)  # fmt: skip
+"""The errors of reading from a replica that is gone, or is another program or version."""
+
+
+@contextmanager
+def _warning_if_gone() -> Iterator[None]:
+    """Warn, instead of raising, if what is to be read cannot be had."""
+    try:
+        yield
+    except _NoRun:
+        pass
+    except _GONE as error:
+        words = (str(error).splitlines() or [""])[0]
+        warnings.warn(
+            f"the state of the others cannot be fetched while they go on ({type(error).__name__}: {words}): they wait "
+            "for this replica as it joins", ThinwireWarning, stacklevel=4,
+        )  # fmt: skip
+
+
+class _NoRun(Exception):
+    """Nobody has taken a step that could be followed."""
 
 
 def _source(group_rank: int) -> tuple[int, str]:
-    """Choose a replica that goes on, from the lighthouse's page; return a number for its name, and its server."""
+    """Choose a replica that goes on, from the lighthouse's page; return a number for its name, and its server.
+
+    Of those with most steps the first by name: under FIXED_WITH_SPARES the last ones are spares.
+    """
     torchft: Any = load("torchft._torchft")
-    with urllib.request.urlopen(f"{os.environ['TORCHFT_LIGHTHOUSE'].rstrip('/')}/status", timeout=ANSWER_S) as answer:
+    if not (lighthouse := os.environ.get("TORCHFT_LIGHTHOUSE")):
+        raise LookupError("TORCHFT_LIGHTHOUSE is not set")
+    with urllib.request.urlopen(f"{lighthouse.rstrip('/')}/status", timeout=ANSWER_S) as answer:
         page = answer.read(1 << 20).decode(errors="replace")
     alive = {name for age, name in re.findall(r'<li class="heartbeat\s*(\w*)\s*">\s*(\S+): seen', page) if age != "old"}
     members = re.findall(r"<b>([^<]+)</b>\s*<br/>\s*Step:\s*(\d+)\s*<br/>\s*Manager:\s*(\S+)", page)
-    *_, (step, name, address) = sorted((int(step), name, at) for name, step, at in members if name in alive)
-    if not step:
-        raise ValueError("nobody has taken a step")
+    steps = [(-int(step), name, address) for name, step, address in members if name in alive]
+    if not any(step for step, *_ in steps):
+        raise _NoRun
+    _, name, address = min(steps)
     patience = timedelta(seconds=ANSWER_S)
     url = torchft.ManagerClient(address, connect_timeout=patience)._checkpoint_metadata(group_rank, timeout=patience)
     return zlib.crc32(name.encode()) % (1 << 20), url
