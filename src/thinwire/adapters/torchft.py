@@ -86,7 +86,8 @@ def compress(
         wire = _join_sharded(model, manager, across, options, ledger)
     assert wire.turnover is not None
     wire.manager, wire.turnover.follows = manager, follower
-    manager._checkpoint_transport.tape = wire.turnover.tape
+    transport = manager._checkpoint_transport
+    transport.tape, transport.holds = wire.turnover.tape, follower is not None
     wire.attach()
     return wire
 

@@ -2,7 +2,7 @@
 
     GET  /now                   the clock of the tape
     GET  /snapshot/CLOCK        the state after some step, without its tensors; then /tape/CLOCK/FIRST: what was heard
-    GET  /state/STEP            the state of the step under way, without its tensors, for who joins in it
+    GET  /state/STEP/KIND       the state of the step under way, without its tensors, for who joins in it
     POST /tensors/NAME          those tensors of a state that who reads lacks, by their hashes
 
 Nothing is encrypted or authenticated, and who reads a state with the manager's own parts in it (/state) unpickles what
@@ -44,8 +44,6 @@ from thinwire.saved.turnover import Held
 
 LARGE = 4096
 """Bytes from which on a tensor is sent only to those that lack it."""
-SHARE = 8
-"""A step's messages must be so much smaller than the state, or following the steps takes longer than the state."""
 PIECE = 1 << 20
 LONGEST = 1 << 24
 """Bytes of the longest request: the hashes of half a million tensors."""
@@ -62,10 +60,6 @@ class Missing(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
 
 def _bytes_of(tensor: Tensor) -> Any:
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -80,14 +74,14 @@ def _leaves(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Missing))
 
 
-def without_tensors(tree: Any) -> tuple[bytes, dict[str, Tensor]]:
-    """Return ``tree`` with ``Missing`` in place of large tensors, as bytes, and these tensors by hash."""
+def without_tensors(tree: Any, *, hashed: bool = True) -> tuple[bytes, dict[str, Tensor]]:
+    """Return ``tree`` with ``Missing`` in place of large tensors, as bytes, and these tensors by hash, or by number."""
     tensors: dict[str, Tensor] = {}
     pairs, form = _leaves(tree)
     leaves = [leaf for _, leaf in pairs]
     for number, leaf in enumerate(leaves):
         if type(leaf) is Tensor and leaf.nbytes >= LARGE:
-            tensors[digest := digest_of(leaf)] = leaf
+            tensors[digest := digest_of(leaf) if hashed else f"{number}"] = leaf
             leaves[number] = Missing(digest, tuple(leaf.shape), leaf.dtype)
     return _dump(tree_unflatten(leaves, form)), tensors
 
@@ -120,10 +114,6 @@ class Offer:
     def __init__(self, url: str, name: str, tree: Any, timeout: float) -> None:
         self._url, self.name, self.tree, self._timeout = url, name, tree, timeout
 
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for _, leaf in _leaves(self.tree)[0] if isinstance(leaf, Missing))
-
     def complete(self, stock: Held | None = None) -> Any:
         """Return the state; fetch what is not in ``stock``. Raises OSError."""
         return completed(self.tree, stock, self._fetch)
@@ -141,7 +131,7 @@ class Offer:
                     if not (got := answer.readinto(view)):
                         raise ConnectionError("the other replica has gone, or its state has become too old")
                     view = view[got:]
-                if digest_of(tensors[-1]) != lacking.digest:
+                if not lacking.digest.isdigit() and digest_of(tensors[-1]) != lacking.digest:
                     raise ConnectionError("a tensor has arrived damaged, or was changed as it was sent")
         return tensors
 
@@ -166,17 +156,20 @@ class Transport:
     """A replica's server, and torchft's ``CheckpointTransport``: who is behind gets the state in the step it joins.
 
     Attributes:
-        tape: of this replica, once it has a wire. asks_since: by the monotonic clock, when it began to wait for the
+        tape: of this replica, once it has a wire. holds: has it a part of the state, so that it asks for hashes?
+            asks_since: by the monotonic clock, when it began to wait for the
             lighthouse's answer; infinity: it does not.
     """
 
     tape: Tape | None = None
+    holds = False
     asks_since = math.inf
 
     def __init__(self, host: str, timeout: timedelta) -> None:
         """``host``: by which others reach this machine. ``timeout``: for which a read or a wait may stop."""
         self._host, self._timeout = host, timeout.total_seconds()
         self._offers: dict[str, tuple[bytes, dict[str, Tensor]]] = {}
+        self._state: tuple[str, Any] = "", None  # of the step under way, by the step
         self._reads = 0
         self._changed = threading.Condition()
         self._making = threading.Lock()  # of a snapshot's hashes, which take seconds
@@ -189,16 +182,16 @@ class Transport:
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         """Offer ``state_dict`` to who joins in this step."""
-        state = without_tensors(state_dict)
         with self._changed:
-            self._offers[f"state-{step}"] = state
+            self._state = str(step), state_dict
             self._changed.notify_all()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Return the state of the peer at ``metadata``; our part of it is an ``Offer``, still to be completed."""
-        offer = _offer(metadata, f"state/{step}", f"state-{step}", timeout.total_seconds(), plain=False)
+        kind = "hashed" if self.holds else "whole"
+        offer = _offer(metadata, f"state/{step}/{kind}", f"state-{step}-{kind}", timeout.total_seconds(), plain=False)
         user = offer.tree["user"]
-        thinwire = Offer(metadata, f"state-{step}", user["thinwire"], timeout.total_seconds())
+        thinwire = Offer(metadata, offer.name, user["thinwire"], timeout.total_seconds())
         offer.tree = {**offer.tree, "user": {key: value for key, value in user.items() if key != "thinwire"}}
         state = offer.complete()
         state["user"]["thinwire"] = thinwire
@@ -207,6 +200,7 @@ class Transport:
     def disallow_checkpoint(self) -> None:
         """Withdraw the state of the step that is over, once who reads it has read it, and one that has no tape."""
         with self._changed:
+            self._state = "", None
             if any(name.startswith("state-") for name in self._offers):
                 self._changed.wait_for(lambda: not self._reads, self._timeout)
             follows = self.tape is not None and self.tape.runs
@@ -222,12 +216,13 @@ class Transport:
         """Yield the answer to a request; None: there is none."""
         word, _, rest = path.strip("/").partition("/")
         if word == "state":
+            step, _, kind = rest.partition("/")
             with self._changed:
-                self._changed.wait_for(lambda: f"state-{rest}" in self._offers, self._timeout)
-                return iter([self._offers[f"state-{rest}"][0]]) if f"state-{rest}" in self._offers else None
+                came, state = self._changed.wait_for(lambda: self._state[0] == step, self._timeout), self._state[1]
+            return self._made(f"state-{step}-{kind}", state, kind) if came else None
         if word == "tensors" and (offer := self._offers.get(rest)) is not None:
-            tensors = [offer[1].get(digest) for digest in body.decode(errors="replace").split("\n")]
-            return None if any(tensor is None for tensor in tensors) else self._read(rest, tensors)
+            digests = body.decode(errors="replace").split("\n")
+            return self._read(rest, [offer[1][key] for key in digests]) if offer[1].keys() >= {*digests} else None
         if word == "now" and self.tape is not None:
             return iter([str(self.tape.clock).encode()])
         if word == "snapshot" and self.tape is not None:
@@ -241,15 +236,19 @@ class Transport:
     def _snapshot(self, tape: Tape, clock: int) -> Iterator[bytes] | None:
         end = time.monotonic() + self._timeout
         while (snapshot := tape.snapshot(clock, 0.2)) is None:
+            if tape.refuses:
+                return iter([_dump(None)])
             if time.monotonic() > min(end, self.asks_since + IDLE_S):
                 return None
-        name = f"snapshot-{snapshot['clock']}"
+        return self._made(f"snapshot-{snapshot['clock']}", snapshot, "hashed")
+
+    def _made(self, name: str, state: Any, kind: str) -> Iterator[bytes]:
+        """Offer ``state`` by ``name``, and yield it without its tensors."""
         with self._making:
             if (offer := self._offers.get(name)) is None:
-                offer = without_tensors({**snapshot, "step_bytes": tape.step_bytes})
+                offer = without_tensors(state, hashed=kind == "hashed")
                 with self._changed:
-                    offers = {key: other for key, other in self._offers.items() if not key.startswith("snapshot-")}
-                    self._offers = {**offers, name: offer}
+                    self._offers = {**self._offers, name: offer}
             return iter([offer[0]])
 
     def _read(self, name: str, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
@@ -357,10 +356,11 @@ def follow(group_rank: int, timeout: float, inside: Sequence[Comm] = ()) -> Foll
     clock = 1 + len(inside) - fewest(inside, -clock)  # the same on all ranks, which are at most a step apart
     with _warning_if_gone():
         offer = _offer(url, f"snapshot/{clock}", f"snapshot-{clock}", timeout, plain=True)
-        clock = offer.tree["clock"]
-        offer.name = f"snapshot-{clock}"
-        if not offer.tree["alone"] and SHARE * offer.tree["step_bytes"] > offer.nbytes:
+        if offer.tree is None:  # it would save no time
             offer = None
+        else:
+            clock = offer.tree["clock"]
+            offer.name = f"snapshot-{clock}"
     if any_of(inside, offer is None) or any_of(inside, fewest(inside, clock) < clock):
         return None
     with _warning_if_gone():

@@ -56,7 +56,7 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.clock, self.refuses, self.step_bytes = 0, False, 0
+        self.clock, self.refuses = 0, False
         self._snapshot: dict[str, Any] | None = None  # of ``Turnover.give``, with the clock
         self._limit = 0  # bytes of entries from which on a new one would be smaller
         self._entries: list[Entry] = []
