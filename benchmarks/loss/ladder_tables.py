@@ -3,8 +3,9 @@
 A method's settings are told apart by the seeds that all of them have. Those within ``ALIKE`` of the best are not told
 apart by these, and the one with the most seeds is taken. A gap is paired by seed. Its ± is half of a 95% interval: of
 the held-out text, from the differences in the same stretches, and of the seeds, as the root of the sum of their
-squares. How far seeds lie apart is taken from all settings of a table that have several. A gap that is below its ± is
-none: "=" stands before it; with "?" behind it, its table has no setting with two seeds, and ± is of the text alone.
+squares. How far seeds lie apart is taken from all settings of a table that have several, or of all tables where that is
+fewer than ``ENOUGH`` degrees of freedom. A gap that is below its ± is none: "=" stands before it; with "?" behind it,
+nothing was run with two seeds, and ± is of the text alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ALIKE = 0.005
 otherwise, was up to that far from itself."""
 STABLE = 0.02
 """Share above a method's best setting beyond which another says nothing of how far seeds lie apart."""
+ENOUGH = 3
 Run = dict[str, Any]
 SETTING = ("model", "text", "ranks", "sequences", "steps")
 """What the runs in one table share."""
@@ -47,10 +49,13 @@ def read(file: Path) -> dict[str, Run]:
 
 
 class Spread(NamedTuple):
-    """How far seeds of a setting lie apart: the standard deviation, as a share of the loss, from ``count`` degrees."""
+    """How far seeds of a setting lie apart: the standard deviation, as a share of the loss, from ``count`` degrees.
+
+    ``pooled``: of all settings together."""
 
     deviation: float
     count: int
+    pooled: bool = False
 
 
 def spread_of(runs: Iterable[Run]) -> Spread | None:
@@ -74,13 +79,28 @@ def spread_of(runs: Iterable[Run]) -> Spread | None:
 
 def pooled_spread(runs: Iterable[Run]) -> Spread | None:
     """Of all settings together; None: none of them has two seeds."""
-    by_setting: dict[Any, list[Run]] = {}
+    return _pooled(_spreads_of(runs).values())
+
+
+def _spreads_of(runs: Iterable[Run]) -> dict[tuple[Any, ...], Spread | None]:
+    by_setting: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         by_setting.setdefault(tuple(run[key] for key in SETTING), []).append(run)
-    found = [spread for of in by_setting.values() if (spread := spread_of(of)) is not None]
+    return {setting: spread_of(of) for setting, of in by_setting.items()}
+
+
+def _pooled(spreads: Iterable[Spread | None]) -> Spread | None:
+    found = [spread for spread in spreads if spread is not None]
     count = sum(spread.count for spread in found)
     squares = sum(spread.count * spread.deviation**2 for spread in found)
-    return Spread(math.sqrt(squares / count), count) if count else None
+    return Spread(math.sqrt(squares / count), count, pooled=True) if count else None
+
+
+def spreads_in(runs: Iterable[Run]) -> dict[tuple[Any, ...], Spread | None]:
+    """Of each setting: its own, or that of all together where its own has few degrees of freedom."""
+    own = _spreads_of(runs)
+    pooled = _pooled(own.values())
+    return {setting: one if one is not None and one.count >= ENOUGH else pooled for setting, one in own.items()}
 
 
 def gap(pairs: Sequence[tuple[Run, Run]], spread: Spread | None = None) -> Span:
@@ -174,33 +194,36 @@ def rows(runs: Iterable[Run]) -> list[Row]:
 def beside_dense(runs: Iterable[Run]) -> Iterator[tuple[Row, Row, Spread | None]]:
     """Each method's row, dense with the same optimizer in its setting, and how far seeds lie apart there."""
     runs = list(runs)
-    every = rows(runs)
-    spreads = {
-        setting: spread_of(run for run in runs if tuple(run[key] for key in SETTING) == setting)
-        for setting in dict.fromkeys(row.setting for row in every)
-    }
+    every, spreads = rows(runs), spreads_in(runs)
     dense = {(row.setting, row.optimizer): row for row in every if row.method == "dense"}
     for row in every:
         if row.method != "dense" and (row.setting, row.optimizer) in dense:
             yield row, dense[row.setting, row.optimizer], spreads[row.setting]
 
 
+def pairs(runs: Iterable[Run], method: str, other: str) -> list[tuple[Run, Run]]:
+    """Runs of the two that are alike in all else."""
+    rest = [key for key in KEY if key != "method"]
+    kept = {(run["method"], *(run[key] for key in rest)): run for run in runs if has_loss(run)}
+    return [
+        (run, kept[other, *alike]) for (name, *alike), run in kept.items() if name == method and (other, *alike) in kept
+    ]
+
+
 def markdown(runs: Iterable[Run]) -> str:
     """A table for each setting."""
     runs = list(runs)
-    every = rows(runs)
-    tables = []
-    for setting in dict.fromkeys(row.setting for row in every):
-        spread = spread_of(run for run in runs if tuple(run[key] for key in SETTING) == setting)
-        tables.append(_table([row for row in every if row.setting == setting], spread))
-    return "\n\n".join(tables)
+    every, spreads = rows(runs), spreads_in(runs)
+    settings = dict.fromkeys(row.setting for row in every)
+    return "\n\n".join(_table([row for row in every if row.setting == of], spreads[of]) for of in settings)
 
 
 def _table(of: Sequence[Row], spread: Spread | None) -> str:
     model, text, ranks, sequences, steps = of[0].setting
     tokens = next(iter(of[0].runs.values()))["tokens_per_parameter"]
     dense = {row.optimizer: row for row in of if row.method == "dense"}
-    apart = "" if spread is None else f" Seeds: {spread.deviation:.2%} apart (standard deviation)."
+    seeds = "Seeds of all tables" if spread and spread.pooled else "Seeds"
+    apart = "" if spread is None else f" {seeds}: {spread.deviation:.2%} apart (standard deviation)."
     lines = [
         f"{model} on {text}, {ranks} ranks, {sequences} sequences a step, {steps} steps: {tokens:.3g} tokens per "
         f"parameter.{apart}",

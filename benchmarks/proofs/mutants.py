@@ -44,13 +44,20 @@ from mutmut.mutation.mutators import mutation_operators, operator_arg_removal, o
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
-    name.rpartition("/")[2]: f"src/thinwire/{name}.py"
-    for name in ("road", "turn", "guard", "bound", "state", "saved", "methods/update", "methods/trickle",
-                 "collectives", "weights")
-}  # fmt: skip
+    "road": "src/thinwire/core/road.py",
+    "step": "src/thinwire/core/step.py",
+    "guard": "src/thinwire/network/guard.py",
+    "outliers": "src/thinwire/core/outliers.py",
+    "state": "src/thinwire/core/state.py",
+    "format": "src/thinwire/saved/format.py",
+    "updates": "src/thinwire/methods/parts/updates.py",
+    "trickle": "src/thinwire/methods/ours/trickle.py",
+    "exchange": "src/thinwire/core/exchange.py",
+    "weights": "src/thinwire/core/weights.py",
+}
 NAMES = (
     "laws laws_table saved weights bound edges edges_finite edges_optimizers edges_passes edges_turns engines "
-    "engines_linear update checkpoints resize levels layers compose rehearsal knobs memory agreement scheduler "
+    "engines_linear update checkpoints resize levels layers compose dry_run knobs memory agreement scheduler "
     "strict streamorder sdp4bit scape tagc atmask localsteps radius separate powersgd dgc adversarial linear onebit "
     "guard state road collectives trickle form turn strangers"
 )
@@ -256,8 +263,8 @@ def warm_up(root: Path) -> None:
         for half in ("reference", "cpu"):
             if (family / f"{half}.py").exists():
                 __import__(f"thinwire.ops.{family.name}.{half}")
-    known = [name for name in sys.modules if name.startswith("thinwire.")]
-    assert not [name for name in known if name.rpartition(".")[2] in MODULES], "a mutant is imported"
+    mutated = {path.removeprefix("src/").removesuffix(".py").replace("/", ".") for path in MODULES.values()}
+    assert not mutated & sys.modules.keys(), f"what is to be mutated is imported: {mutated & sys.modules.keys()}"
 
 
 def tested(words: Sequence[str], log: Path, seconds: float, plugin: Lined | None = None) -> int | None:

@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +16,16 @@ import torch
 from torch import Tensor
 
 from thinwire import methods
-from thinwire.core.bucket import Piece
+from thinwire.core import road
+from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.method import Method
+from thinwire.core.outliers import OutlierClip
 from thinwire.core.road import Stage, _Compositions
 from thinwire.core.state import State, dump_state
 from thinwire.core.worker import Worker
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.proof.ranks import ThreadEngine, Threads
+from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank, flat_copy
 from thinwire.proof.record import small
 
 pytestmark = pytest.mark.timeout(60)
@@ -288,3 +292,63 @@ def test_a_road_gives_the_mean_and_counts_what_dense_would_send(topology, size, 
     for rank, (_, arrived, _) in enumerate(found):
         rows = mean.view(len(mean) // len(arrived), -1)
         assert (arrived - rows[rank % len(rows)]).abs().max() < 1e-6
+
+
+SIDE_BY_SIDE = {"a": (4, 64), "b": (6, 64), "c": (6,)}
+"""On two ranks what is compressed, a and b, lies side by side in the engine's rows, and is a multiple of 64 there."""
+
+
+def trained(make: Callable[[], Method]) -> list[tuple[Tensor, dict[str, Tensor], bool]]:
+    """By rank: the weights after five steps, the state, and whether what is compressed stays in the engine's buffer."""
+    world = Threads(2)
+
+    def body(number: int) -> tuple[Tensor, dict[str, Tensor], bool]:
+        engine = ThreadEngine("reduce_scatter", world, number, Ledger(), SIDE_BY_SIDE)
+        rank = VirtualRank(make(), engine, 9, optimizer=partial(torch.optim.AdamW, lr=0.1))
+        stage = rank.road.last
+        stage.bound = OutlierClip(2.0, {name: of.local for name, of in engine.parameters.items()}, 1.0)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(9 * step + number)
+            flat = torch.randn(engine.numel, generator=generator) * (100 if step == 3 else 1)
+            [packed, *_] = stage._packed(flat, engine.pieces)
+            stays = packed.buckets[0][1].lies_in(flat)
+            rank.road.step, rank.out = step, torch.empty(engine.numel // 2)
+            rank.road.reduce(flat, engine.pieces, rank.out)
+            rank.finish(step, torch.ones(()))
+            stage.bound.commit()
+        assert stage.bound.facts()["cut"] >= 2
+        return flat_copy(rank.weights), dump_state(rank.method.state), stays
+
+    return world.run(body)
+
+
+@pytest.mark.parametrize("text", ["trickle(density=0.1)", "trickle:merged(density=0.1)", "topk(density=0.1)", "dgc"])
+def test_rows_in_the_engines_buffer_are_compressed_as_their_copies_are(text, monkeypatch):
+    """Bit for bit: weights and state, with outliers cut, and beside a parameter that stays dense."""
+
+    def make() -> Method:
+        return replace(methods.resolve(text), smallest=64, start=1)
+
+    inside = trained(make)
+    monkeypatch.setattr(Bucket, "lies_in", lambda bucket, flat: False)
+    copied = trained(make)
+    assert [stays for *_, stays in inside + copied] == [True, True, False, False]
+    for (weights, state, _), (expected, state_expected, _) in zip(inside, copied, strict=True):
+        assert torch.equal(weights, expected) and state.keys() == state_expected.keys() and state
+        assert all(torch.equal(state[key], state_expected[key]) for key in state)
+
+
+def test_a_gpus_norms_go_to_the_buckets_whose_rows_stay_in_the_engines_buffer(monkeypatch):
+    """Of rows as they are cut: else each bucket would read all of its values for them again."""
+    engine = ThreadEngine("reduce_scatter", Threads(1), 0, Ledger(), SIDE_BY_SIDE)
+    stage = VirtualRank(replace(methods.resolve("trickle"), smallest=64), engine, 9).road.last
+    stage.bound = OutlierClip(2.0, {name: of.local for name, of in engine.parameters.items()}, 1.0)
+    monkeypatch.setattr(road.devices, "streams", lambda device: torch.cuda)
+    for scale in (1.0, 50.0):
+        flat = torch.randn(engine.numel, generator=torch.Generator().manual_seed(5)) * scale
+        cuts = stage._bound(stage.bound, flat, engine.pieces)
+        stage.bound.commit()
+        assert cuts is not None and [cut.factors for cut in cuts] == [None, None]
+        norms = torch.cat([norms for cut in cuts for norms in cut.norms])
+        expected = torch.stack([flat[of.columns].norm() for of in engine.pieces])
+        assert torch.allclose(norms, expected, rtol=1e-5) and [len(cut.norms[0]) for cut in cuts] == [2, 1]

@@ -38,7 +38,7 @@ def engines(rows: int) -> dict[str, tuple[list[CopySegment], int, int]]:
 
 
 def check(module, rows: int, narrow: torch.dtype) -> None:
-    for parts, length, size in engines(rows).values():
+    for engine, (parts, length, size) in engines(rows).items():
         places = CopyTable(parts, CPU)
         flat = torch.randn(length, generator=torch.Generator().manual_seed(rows)).to(narrow)
         expected, taken = torch.full((size,), torch.nan), torch.zeros(length, dtype=torch.bool)
@@ -59,6 +59,14 @@ def check(module, rows: int, narrow: torch.dtype) -> None:
                 columns = slice(part.start + row * part.stride, part.start + row * part.stride + part.width)
                 assert torch.equal(scaled[columns], expected[columns] * factor)
         assert torch.equal(scaled.isnan(), expected.isnan())
+        if engine == "fsdp2":  # whole rows: parameters may be multiplied where they are, the second by 1
+            onto = [of._replace(start=of.offset, width=of.span, stride=of.step) for of in parts]
+            in_place, wanted = flat.clone(), flat.clone()
+            module.pack(in_place, CopyTable(onto, CPU), in_place, factors)
+            for part, factor in zip(parts, factors, strict=True):
+                for start in range(part.offset, part.offset + part.rows * part.step, part.step):
+                    wanted[start : start + part.span] *= factor
+            assert torch.equal(in_place, wanted)
         back = torch.full((length,), 7.0, dtype=narrow)
         module.unpack(packed, places, back, False)
         assert torch.equal(back, torch.where(taken, flat, 7.0))

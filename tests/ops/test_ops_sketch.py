@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused():
     payload, found = torch.zeros(1, parts.k), torch.zeros(1, parts.k, dtype=torch.int32)
     with pytest.raises(ThinwireError, match="three tables"):
         sketch.encode(payload, found, parts, torch.zeros(1, 192), torch.zeros(1, parts.wire_numel - 1))
-    with pytest.raises(ThinwireError, match="values per row, got 3"):
+    with pytest.raises(ThinwireError, match="values per row, the payload has 3"):
         sketch.round_to(torch.zeros(1, 3), torch.zeros(2), parts, torch.zeros(1, 3))
     with pytest.raises(ThinwireError, match="a wire of 1 rows from 2 on"):
         words = torch.zeros(2, 3, dtype=torch.int64)

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Method
 from thinwire.core.state import dump_state, load_state
-from thinwire.methods import TABLE
+from thinwire.methods import TABLE, Trickle
 from thinwire.plan.dry_run import largest_state
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Setup, gradient, small
 from thinwire.saved.format import Form, Header, from_dcp
 from thinwire.saved.resize import move
-from threaded import entries
+from threaded import FlatMuon, entries
 
 U = 2.0**-24
 COUNTS = {"step": torch.tensor(7), "skipped": torch.tensor(0), "flush": torch.tensor(-1)}
@@ -124,6 +124,41 @@ def places(cls: type) -> list[Setup]:
                 continue
             found.append(where)
     return found
+
+
+class Matrices(Trickle):
+    """Trickle of a user whose matrices are Muon's."""
+
+    OPTIMIZER: ClassVar[Any] = FlatMuon
+
+
+def mean_momentum(there: Ranks, name: str) -> tuple[Tensor, Tensor]:
+    """The mean over nodes (without nodes: ranks) of Muon's momenta of ``name``, and each of them, (nodes, numel)."""
+    rank, where = there.ranks[0], there.where
+    rows = [of.flatten() for key, of in sorted(there.saved().items()) if key.endswith(f"/second/{name}")]
+    inside = where.per_node if where.engine == "hsdp" else 1  # whose ranks hold a shard each
+    each = torch.stack([torch.cat(rows[at : at + inside]) for at in range(0, len(rows), inside)])
+    each = each[:, : rank.engine.parameters[name].numel]
+    return each.mean(0), each
+
+
+@pytest.mark.parametrize("before", [Setup("all_reduce", 4), Setup("reduce_scatter", 3), Setup("hsdp", 4, 2)], ids=str)
+def test_on_other_ranks_muon_goes_on_from_the_mean_of_the_momenta(before):
+    """It is the momentum of the mean gradient, of whole matrices or of shards; it is no second moment."""
+    here = Ranks(Matrices, before)
+    here.train()
+    names = sorted(here.ranks[0].method.update_space.matrices)
+    for where in (Setup("all_reduce", 2), Setup("reduce_scatter", 2), Setup("hsdp", 6, 3)):
+        there = Ranks(Matrices, where)
+        there.load(here.saved())
+        for name in names:
+            mean, _ = mean_momentum(here, name)
+            _, each = mean_momentum(there, name)
+            assert mean.any() and torch.allclose(
+                each, mean.expand_as(each), rtol=0, atol=8 * U * float(mean.abs().max())
+            )
+            counts = {int(of) for key, of in there.saved().items() if key.endswith(f"=turned/{name}")}
+            assert counts == {int(here.ranks[0].method.state.get("turned", name))}
 
 
 @pytest.mark.parametrize("cls", WAIT, ids=lambda cls: cls.name)

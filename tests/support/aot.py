@@ -82,7 +82,11 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
     for scaled in (False, True):
         for flat in ("*fp32", "*i16"):  # bfloat16 arrives as words
-            yield packing._pack, {"flat": flat}, table | {"WIDEN": flat == "*i16", "SCALED": scaled}
+            how = table | {"WIDEN": flat == "*i16", "SCALED": scaled}
+            yield packing._pack, {"flat": flat}, how | {"IN_PLACE": False}
+            if scaled:
+                same = {"flat": flat, "rows": "*bf16" if flat == "*i16" else flat}
+                yield packing._pack, same, how | {"IN_PLACE": True}
         bounded = {"WIDEN": scaled, "COPIED": PER_PROGRAM, "BLOCK": norms.BLOCK, "FIELDS": FIELDS}
         yield norms._bound, {"flat": "*i16" if scaled else "*fp32"}, bounded
     yield norms._sample, {"positions": "*i64", "norms": "*fp32"}, {"BLOCK": norms.BLOCK}

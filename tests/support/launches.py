@@ -206,7 +206,9 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
         _where(common="COMMON", common_out="COMMON"), lambda of: {"moment": nbytes_of(of["next_moment"])},
     ),
     "projection._project": (_where(residual="FEEDBACK", residual_out="KEEP"),),
-    "rows._pack": (lambda of: {"flat": _part(of)},),
+    "rows._pack": (  # in place, a step as usual has nothing to cut
+        lambda of: {"flat": 0.0, "rows": 0.0} if of["IN_PLACE"] else {"flat": _part(of)},
+    ),
     "rows._unpack": (lambda of: {"flat": _part(of) * (1 + of["ADD"])},),
     "shards._read": (lambda of: {
         "resident": 2 * nbytes_of(of["resident"]) * of["ADD"], "rows": nbytes_of(of["rows"]) * (1 + of["ADD"]),

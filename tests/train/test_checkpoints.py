@@ -38,7 +38,7 @@ from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.train import loop
-from thinwire.train.checkpoint import format, run_settings, state, store, trained_model
+from thinwire.train.checkpoint import format, inspect, run_settings, state, store, trained_model
 from thinwire.train.checkpoint.format import read_meta, read_tensors
 from thinwire.train.checkpoint.store import Checkpoints, obsolete
 from thinwire.train.config import Config, from_arguments
@@ -314,7 +314,7 @@ def test_what_is_not_good_replaces_nothing(tmp_path):
     assert names(tmp_path) == ["latest", "step-000005", "step-000010", "step-000020"]
     for how in ("auto", "latest"):
         found = run_on([tmp_path / how], lambda run, how=how: (run.save(5, good=False), run.resume(how))[1])
-        assert "to resume from but such as were taken while the run diverged; --overwrite" in str(found[0])
+        assert "to resume from, only some that were saved while the run diverged; --overwrite" in str(found[0])
 
 
 def test_a_future_that_the_run_has_gone_back_from_is_not_taken_for_the_newest(tmp_path):
@@ -572,7 +572,7 @@ def test_another_model_is_refused(tmp_path):
         run.resume()
 
     assert "weight has shape (2, 3), this model needs (2, 4)" in str(run_on([tmp_path], wider)[0])
-    assert "holds bias, which this model has not" in str(run_on([tmp_path], less)[0])
+    assert "holds bias, which this model does not have" in str(run_on([tmp_path], less)[0])
 
 
 class Killed(BaseException):
@@ -1075,8 +1075,19 @@ def test_inspect_shows_how_two_checkpoints_differ(tmp_path, capsys):
     status, shown = inspected(capsys, tmp_path / "a", tmp_path / "b")
     rows = [line.split() for line in shown.splitlines()]
     assert status == 1 and ["seed", "0", "1"] in rows
-    assert "model: model/weight" in shown and "0.5" in shown
+    assert ["model/weight", "0.5"] in [row[:2] for row in rows]
     assert "9 tensors are equal bit for bit, 1 are not" in shown
+
+
+def test_a_name_of_a_large_model_is_not_cut_in_a_terminal(tmp_path, capsys, monkeypatch):
+    run_on([tmp_path], lambda run: run.save(4))
+    name = "optimizer/blocks.11.attention.output.weight/exp_avg_sq"
+    distances = [(name, 0.000123456, 1.234567)]
+    monkeypatch.setattr(inspect, "_distances", lambda one, other: distances if one.stem == "model" else [])
+    monkeypatch.setattr(inspect, "columns", lambda: 80)
+    shown = inspected(capsys, tmp_path, tmp_path)[1]
+    row = next(line for line in shown.splitlines() if name in line)
+    assert len(row) <= 80 and row.split() == [name, "0.0001235", "1.235"]
 
 
 ODD = [None, -1, 0, 1e308, "x", [], {}, "../../outside", True, [1, 2], {"../x.safetensors": 5}, "\0", 10**30, {"a": {}}]

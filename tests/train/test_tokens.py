@@ -64,7 +64,7 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     token_files.tokenize([str(corpus)], "bpe:300", out)
     (tmp_path / "a.bin").write_bytes(bytes(100))
     for corpora, tokenizer, why in (
-        ([str(tmp_path)], "bytes", "no token files are there"),
+        ([str(tmp_path)], "bytes", "is a folder without token files"),
         ([str(out)], "bpe:400", "was tokenized with bpe:300"),
         ([str(tmp_path / "a.bin")], "bytes", "ids:SIZE"),
         ([str(tmp_path / "a.bin"), str(corpus)], "ids:9", "not both"),

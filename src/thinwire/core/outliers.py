@@ -72,19 +72,19 @@ class OutlierClip:
         self._cached_columns = functools.lru_cache(COMPOSITIONS)(self._columns)
         self._cached_table = functools.lru_cache(COMPOSITIONS)(self._table)
 
-    def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Tensor | None:
+    def apply(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Bounds | None:
         """Scale the gradients in ``flat`` (1-D) down that exceed their bound; the guard handles norms not finite.
 
-        Return residues, (T,): NaN where a norm is not finite, else 0. None: they do not cover all of ``pieces``.
+        Return the bounds of ``pieces``, in their order; None: some of them have none.
         """
         names, table = self._cached_table(pieces, flat.device)
         if not names:
             return None
-        factors, residues, _ = self.bounds(flat, table, names)
+        bounds = self.bounds(flat, table, names)
         # On a CPU this check costs nothing and mostly saves a pass; on a GPU it would wait for the device.
-        if devices.streams(flat.device) is not None or bool((factors != 1).any()):
-            ops.pack(flat, table, flat, factors)
-        return residues if len(names) == len(pieces) else None
+        if devices.streams(flat.device) is not None or bool((bounds.factors != 1).any()):
+            ops.pack(flat, table, flat, bounds.factors)
+        return bounds if len(names) == len(pieces) else None
 
     def covers(self, names: Collection[str]) -> bool:
         """Are all of ``names`` bounded?"""

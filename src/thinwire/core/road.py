@@ -32,7 +32,6 @@ from thinwire.core.outliers import OutlierClip
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.ops.norms import Bounds
 
 T = TypeVar("T")
 Pieces = tuple[Piece, ...]
@@ -91,8 +90,8 @@ class Stage:
             loss_scale = None if self.scale is None else self.scale(flat.device)
             if loss_scale is not None:
                 flat.div_(loss_scale)
-            bounds = None if self.bound is None else self._bound(self.bound, flat, pieces)
-            self.carry(flat, pieces, out, bounds=bounds)
+            cuts = None if self.bound is None else self._bound(self.bound, flat, pieces)
+            self.carry(flat, pieces, out, cuts=cuts)
             if loss_scale is not None:
                 out.mul_(loss_scale)
 
@@ -102,36 +101,42 @@ class Stage:
         card = self.method.card
         return card.keeps_state or card.promise.kind == "lossy"
 
-    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> Bounds | None:
-        """Scale outliers in ``flat`` down, or return the factors to do it with as it is packed; tell the guard."""
-        split = self._packed(flat, pieces)
-        packing = split[0].packed.packing(flat) if len(split) == 1 and devices.streams(flat.device) else None
-        names = split[0].names
-        if packing is not None and bound.covers(names):
-            bounds = bound.bounds(flat, packing, names)
+    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> list[Cut] | None:
+        """Scale outliers in ``flat`` down, or return the factors to do it with as it is packed; tell the guard.
+
+        On a GPU the norms are returned, too, for each of what is packed: to take them again would read all values.
+        """
+        split, on_gpu = self._packed(flat, pieces), devices.streams(flat.device) is not None
+        packing = split[0].packed.packing(flat) if len(split) == 1 and on_gpu else None
+        if packing is not None and bound.covers(split[0].names):
+            bounds = bound.bounds(flat, packing, split[0].names)
             self.guard.note(bounds.residues)
-            return bounds
-        residues_of_all = bound.apply(flat, pieces)
-        if residues_of_all is None:
+            norms = bounds.norms.split([len(bucket.segments) for _, bucket in split[0].buckets])
+            return [Cut(bounds.factors, norms)]
+        cut = bound.apply(flat, pieces)
+        if cut is None:
             self.guard.observe(flat)
-        else:
-            self.guard.note(residues_of_all)
-        return None
+            return None
+        self.guard.note(cut.residues)
+        if not on_gpu:
+            return None
+        return [
+            Cut(None, [None if span is None else cut.norms[span] for span in packed.spans]) for packed in split
+        ]
 
     def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bounds: Bounds | None = None
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, cuts: list[Cut] | None = None
     ) -> None:
         """Reduce without checking the values or counting bytes.
 
         Args:
             send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
-            bounds: the factors by which parameters are multiplied as they are packed, and their norms, in that order.
+            cuts: for each of what is packed the factors by which it is multiplied, and the norms of its buckets.
         """
-        for packed, buckets, _ in self._packed(flat, pieces):
-            packed.load(flat, out, None if bounds is None else bounds.factors)
-            if bounds is not None:
-                norms_by_bucket = bounds.norms.split([len(bucket.segments) for _, bucket in buckets])
-                for (_, bucket), norms in zip(buckets, norms_by_bucket, strict=True):
+        for index, (packed, buckets, *_) in enumerate(self._packed(flat, pieces)):
+            packed.load(flat, out, None if cuts is None else cuts[index].factors)
+            if cuts is not None:
+                for (_, bucket), norms in zip(buckets, cuts[index].norms, strict=True):
                     bucket.norms = norms
             for method, bucket in buckets:
                 bucket.step = self.step
@@ -156,8 +161,8 @@ class Stage:
         buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
         alike = len({bucket.dtype for _, bucket in buckets}) == 1
         if len(buckets) > 1 and alike and not buckets[0][1].lies_in(flat):
-            return [_PackedBuckets.of(BucketGroup([bucket for _, bucket in buckets]), buckets)]
-        return [_PackedBuckets.of(bucket, [(method, bucket)]) for method, bucket in buckets]
+            return [_PackedBuckets.of(BucketGroup([bucket for _, bucket in buckets]), buckets, pieces)]
+        return [_PackedBuckets.of(bucket, [(method, bucket)], pieces) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.card.native:  # the buffer goes out as it is
@@ -172,16 +177,34 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
+class Cut(NamedTuple):
+    """Factors of what is packed together (None: it has been multiplied already), and the norms of its buckets."""
+
+    factors: Tensor | None
+    norms: Sequence[Tensor | None]
+
+
 class _PackedBuckets(NamedTuple):
-    """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it."""
+    """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it.
+
+    ``spans``: where each bucket's parameters stand among the buffer's; None: not side by side, or in another order.
+    """
 
     packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
     names: tuple[str, ...]
+    spans: tuple[slice | None, ...]
 
     @classmethod
-    def of(cls, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]]) -> _PackedBuckets:
-        return cls(packed, buckets, tuple(segment.name for segment in packed.segments))
+    def of(
+        cls, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], pieces: Pieces
+    ) -> _PackedBuckets:
+        buffer_names, spans = [piece.name for piece in pieces], []
+        for _, bucket in buckets:
+            names = [segment.name for segment in bucket.segments]
+            span = slice(first := buffer_names.index(names[0]), first + len(names))
+            spans.append(span if buffer_names[span] == names else None)
+        return cls(packed, buckets, tuple(segment.name for segment in packed.segments), tuple(spans))
 
 
 class _Compositions(Generic[T]):

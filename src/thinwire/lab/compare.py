@@ -79,8 +79,8 @@ class Comparison(Network):
     """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
     small to be worth compressing."""
     steps: int = 20
-    """Optimizer steps of every run. Times need at least 5, since the first two are left out; of local-steps whole
-    rounds count."""
+    """Optimizer steps of every run. Times need at least 5, since the first two are left out; local-steps needs whole
+    rounds."""
     seeds: int = 1
     """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have
     intervals."""

@@ -219,6 +219,7 @@ td { font-variant-numeric: tabular-nums }
 img { max-width: 100%; border-radius: .4rem; margin: .5rem 0 }
 code { overflow-wrap: anywhere }
 li { font-size: .9rem }
+@media (max-width: 46em) { p:has(> img) { overflow-x: auto } p > img { max-width: none; min-width: 36rem } }
 </style>
 $body
 </html>

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.method import Run
-from thinwire.core.road import Road, Send, Stage
+from thinwire.core.road import Cut, Road, Send, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.ops.norms import Bounds
 from thinwire.plan.dry_run import Playback, steps_of
 from thinwire.predict.launches import LaunchWatch
 from thinwire.predict.timeline import Group, Message, Pass, RecordedStep, Stretch
@@ -107,12 +106,12 @@ class GuardedStage(Stage):
         pieces: tuple[Piece, ...],
         out: Tensor,
         send: Send | None = None,
-        bounds: Bounds | None = None,
+        cuts: list[Cut] | None = None,
     ) -> None:
         if self.hides_what_is_not_finite:
             self.guard.observe(flat)
             self.guard.forget()
-        super().carry(flat, pieces, out, send, bounds)
+        super().carry(flat, pieces, out, send, cuts)
 
 
 class Recording(NamedTuple):

@@ -15,11 +15,10 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method
-from thinwire.core.road import Pieces, Send, Stage
+from thinwire.core.road import Cut, Pieces, Send, Stage
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.network.ledger import Ledger
-from thinwire.ops.norms import Bounds
 from thinwire.plan.plan import Plan
 from thinwire.proof.ranks import Shapes, ThreadEngine, Threads, VirtualRank, flat_copy
 
@@ -133,18 +132,18 @@ class RecordedStage(Stage):
     """A stage that keeps its method's last input and mean."""
 
     def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bounds: Bounds | None = None
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, cuts: list[Cut] | None = None
     ) -> None:
         entered, method = flat.clone(), self.method
         if method.card.promise.of == "updates":
             compress = method.compress  # type: ignore[attr-defined]
 
             def recorded(bucket: Bucket, exchange: Exchange) -> None:
-                bucket.copies.unpack(values_of(bucket), entered)
+                bucket.copies.unpack(values_of(bucket).contiguous(), entered)
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]
-        super().carry(flat, pieces, out, send, bounds)
+        super().carry(flat, pieces, out, send, cuts)
         if "compress" in vars(method):
             del method.compress  # type: ignore[attr-defined]
         self.hop = Hop(entered, out.clone())

@@ -42,7 +42,7 @@ Seconds = Annotated[float, Within(lambda s: 0 < s <= 1e9, "is in seconds, above 
 
 @dataclass(frozen=True)
 class Config:
-    """Train a language model: from scratch in the shape of a preset, or on from a Hugging Face model (--init).
+    """Train a language model: from scratch in the shape of a preset, or from a Hugging Face model (--init).
 
     Run by itself it starts its ranks on this machine; under torchrun, srun or mpirun it is one rank of the job. The
     files of the run are in --out. Ctrl-C ends the step under way, saves and stops; --resume auto goes on from there.
@@ -94,7 +94,7 @@ class Config:
 
     method: str = "dense"
     """The method that exchanges gradients, by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
-    methods` lists them. "auto": a few steps of several are tried, and the fastest trains."""
+    methods` lists them. "auto": tries a few steps of several, and trains with the fastest."""
     max_loss: str = "1%"
     """With --method auto: how far a method's loss may have been above dense's in measured runs of similar length: 1%
     or 0.01 (lower: fewer candidates), or "any".

@@ -39,7 +39,7 @@ class TopK(Lossy):
     density: Density = 0.01
 
     def describe(self) -> Card:
-        return replace(super().describe(), group=masks.WORD, grows_with_ranks=True)
+        return replace(super().describe(), group=masks.WORD, grows_with_ranks=True, rows_apart=True)
 
     @property
     def default_share(self) -> float:

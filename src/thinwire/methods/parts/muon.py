@@ -69,7 +69,7 @@ class Orthogonal:
                     "its own: pass torch.optim.Muon, or name the parameter in dense="
                 )
             if group["adjust_lr_fn"] not in SCALES:
-                raise ThinwireError(f"{method} knows no adjust_lr_fn={group['adjust_lr_fn']!r} of torch.optim.Muon")
+                raise ThinwireError(f"{method} does not know torch.optim.Muon's adjust_lr_fn={group['adjust_lr_fn']!r}")
             if why := _holds_part(run, run.parameters[name]):
                 raise ThinwireError(
                     f"{method}: Muon takes whole matrices, and {why}: give {name} to torch.optim.AdamW, or name it in "

@@ -72,7 +72,7 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
             )
         for knob in REFUSED:
             if group.get(knob):
-                raise ThinwireError(f"{method} computes Adam's steps itself, without {knob}=True: leave it out")
+                raise ThinwireError(f"{method} computes Adam's steps itself, and cannot with {knob}=True: leave it out")
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         if group["weight_decay"] and not decoupled:
             raise ThinwireError(f"{method} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")

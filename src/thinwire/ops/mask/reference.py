@@ -111,7 +111,7 @@ def flags_of(words: Tensor) -> Tensor:
 def list_error(words: Tensor) -> ThinwireError:
     """Return the error for positions that are not columns of ``words``, or do not rise."""
     return ThinwireError(
-        f"a list of positions that came has one that is none of {WORD * words.shape[1]} columns, or does not rise"
+        f"a message is damaged: its positions do not rise, or one is outside the {WORD * words.shape[1]} columns"
     )
 
 

@@ -34,7 +34,7 @@ class Format:
         if self.bits not in (4, 8):
             raise ThinwireError(f"integers have 4 or 8 bits, not {self.bits}")
         if self.hadamard and self.group % ORDER:
-            raise ThinwireError(f"the transform of {ORDER} values: group must be a power of two from {ORDER} to 4096 "
+            raise ThinwireError(f"the transform needs a group that is a power of two from {ORDER} to 4096 "
                                 f"elements, got {self.group}; use 128")  # fmt: skip
 
     @property

@@ -134,7 +134,7 @@ def _check(segments: SketchSegments, wire: Tensor | None = None, *payloads: Tens
         raise ThinwireError(f"sketches, each three tables of equal size, take {need} cells, got {cells}")
     for payload in payloads:
         if payload.shape[1] != segments.k:
-            raise ThinwireError(f"what is listed of segments is {segments.k} values per row, got {payload.shape[1]}")
+            raise ThinwireError(f"the segments list {segments.k} values per row, the payload has {payload.shape[1]}")
 
 
 def gather(rows: Tensor, words: Tensor, segments: SketchSegments, positions: Tensor, payload: Tensor) -> None:

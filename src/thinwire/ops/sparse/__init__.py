@@ -128,7 +128,7 @@ def largest(
     """
     _check(rows, residual, total_out)
     if total_out is None and (residual is not None or adam is not None):
-        raise ThinwireError("where a residual or Adam's steps come in, the sum is kept in total_out (or in rows)")
+        raise ThinwireError("with a residual or Adam's steps, name total_out (or rows) to keep the sum in")
     _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam)
 
 

@@ -338,7 +338,7 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
 def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:
     wire.zero_()
     if not _pack(positions, segments, wire):
-        raise ThinwireError("there are not as many positions in each part of a row as its parts say")
+        raise ThinwireError("a message is damaged: its lists of positions are not as long as it says")
 
 
 def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -> None:

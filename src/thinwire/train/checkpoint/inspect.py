@@ -110,15 +110,16 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
     if changed:
         console.print(settings)
 
-    table = _table("tensor", "largest difference", "relative")
+    table = _table("tensor", "difference", "relative")
     equal, differ = 0, []
     for name in sorted({*first.meta["files"], *second.meta["files"]}):
+        of = "" if name.startswith("model") else f"{name.partition('.')[0]}: "
         try:
             for key, distance, relative in _distances(first.path / name, second.path / name):
                 if distance == 0:
                     equal += 1
                 else:
-                    differ.append((relative, f"{name.partition('.')[0]}: {key}", distance))
+                    differ.append((relative, of + key, distance))
         except Damaged as error:
             differ.append((float("inf"), str(error), float("nan")))
     for relative, key, distance in sorted(differ, reverse=True)[:MOST_TENSORS]:
@@ -148,6 +149,6 @@ def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
 
 def _table(*columns: str) -> Table:
     first, *others = columns
-    numbers = ("rank", "size", "least", "med", "larg", "rel")
+    numbers = ("rank", "size", "least", "med", "larg", "diff", "rel")
     right = (Column(name, overflow="fold", justify="right" if name.startswith(numbers) else "left") for name in others)
-    return Table(Column(first, overflow="fold"), *right, box=box.SIMPLE)
+    return Table(Column(first, overflow="fold"), *right, box=box.SIMPLE, pad_edge=False)

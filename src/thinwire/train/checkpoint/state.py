@@ -69,7 +69,7 @@ class ResumedState:
                     continue
                 key, _, moment = key.rpartition("/") if kind == "optimizer" else (key, "", "")
                 if key not in parameters:
-                    raise ThinwireError(f"{path} holds {key}, which this model has not")
+                    raise ThinwireError(f"{path} holds {key}, which this model does not have")
                 parameter = parameters[key]
                 if kind == "optimizer":
                     holders[key].optimizer.state[parameter][moment] = self._like(saved, parameter)

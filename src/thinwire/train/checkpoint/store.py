@@ -175,7 +175,7 @@ class Checkpoints:
             raise ThinwireError(f"no checkpoint in {self.path} can be used: {'; '.join(errors)}")
         if resume == "auto" and not candidates:
             return None
-        but = " but such as were taken while the run diverged; --overwrite starts afresh" if candidates else ""
+        but = ", only some that were saved while the run diverged; --overwrite starts afresh" if candidates else ""
         raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{but}")
 
     def _list_candidates(self, folder: Path, only: str | None = None) -> tuple[list[Checkpoint], list[str]]:

@@ -76,7 +76,7 @@ def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: boo
         )
         warnings.warn(line, ThinwireWarning, stacklevel=3)
     if not learnt:
-        raise ThinwireError(f"there is no row to {'train' if option == '--data' else 'evaluate'} on in {option}")
+        raise ThinwireError(f"no row is left to {'train' if option == '--data' else 'evaluate'} on in {option}")
     return InstructionRows(learnt, length, seed)
 
 
@@ -116,7 +116,7 @@ def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator[Passage]:
     """Yield the text before each answer and then the answer, both as the chat template writes them."""
     if not getattr(tokenizer, "chat_template", None):
-        raise ThinwireError(f"{source} has 'messages', the tokenizer no chat template: use prompt and completion")
+        raise ThinwireError(f"{source} has 'messages', but the tokenizer no chat template: use prompt and completion")
 
     def written(count: int, asks: bool) -> str:
         return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)

@@ -152,7 +152,7 @@ def _open_folder(
             raise ThinwireError(f"{folder / META} has format {meta['format']}, this version reads {FORMAT}")
     except OSError as error:
         reason = f"{META}: {error.strerror}"
-        raise ThinwireError(f"--corpus {folder} is a folder, and no token files are there ({reason})") from None
+        raise ThinwireError(f"--corpus {folder} is a folder without token files ({reason})") from None
     except (ValueError, KeyError, TypeError):
         raise ThinwireError(f"{folder / META} is damaged: tokenize the text anew") from None
     if valid:

@@ -144,7 +144,7 @@ def rebuild(
             raise ThinwireError(f"{init} does not hold the weights that the run began with")
     _, unknown = model.load_state_dict(weights, strict=False)
     if unknown:
-        raise ThinwireError(f"{run} holds {unknown[0]}, which the model has not")
+        raise ThinwireError(f"{run} holds {unknown[0]}, which the model does not have")
     return model.eval()
 
 
