@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -543,7 +544,8 @@ def play(process: Process) -> None:
     try:
         while manager._step < world.steps:
             taken += 1
-            draw = torch.Generator().manual_seed(hash((process.replica.name, process.rank, taken)) % 2**31)
+            place = f"{process.replica.name} {process.rank} {taken}"
+            draw = torch.Generator().manual_seed(zlib.crc32(place.encode()))
             inside.meet("forward and backward", torch.zeros(1))
             process.wait(lambda: False, 0.3)
             for weight in model.parameters():

@@ -289,8 +289,8 @@ class ManagerMembers:
             counted = self._manager.should_commit(timeout=patience)
         except (TimeoutError, RuntimeError) as refusal:
             raise _silent(
-                f"not all ranks of this replica have voted on a step within {patience.total_seconds():g} s "
-                f"({_first_line(refusal)}): one of them has ended or stands still; start the replica again"
+                f"this replica's vote on a step failed ({_first_line(refusal)}): has one of its ranks ended, or stood "
+                f"still for {patience.total_seconds():g} s? Start the replica again"
             ) from refusal
         self._late &= not counted
         if not counted:
