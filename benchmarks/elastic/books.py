@@ -56,7 +56,8 @@ class Books:
         return total
 
     def _line(self, **values: float) -> None:
-        self._write({"attempt": self._manager.current_step() + 1, "number": self.number, **values})
+        if self._wire.engine.across.played is None:  # else others have taken the step
+            self._write({"attempt": self._manager.current_step() + 1, "number": self.number, **values})
 
     def _watch(self, stage: Any) -> None:
         carry, method = stage.carry, stage.method
@@ -94,7 +95,8 @@ class Books:
         Fragment.average = recorded  # type: ignore[method-assign]
 
     def _note_delivered(self, mean: Iterable[tuple[str, Tensor]]) -> None:
-        self.delivered = self._wire.engine.across.size * self._project(mean)
+        if self._wire.engine.across.played is None:
+            self.delivered = self._wire.engine.across.size * self._project(mean)
 
     def _waiting(self) -> float:
         method, comm, total = self._wire.method, self._wire.engine.across, 0.0

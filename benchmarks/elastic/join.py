@@ -3,9 +3,10 @@
     python benchmarks/elastic/join.py --link 50mbit --hidden 156250 --method dense --method trickle --method torchft
 
 Two replicas of ``replica.py`` (20 million parameters with ``--hidden 156250``) train on an emulated network, and a
-third one joins them. The seconds run from when it is ready to its first step that counts. The bytes are those that its
-interface received in that time, by the kernel's count; a step's exchange is among them. ``the rate`` is what that makes
-of the link, which several peers at once could not exceed. ``torchft`` is torchft's own dense all-reduce.
+third one joins them. The seconds run from when it is ready to its first step that counts, and ``steps`` are those that
+the others took in that time. The bytes are those that its interface received, by the kernel's count; a step's exchange
+is among them. ``others waited`` is the longest of their steps, beyond the usual one; ``lost`` is what all of them took
+longer than usual. ``--waits``: let the others wait for the whole state. ``torchft`` is its own dense all-reduce.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def join(method: str, options: argparse.Namespace) -> dict[str, float]:
     others = sorted(line["time"] for line in lines if line.get("counted") and line["replica"] == "r0")
     gaps = [(later - earlier, later) for earlier, later in pairwise(others)]
     usual = statistics.median(gap for gap, later in gaps if later < ready)
-    longest = max(gap for gap, later in gaps if later >= ready)
-    return {"seconds": joined["time"] - ready, "received": received, "usual": usual, "waited": longest - usual}
+    joining = [gap for gap, later in gaps if ready <= later <= joined["time"] + 0.5]
+    return {
+        "seconds": joined["time"] - ready, "received": received, "usual": usual, "waited": max(joining) - usual,
+        "steps": len(joining), "lost": sum(joining) - len(joining) * usual,
+    }  # fmt: skip
 
 
 def is_of(line: dict[str, Any], replica: str, step: int) -> bool:
@@ -67,19 +71,21 @@ def main() -> None:
     parser.add_argument("--method", action="append", help="a method, or torchft; may be given several times")
     parser.add_argument("--link", default="50mbit", help="of each node, both ways")
     parser.add_argument("--hidden", type=int, default=156250, help="higher => a larger model: 128 parameters for each")
+    parser.add_argument("--waits", action="store_true", help="let the others wait while it fetches their state")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of computing that each step pretends to take")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a replica waits for another")
     parser.add_argument("--limit", type=float, default=400, help="seconds until it is given up")
     options = parser.parse_args()
-    fixed = {"replicas": 3, "shards": 1, "min_replicas": 1, "spares": False, "pause": 0.0, "slow": 1.0, "books": False}
+    fixed = {"replicas": 3, "shards": 1, "min_replicas": 1, "spares": False, "slow": 1.0, "books": False}
     options = argparse.Namespace(**vars(options), **fixed)
     print(f"128 x {options.hidden} parameters, links of {options.link}, a third replica joins two")
-    print(f"{'method':36} {'usual step':>10} {'joined in':>10} {'received':>10} {'the rate':>12} {'others waited':>13}")
+    heads = f"{'received':>10} {'steps':>6} {'others waited':>13} {'lost':>8}"
+    print(f"{'method':36} {'usual step':>10} {'joined in':>10} {heads}")
     for method in options.method or ["torchft", "dense", "trickle"]:
         found = join(method, options)
-        rate = 8e-6 * found["received"] / found["seconds"]
         print(
             f"{method:36} {found['usual']:8.2f} s {found['seconds']:8.2f} s {found['received'] / 1e6:7.1f} MB "
-            f"{rate:5.1f} Mbit/s {found['waited']:11.2f} s", flush=True,
+            f"{found['steps']:6} {found['waited']:11.2f} s {found['lost']:6.2f} s", flush=True,
         )  # fmt: skip
 
 

@@ -149,6 +149,7 @@ class Replicas:
         self._arguments = ["--until", str(until), "--hidden", str(options.hidden), "--timeout", str(options.timeout)]
         self._arguments += ["--min-replicas", str(options.min_replicas), "--shards", str(options.shards)]
         self._arguments += ["--spares"] if options.spares else []
+        self._arguments += ["--waits"] if options.waits else []
         self._arguments += ["--books"] if options.books and method != "torchft" else []
         self._arguments += ["--dense-torchft", "--method", "dense"] if method == "torchft" else ["--method", method]
         self.names = [f"r{number}" for number in range(options.replicas)]
@@ -371,6 +372,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--shards", type=int, default=1, help="ranks of a replica, which shard the model (HSDP)")
     parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--waits", action="store_true", help="let the others wait for a joiner's whole transfer")
     parser.add_argument("--spares", action="store_true", help="FIXED_WITH_SPARES: more than --min-replicas are spares")
     parser.add_argument("--seconds", type=float, default=60, help="of each method")
     parser.add_argument("--every", type=float, default=15, help="seconds between two events")

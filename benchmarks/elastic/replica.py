@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--spares", action="store_true", help="more replicas than --min-replicas are spares")
     parser.add_argument("--timeout", type=float, default=10, help="seconds that a replica waits for another")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of computing that each step pretends to take")
+    parser.add_argument("--waits", action="store_true", help="let the others wait while it fetches their state")
     parser.add_argument("--dense-torchft", action="store_true", help="torchft's own all-reduce, without Thinwire")
     parser.add_argument("--shard", type=int, default=0, help="this rank's number in its replica")
     parser.add_argument("--shards", type=int, default=1, help="ranks of a replica, which shard the model (HSDP)")
@@ -70,16 +71,16 @@ def main() -> None:
     optimizer = method.OPTIMIZER(model.parameters(), lr=1e-3)
     limit = timedelta(seconds=options.timeout)
     mode = torchft.manager.WorldSizeMode.FIXED_WITH_SPARES if options.spares else torchft.manager.WorldSizeMode.DYNAMIC
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=limit), load_state_dict=None, state_dict=None,
-        min_replica_size=options.min_replicas, use_async_quorum=False, timeout=limit, world_size_mode=mode,
-        quorum_timeout=timedelta(seconds=600), rank=options.shard, world_size=options.shards,
-        store_addr=options.address, store_port=store.port, replica_id=options.name, hostname=options.address,
-    )  # fmt: skip
-    try:
-        train(model, optimizer, method, manager, options)
-    finally:
-        manager.shutdown(wait=False)
+
+    def open_manager() -> torchft.Manager:
+        return torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=limit), load_state_dict=None, state_dict=None,
+            min_replica_size=options.min_replicas, use_async_quorum=False, timeout=limit, world_size_mode=mode,
+            quorum_timeout=timedelta(seconds=600), rank=options.shard, world_size=options.shards,
+            store_addr=options.address, store_port=store.port, replica_id=options.name, hostname=options.address,
+        )  # fmt: skip
+
+    train(model, optimizer, method, open_manager, options)
 
 
 def meet(options: argparse.Namespace) -> Any:
@@ -99,7 +100,7 @@ def meet(options: argparse.Namespace) -> Any:
     return dist.TCPStore(options.address, int(options.meet.read_text()), is_master=False, wait_for_workers=False)
 
 
-def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: argparse.Namespace) -> None:
+def train(model: nn.Module, optimizer: Any, method: Any, open_manager: Any, options: argparse.Namespace) -> None:
     name = f"{options.name}/{options.shard}" if options.shard else options.name
     generator = torch.Generator()
     target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9))
@@ -108,17 +109,24 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
     def write(line: dict[str, Any]) -> None:
         print(json.dumps({"process": os.getpid(), "shard": options.shard, **line}), flush=True)
 
+    print(json.dumps({"time": round(time.time(), 3), "replica": options.name, "ready": True}), flush=True)
     if options.dense_torchft:
+        manager = open_manager()
         manager.register_state_dict_fn(
             "replica",
             lambda state: (model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])),
             lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         )
     else:
-        wire = compress(model, optimizer, method, manager=manager)
+        wire = compress(model, optimizer, method, manager=open_manager() if options.waits else open_manager)
+        manager = wire.manager
+        follows = wire.turnover.follows
         books = Books(wire, manager, model, write) if options.books else None
     began = time.time()
-    print(json.dumps({"time": round(began, 3), "replica": options.name, "ready": True}), flush=True)
+    opened = {"time": round(began, 3), "replica": options.name, "opened": True}
+    if wire is not None and follows is not None:
+        opened |= {"fetched": follows.tree["clock"]}
+    print(json.dumps(opened), flush=True)
     while manager.current_step() < options.until:
         before = manager.current_step()
         if wire is None:
@@ -159,6 +167,7 @@ def train(model: nn.Module, optimizer: Any, method: Any, manager: Any, options: 
         write(line)
     seconds = time.time() - began
     print(json.dumps({"replica": options.name, "done": True, "seconds": round(seconds, 2)}), flush=True)
+    manager.shutdown(wait=False)
 
 
 def digest(model: nn.Module) -> str:

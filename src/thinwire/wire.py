@@ -347,7 +347,10 @@ class Wire:
 
     Attributes:
         plan: what is sent how; ``print(wire.plan)`` shows it.
+        manager: torchft's, where replicas come and go.
     """
+
+    manager: Any = None
 
     def __init__(self, engine: Engine, run: Run, options: Options, ledger: Ledger, inner: Method | None) -> None:
         """``inner``: the method of the hop inside the node; None without such a hop."""
@@ -381,6 +384,7 @@ class Wire:
             self.turnover = engine.attempts = Turnover(
                 engine.members, engine.across, self._step_loop, run, self._about, self._renew
             )
+            self.turnover.clip = self.clip_grad_norm_
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -457,6 +461,8 @@ class Wire:
             ThinwireError: ``norm_type`` is not 2 and some gradients are steps already: their 2-norm alone is known.
         """
         self.engine.exchange()
+        if self.turnover is not None:
+            self.turnover.note_clip(max_norm, norm_type)
         power = self._power_of_moves()
         if power is not None and norm_type != 2:
             raise ThinwireError(

@@ -22,6 +22,7 @@ from torch import nn
 
 import thinwire
 from thinwire.adapters import torchft as adapter
+from thinwire.adapters.transport import Transport
 from thinwire.base.errors import LostRank
 from thinwire.methods import resolve
 from thinwire.network.comm import ManagedComm, Membership
@@ -57,11 +58,19 @@ class Wrapped(nn.parallel.DistributedDataParallel):
         nn.Module.__init__(self)
 
 
+class NoServer(Transport):
+    def __init__(self) -> None: ...
+
+    def metadata(self) -> str:
+        return "http://localhost:1/"
+
+
 class Manager:
     """The parts of ``torchft.Manager`` that are read, and a run of one replica."""
 
     def __init__(self) -> None:
         self._pg: Any = ProcessGroupGloo()
+        self._checkpoint_transport = NoServer()
         self._quorum_id, self._timeout, self._use_async_quorum = 1, timedelta(seconds=5), False
         self._replica_world_size_mode, self._min_replica_size = WorldSizeMode.DYNAMIC, 1
         self._group_rank, self._group_world_size = 0, 1

@@ -12,16 +12,18 @@ import torch
 import lighthouse
 import thinwire.wire
 from breadth import ALL, dealt
+from thinwire.adapters import transport
+from thinwire.base.errors import LostRank
 from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method
 from thinwire.core.safety import Safety
 from thinwire.engines.replicas import Replicas
 from thinwire.methods import TABLE, resolve
-from thinwire.saved import turnover
+from thinwire.saved import tape, turnover
 from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from thinwire.wire import Options, join
-from turnover import Model, Run
+from turnover import MemoryFollower, Model, Run
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -47,6 +49,8 @@ FORMS = [
 @pytest.fixture(autouse=True)
 def no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinwire.wire, "compile_kernels", lambda *arguments: None)
+    monkeypatch.setattr(transport, "LARGE", 1)
+    monkeypatch.setattr(turnover, "SHARE", 0)  # of these small models the messages are as large
 
 
 def maker(text: str) -> Callable[[], Method]:
@@ -57,9 +61,10 @@ def play(seed: int, attempts: int = 5) -> Counter[str]:
     conserves = seed % 3 < 2
     texts = CONSERVING if conserves else STEPPING
     text = texts[seed // 3 % len(texts)]
-    run = Run(maker(text), seed, SGD if conserves else ADAM, conserves=conserves)
+    optimizer, fetches = SGD if conserves else ADAM, seed % 2 == 1
+    run = Run(maker(text), seed, optimizer, conserves=conserves, fetches=fetches)
     try:
-        run.play(attempts)
+        run.play(attempts + 2 * fetches)
     except AssertionError as error:
         raise AssertionError(f"seed {seed}, {text}: {error}") from error
     return run.seen
@@ -67,6 +72,8 @@ def play(seed: int, attempts: int = 5) -> Counter[str]:
 
 def test_two_hundred_schedules() -> None:
     seen = sum((play(seed) for seed in range(SEEDS)), Counter())
+    joins = ("fetched first", "took all steps again", "died as it fetched", "its source died")
+    assert all(seen[what] > 10 for what in (*joins, "steps taken again")) and seen["fetched more"], seen
     for what in ("died", "joined", "behind", "counted", "failed", "counted by some alone"):
         assert seen[what] > 20, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
 
@@ -142,6 +149,7 @@ def test_local_steps_in_rounds(text: str) -> None:
 
         def begin(replica: lighthouse.Replica, programs: Any = programs, weights: Any = weights) -> Any:
             programs.append(Rounds(replica, text, weights))
+            replica.follow(programs[-1].wire.turnover)
             return programs[-1].run
 
         played = lighthouse.Lighthouse(seed, begin)
@@ -151,7 +159,7 @@ def test_local_steps_in_rounds(text: str) -> None:
         assert not any("rounds that did not count" in program.wire.method.facts() for program in programs)
         assert weights and all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
         seen += played.seen
-    for what in ("killed", "joined", "behind", "lost", "stopped", "deaf"):
+    for what in ("killed", "joined", "behind", "lost", "stopped", "deaf", "followed"):
         assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
 
 
@@ -208,6 +216,57 @@ def test_shards_keep_what_waits(inside: int) -> None:
     assert torch.equal(moved["residual/a"].view(-1)[:12], waiting.view(-1))
 
 
+def test_who_follows_and_cannot_join_asks_again_and_takes_no_round_alone() -> None:
+    """Its first ask fails, as it cannot reach the others: it must not step on in the place of the one it has heard."""
+    weights: dict[tuple[int, int], set[int]] = defaultdict(set)
+    programs: list[Rounds] = []
+
+    def begin(replica: lighthouse.Replica) -> Any:
+        program = Rounds(replica, "local-steps(every=4)", weights)
+        programs.append(program)
+        program.wire.turnover.tape.want(0)
+        if len(programs) < 3:
+            return program.run
+
+        def deaf() -> Any:
+            vars(replica).pop("ask")
+            replica._wait("quorum")
+            replica.received = None
+            raise LostRank(0, [], "quorum", 0.0, "could not join")
+
+        def run() -> None:
+            program.wire.turnover.follows = MemoryFollower(programs[0].wire.turnover.tape, lambda: True)
+            vars(replica)["ask"] = deaf  # once
+            gradient = program.model.a.grad = torch.ones_like(program.model.a)
+            assert not program.wire.engine.ask()
+            assert program.model.a.grad is gradient
+            assert not program.wire.turnover.met and program.wire.turnover.follows.count > 0
+            program.run()
+
+        return run
+
+    played = lighthouse.Lighthouse(0, begin, replicas=2, quorums=0)
+    played.join_at = 5
+    played.run()
+    assert played.seen["fetched nothing more"] == 1
+    for program in programs:
+        program.wire.close()
+    assert all(len(bits) == 1 for bits in weights.values())
+
+
+def test_what_fails_as_a_state_is_taken_fails_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that is waited for a second time says nothing: the error would be gone, and the masks with it."""
+    run = Run(maker("int8(smallest=0)"), 0, ADAM, conserves=False, calm=True)
+    run.play(2)
+    source = run.replicas[0].wire
+    monkeypatch.setattr(source.method, "finish", partial(raises, LostRank(0, [], "all-gather", 0.0, "it is gone")))
+    assert source.turnover._snapshot() is None and isinstance(source.engine.unsent, LostRank)
+
+
+def raises(error: Exception) -> None:
+    raise error
+
+
 # Faults that are planted: the schedules must find each.
 
 
@@ -233,6 +292,16 @@ def doubt_is_never_in_favour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turnover, "number_at", lambda history, step: None)
 
 
+def what_is_held_is_taken_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has not taken all steps again keeps what it has, which the others have not."""
+    monkeypatch.setattr(transport, "digest_of", lambda tensor: str(tensor.shape))
+
+
+def what_was_fetched_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who joins also delivers what waits on the replica that it has followed."""
+    monkeypatch.setattr(turnover.Turnover, "_waits", lambda *given: False)
+
+
 class _Any(int):
     def __eq__(self, other: object) -> bool:
         return True
@@ -244,10 +313,26 @@ ANY = _Any()
 
 
 @pytest.mark.parametrize(
-    "plant", [residual_heals, server_row_is_forgotten, doubt_is_always_in_favour, doubt_is_never_in_favour]
+    "plant",
+    [residual_heals, server_row_is_forgotten, doubt_is_always_in_favour, doubt_is_never_in_favour,
+     what_is_held_is_taken_unseen, what_was_fetched_waits_again],
 )
 def test_planted_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="seed"):
         for seed in range(SEEDS):
             play(seed)
+
+
+
+@pytest.mark.parametrize("text", FORMS if ALL else dealt(FORMS, 0, range(12)))
+def test_who_joins_needs_nothing_more_after_it_has_taken_the_others_steps_again(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of step 1, and what was heard in steps 2 to 4, are the state of step 4, bit for bit."""
+    monkeypatch.setattr(tape, "sum", lambda values: 0, raising=False)  # of this small model the messages are as large
+    run = Run(maker(text), 0, partial(resolve(text).OPTIMIZER, lr=1e-2), conserves=False, total=20, calm=True)
+    joiner = run.join(3)
+    run.play(8)
+    assert joiner.fetches.count == 3
+    assert run.seen["took all steps again"] == 1, f"{run.fetched} tensors came with the step in which it joined"

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from thinwire.adapters.torchft import ManagerMembers
+from thinwire.adapters.transport import Transport
 from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.core.safety import Safety
 from thinwire.engines.replicas import Replicas
@@ -33,7 +34,7 @@ from thinwire.methods import resolve
 from thinwire.network.comm import Comm, ManagedComm
 from thinwire.network.ledger import Ledger
 from thinwire.wire import Options, join
-from turnover import Model
+from turnover import Model, as_transferred
 
 HEARTBEAT_S, JOIN_S, QUORUM_S, INSIDE_S = 1.0, 60.0, 600.0, 1800.0
 EXCHANGE = timedelta(seconds=10)
@@ -256,11 +257,29 @@ class Lighthouse:
             replica.quorums.append(quorum)
 
 
+class NoServer(Transport):
+    def __init__(self) -> None: ...
+
+    def metadata(self) -> str:
+        return "http://localhost:1/"
+
+
+class Whole:
+    """A state that comes as a whole."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def complete(self, held: Any) -> Any:
+        return self.state if held is None else as_transferred(self.state, held)
+
+
 class Manager:
     """``torchft.Manager`` on one rank."""
 
     def __init__(self, process: Process) -> None:
         self._process, self._replica = process, process.replica
+        self._checkpoint_transport = NoServer()
         self._group_rank, self._group_world_size, self._replica_id = process.rank, 2, process.replica.name
         self._timeout, self._quorum_id, self._pg = EXCHANGE, -1, Gloo(process)
         self._step = self._failures = self._votes = self._asked = 0
@@ -322,7 +341,7 @@ class Manager:
         self._process.world.seen["healed"] += 1
         self._step, state = copy.deepcopy(offers[place])  # as if it had come from another process
         for key, (take, _) in self._fns.items():
-            take(state[key])
+            take(Whole(state[key]) if key == "thinwire" else state[key])
 
     def should_commit(self, timeout: timedelta) -> bool:
         replica, number = self._replica, self._votes

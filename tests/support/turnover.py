@@ -4,7 +4,8 @@
 
 Each attempt is one step of all replicas that are there. In it a replica may die at any message, before or after it has
 sent it; or one replica alone may see an error at any message, before or after the others got what it sent. Between two
-attempts replicas join, and some are away for a while, as if they were stopped. After each attempt the laws are checked:
+attempts replicas join, some of which have fetched the state of another while it went on (or its source dies, or they
+do); and some are away for a while, as if they were stopped. After each attempt the laws are checked:
 
 * all replicas that counted the last step hold the same weights, bit for bit;
 * taken = delivered + waiting + lost, where a replica that died, or became a spare, has lost what waited on it.
@@ -15,6 +16,8 @@ With ``active``, so many replicas take part; the others are spares. Who is one i
 from __future__ import annotations
 
 import copy
+import functools
+import io
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.adapters.transport import completed, digest_of, without_tensors
 from thinwire.base.errors import LostRank
 from thinwire.core.method import Method
 from thinwire.core.safety import Safety
@@ -32,6 +36,8 @@ from thinwire.engines.replicas import Replicas
 from thinwire.network.comm import Membership
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
+from thinwire.saved.tape import Entry, Tape
+from thinwire.saved.turnover import Held
 from thinwire.wire import Options, Wire, join
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
@@ -91,12 +97,14 @@ class ScriptedMembers:
     world: Threads
     source: int | None = None
     gives = counted = False
+    fetched: list[int] | None = None
     place = step = 0
 
     def ask(self) -> Membership:
         given = self.world.swap(self.place, self.give() if self.gives else None)
         if self.source is not None:
-            self.take(copy.deepcopy(given[self.source]))  # as if it had come from another process
+            state, held = copy.deepcopy(given[self.source]), self.hold()  # as if it had come from another process
+            self.take(state if held is None else as_transferred(state, held, self.fetched))
         self.source, self.gives = None, False
         return self.membership
 
@@ -108,8 +116,44 @@ class ScriptedMembers:
     def fall_behind(self) -> None:
         self.step = 0
 
-    def offer(self, give: Any, take: Any) -> None:
-        self.give, self.take = give, take
+    def offer(self, give: Any, take: Any, hold: Any) -> None:
+        self.give, self.take, self.hold = give, take, hold
+
+
+def as_transferred(state: Any, held: Held, fetched: list[int] | None = None) -> Any:
+    """Return the ``state`` of another process as a replica has it that ``held`` some of it; note in ``fetched`` how
+    many tensors it had to fetch."""
+    message, tensors = without_tensors(state)
+    about = digest_of(state["about"])
+    tree = torch.load(io.BytesIO(message), weights_only=False)
+
+    def fetch(missing: Any) -> list[Tensor]:
+        if fetched is not None:
+            fetched.append(sum(of.digest != about for of in missing))  # the header names a rank
+        return [tensors[of.digest].clone() for of in missing]
+
+    return completed(tree, held, fetch)
+
+
+class MemoryFollower:
+    """An ``adapters.transport.Follower`` of a source in this process, which may die."""
+
+    def __init__(self, tape: Tape, alive: Callable[[], bool]) -> None:
+        """``alive``: does the source live?"""
+        snapshot = tape.snapshot(0, 0.0)
+        assert snapshot is not None
+        self.tape, self.alive = tape, alive
+        self.tree, self.clock = copy.deepcopy(snapshot), snapshot["clock"]
+        self.count, self.closed = 0, False
+
+    def next(self) -> list[Entry]:
+        gone = self.closed or not self.alive()
+        entries = None if gone else self.tape.since(self.clock, self.count)
+        self.closed |= entries is None
+        return copy.deepcopy(entries or [])
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Model(nn.Module):
@@ -134,6 +178,7 @@ class Replica:
         self.wire: Wire = join(Replicas(self.model, self.members, self.comm), options, self.comm.ledger)
         self.wire.attach()
         self.alive = True
+        self.fetches: MemoryFollower
 
     def attempt(self, gradient: Tensor) -> None:
         """Take one optimizer step."""
@@ -175,15 +220,19 @@ class Run:
 
     def __init__(
         self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], *,
-        conserves: bool, active: int | None = None, total: int = 1000,
+        conserves: bool, active: int | None = None, total: int = 1000, calm: bool = False,
+        fetches: bool = False,
     ) -> None:  # fmt: skip
         """``conserves``: check that nothing is lost but what is counted as lost. The optimizer must then be SGD with an
         lr of 1, and the method must send gradients. ``active``: replicas that take part, at most; others are spares.
-        ``total``: optimizer steps of the whole run."""
+        ``total``: optimizer steps of the whole run. ``calm``: two replicas, to which nothing happens.
+        ``fetches``: some that join fetch a state first, while the others go on."""
         self._active, self._total = active, total
         self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
         self._draw, self._born = random.Random(seed), list[Replica]()
-        self.replicas = [self._new() for _ in range(self._draw.randint(2, 4))]
+        self._quiet, self.fetched = calm, 0
+        self._chance = random.Random(seed) if fetches else None  # a chance of its own: else nothing else happens
+        self.replicas = [self._new() for _ in range(2 if calm else self._draw.randint(2, 4))]
         self.seen: Counter[str] = Counter()
         self._size = sum(weight.numel() for weight in self.replicas[0].model.parameters())
         self.taken, self.delivered, self.lost = (torch.zeros(self._size, dtype=torch.float64) for _ in range(3))
@@ -191,6 +240,7 @@ class Run:
         self._present = list[str]()  # spares included
         self._away: dict[int, list[Replica]] = {}  # by the attempt in which they are back
         self._calm = 0  # attempts without a fault that are to come
+        self._coming: list[tuple[Replica, Replica, int]] = []  # who fetches the state of whom, for how many attempts
 
     def _new(self) -> Replica:
         self._born.append(Replica(f"replica {len(self._born) + 1}", self._make, self._optimizer, self._total))
@@ -205,9 +255,16 @@ class Run:
     def _attempt(self, attempt: int, last: bool) -> None:
         back = list(self._away) if last else [attempt]
         self.replicas += [replica for number in back for replica in self._away.pop(number, [])]
-        if len(self.replicas) < 4 and self._draw.random() < 0.4:
-            self.replicas.append(self._new())
-            self.seen["joined"] += 1
+        self._come(last)
+        if not self._quiet and len(self.replicas) + len(self._coming) < 4 and self._draw.random() < 0.4:
+            replica, chance = self._new(), self._chance
+            if chance is not None and attempt > 0 and chance.random() < 0.7:
+                source = chance.choice(self.replicas)
+                source.wire.turnover.tape.want(0)
+                self._coming.append((replica, source, chance.randint(0, 2)))
+            else:
+                self.replicas.append(replica)
+                self.seen["joined"] += 1
         stale = self._quorum()
         gradients = [_gradient(self._seed, replica.name, attempt, self._size) for replica in self.replicas]
         faults = {} if last else self._draw_fault()
@@ -226,6 +283,7 @@ class Run:
                 replica.alive = False
 
         world.run(body)
+        self._note_fetched()
         self._verbs = max(1, *(replica.comm.verbs for replica in self.replicas))
         counted = [replica for replica in self.replicas if replica.members.counted and replica.alive]
         self._failed = len(counted) < len(self.replicas)
@@ -246,12 +304,55 @@ class Run:
         for replica in counted:
             assert torch.equal(replica.weights, counted[0].weights), f"attempt {attempt}: the weights differ"
         self.replicas = [replica for replica in self.replicas if replica.alive]
-        if not last and attempt > 0 and len(self.replicas) > 1 and self._active is None and self._draw.random() < 0.2:
+        may = not (last or self._quiet) and attempt > 0 and len(self.replicas) > 1 and self._active is None
+        if may and self._draw.random() < 0.2:
             self._send_away(self._draw.choice(self.replicas), attempt, counted, before)
         if self._conserves and not self._failed and not self._away:
             waiting = sum(replica.waiting() for replica in self.replicas)
             error = (self.taken - self.delivered - waiting - self.lost).abs().max()
             assert error < 1e-4 * (1 + self.taken.abs().max()), f"attempt {attempt}: {float(error):.3g} went missing"
+
+    def join(self, fetches: int) -> Replica:
+        """Make a replica that follows the first one from its next step on, and joins ``fetches`` steps later."""
+        replica, source = self._new(), self.replicas[0]
+        source.wire.turnover.tape.want(0)
+        self._coming.append((replica, source, fetches))
+        return replica
+
+    def _come(self, last: bool) -> None:
+        """Let those join that have fetched a state, or whose source is gone."""
+        still = []
+        for replica, source, remaining in self._coming:
+            snapshot = source.wire.turnover.tape.snapshot(0, 0.0)
+            if self._chance is not None and self._chance.random() < 0.1:
+                self.seen["died as it fetched"] += 1
+                continue
+            if not source.alive:
+                self.seen["its source died"] += 1
+            elif snapshot is None and not last:
+                still.append((replica, source, remaining))
+                continue
+            elif snapshot is not None and not hasattr(replica, "fetches"):
+                replica.fetches = MemoryFollower(source.wire.turnover.tape, functools.partial(getattr, source, "alive"))
+            if remaining and source.alive and not last:
+                still.append((replica, source, remaining - 1))
+                continue
+            replica.wire.turnover.follows = getattr(replica, "fetches", None)
+            replica.members.fetched = [] if hasattr(replica, "fetches") else None
+            self.replicas.append(replica)
+            self.seen["joined"] += 1
+            self.seen["fetched first"] += replica.members.fetched is not None
+        self._coming = still
+
+    def _note_fetched(self) -> None:
+        for replica in self.replicas:
+            if replica.members.fetched:
+                follower: Any = replica.fetches
+                whole = follower.alive() and not replica.members.fetched[-1]
+                self.seen["took all steps again" if whole else "fetched more"] += 1
+                self.seen["steps taken again"] += follower.count
+                self.fetched = replica.members.fetched[-1]
+                replica.members.fetched = None
 
     def _send_away(self, replica: Replica, attempt: int, counted: list[Replica], before: Any) -> None:
         """Stop ``replica`` after this attempt. If it alone has counted the step, the others will take it again."""
@@ -298,7 +399,7 @@ class Run:
 
     def _draw_fault(self) -> dict[int, Fault]:
         self._calm -= 1
-        if len(self.replicas) == 1 or self._calm >= 0 or self._draw.random() > 0.6:
+        if self._quiet or len(self.replicas) == 1 or self._calm >= 0 or self._draw.random() > 0.6:
             return {}
         fault = Fault(self._draw.randrange(self._verbs), self._draw.random() < 0.5, self._draw.random() < 0.6)
         return {self._draw.randrange(len(self.replicas)): fault}

@@ -29,6 +29,7 @@ from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job import run_folder
+from thinwire.train.job import status as status_page
 from thinwire.train.job.replica_log import REPLICAS
 from thinwire.train.job.run_folder import hold_run_folder, settle_previous
 from thinwire.train.job.status import Gap, alive_on, goodput, read_run, shown
@@ -359,6 +360,13 @@ def test_the_page_of_a_lighthouse_is_read():
         '<ul><li class="heartbeat "> 0:3f-9: seen 0.1s ago</li>\n <li class="heartbeat old">1:77: seen 9s ago</li></ul>'
     )
     assert alive_on(page) == ["0"] and alive_on("<html>") == []
+
+
+@pytest.mark.parametrize(("age", "step", "under_way"), [("", 3, True), ("", 0, False), ("old", 3, False)])
+def test_who_comes_to_a_run_that_goes_on_sees_it_on_the_lighthouses_page(age, step, under_way, monkeypatch):
+    page = f'<b>0:abc</b> <br/>\n Step: {step} <br/>\n<li class="heartbeat\n {age}\n">\n 0:abc: seen 0.1s ago</li>'
+    monkeypatch.setattr(status_page, "_page_of", lambda address: page)
+    assert status_page.goes_on("http://localhost:1") is under_way
 
 
 # ----------------------------------------------------------------------------------------------- runs, with torchft

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from thinwire.adapters.transport import Transport
 from thinwire.base.extras import load
 
 
@@ -23,16 +24,6 @@ def open_manager(name: str, address: str, *, min_replicas: int, timeout_s: float
         RuntimeError: the lighthouse does not answer.
     """
     torchft: Any = load("torchft")
-    transports: Any = load("torchft.checkpointing")
-
-    class Transport(transports.HTTPTransport):
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(**settings)
-            self._server.RequestHandlerClass.log_message = lambda *_: None  # else a line for each replica that joins
-
-        def address(self) -> str:  # torchft's has the host's name, which others may not be able to resolve
-            host = f"[{address}]" if ":" in address else address
-            return f"http://{host}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
     class Manager(torchft.Manager):
         asking = False
@@ -49,5 +40,5 @@ def open_manager(name: str, address: str, *, min_replicas: int, timeout_s: float
         pg=torchft.ProcessGroupGloo(timeout=patience), load_state_dict=None, state_dict=None,
         min_replica_size=min_replicas, use_async_quorum=False, timeout=patience,
         quorum_timeout=timedelta(seconds=longest_s), connect_timeout=patience, rank=0, world_size=1, replica_id=name,
-        hostname=address, checkpoint_transport=Transport(timeout=patience, num_chunks=0),
+        hostname=address, checkpoint_transport=Transport(address, patience),
     )  # fmt: skip

@@ -6,15 +6,19 @@ Weights, moments and the method's state reach a replica that joins through the m
 from __future__ import annotations
 
 import functools
+import math
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from thinwire.adapters.transport import Transport, follow
 from thinwire.base.errors import FailedExchange, LostRank, ThinwireError
 from thinwire.base.extras import load
 from thinwire.core.agreement import Agreement
@@ -30,6 +34,8 @@ from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
 NAME = 64
 """Bytes of a replica's name."""
+FETCH_S = 120.0
+"""Seconds for which fetching a state may stand still before a replica joins without it."""
 CONNECT = timedelta(seconds=1)
 """The time that a replica waits for another's address when they connect: twice as long after each time that failed,
 half as long after each that did not. gloo waits five times as long for an answer: so long a replica that dies in that
@@ -57,11 +63,19 @@ def compress(
     Args:
         model: on a CPU: the bare module, or one after ``fully_shard`` on a 1-D mesh of all ranks of the replica.
             optimizer, method, steps, seed, safety: as for :func:`thinwire.compress`.
-        manager: a ``torchft.Manager`` with ``use_async_quorum=False`` and a ``ProcessGroupGloo``. Its timeout is how
-            long a replica waits for the others in an exchange. With world size mode ``FIXED_WITH_SPARES`` the first
+        manager: a ``torchft.Manager`` with ``use_async_quorum=False`` and a ``ProcessGroupGloo``, or a function that
+            opens one, which is then ``wire.manager``: a replica that joins first fetches the others' state while they
+            go on, and opens its manager when it has it; for an open one they wait. Its timeout is how long a replica
+            waits for the others in an exchange. With world size mode ``FIXED_WITH_SPARES`` the first
             ``min_replica_size`` replicas train; further ones keep up with them and contribute nothing.
     """
-    _check(load("torchft"), manager, model, safety)
+    torchft, follower = load("torchft"), None
+    if callable(manager) and not isinstance(manager, torchft.Manager):
+        groups = FSDP2.process_groups(model) if isinstance(model, FSDPModule) else []
+        inside = [GroupComm.aside(group, torch.device("cpu")) for group in groups]
+        follower = follow(inside[0].rank if inside else 0, FETCH_S, inside)
+        manager = manager()
+    _check(torchft, manager, model, safety)
     ledger, optimizers = Ledger(), tuple(unwrapped(optimizer))
     across = ManagedComm(manager._pg, ledger, manager._timeout)
     options = Options(resolve(method), optimizers, False, None, steps, seed, None, None, safety)
@@ -70,6 +84,10 @@ def compress(
         wire = join(Replicas(model, ManagerMembers(manager), across), options, ledger)
     else:
         wire = _join_sharded(model, manager, across, options, ledger)
+    assert wire.turnover is not None
+    wire.manager, wire.turnover.follows = manager, follower
+    transport = manager._checkpoint_transport
+    transport.tape, transport.holds = wire.turnover.tape, follower is not None
     wire.attach()
     return wire
 
@@ -92,7 +110,7 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
     if not isinstance(manager, torchft.Manager):
         raise ThinwireError(f"manager must be a torchft.Manager, got {type(manager).__name__}")
     private = ("_pg", "_quorum_id", "_timeout", "_use_async_quorum", "_replica_world_size_mode", "_min_replica_size",
-               "_group_rank", "_group_world_size")  # fmt: skip
+               "_group_rank", "_group_world_size", "_checkpoint_transport")  # fmt: skip
     for name in private:
         if not hasattr(manager, name):
             raise ThinwireError(f"torchft.Manager has no {name} in this version: thinwire is made for torchft 0.2")
@@ -105,6 +123,8 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
         "or more, or use WorldSizeMode.DYNAMIC": fixed and manager._min_replica_size < 2,
         f"{type(manager._pg).__name__} is not supported: pass Manager(pg=torchft.ProcessGroupGloo(...))":
             not isinstance(manager._pg, torchft.ProcessGroupGloo),
+        f"checkpoint_transport={type(manager._checkpoint_transport).__name__} is not supported: leave it out, for "
+        "state travels by HTTP": urlsplit(manager._checkpoint_transport.metadata()).hostname is None,
         "the manager already connects the replicas: pass the bare module, not DistributedDataParallel":
             any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules),
         "parts of the model are sharded, but the root is not: call fully_shard(model) after its parts":
@@ -167,9 +187,17 @@ class ManagerMembers:
         self._name = f"{name[-NAME:]:>{NAME}} {self._place:24}"  # as long on all
         self._membership = Membership(0, (0,), -1)
         self._take: Callable[[Any], None]
+        self._hold: Callable[[], Any]
         self._received: Any = None  # of a peer, not taken yet
         self._late = False
         self._patience = CONNECT
+        if not isinstance(former := manager._checkpoint_transport, Transport):
+            host = urlsplit(former.metadata()).hostname
+            assert host is not None  # it has been checked
+            manager._checkpoint_transport = Transport(host, manager._timeout)
+            former.shutdown()
+            former._server.server_close()
+        self.transport: Transport = manager._checkpoint_transport
 
     def ask(self) -> Membership:
         """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.
@@ -194,7 +222,14 @@ class ManagerMembers:
             error = failure
         received, self._received = self._received, None
         self._late |= received is not None
-        if any_of(self._inside, error is not None):
+        failed = any_of(self._inside, error is not None)
+        if not failed and received is not None:
+            try:
+                received = received.complete(self._hold())
+            except Exception as broken:  # whatever it is: the other ranks of this replica are told
+                words = f"the state of another replica did not arrive: {broken!r}"
+                error = LostRank(membership.rank, [], "quorum", 0.0, words)
+        if failed or any_of(self._inside, error is not None):
             manager.load_state_dict(counts)  # as far behind as before, on all ranks of the replica
             raise error or LostRank(membership.rank, [], "quorum", 0.0, "another rank of this replica could not join")
         self._membership = membership
@@ -207,19 +242,21 @@ class ManagerMembers:
 
         The group's own timeout, which its exchanges have, is as it was."""
         manager, group, number = self._manager, self._manager._pg, self._manager._quorum_id
-        own = group._timeout
-        group.set_timeout(min(self._patience, own))
+        usual = group._timeout
+        group.set_timeout(min(self._patience, usual))
+        self.transport.asks_since = time.monotonic()
         try:
             manager.start_quorum()
         finally:
-            group.set_timeout(own)
+            self.transport.asks_since = math.inf
+            group.set_timeout(usual)
         if manager._quorum_id == number:
             return
         if group._pg is None:  # as connecting failed
-            self._patience = min(2 * self._patience, own)
+            self._patience = min(2 * self._patience, usual)
             return
         self._patience = max(self._patience / 2, CONNECT)
-        group.parent._get_backend(torch.device("cpu"))._set_default_timeout(own)
+        group.parent._get_backend(torch.device("cpu"))._set_default_timeout(usual)
 
     def _meet(self, manager: Any) -> Membership:
         """Learn the names of all who take part."""
@@ -264,7 +301,7 @@ class ManagerMembers:
         """Count as behind all others when this replica asks again, whatever steps it has counted."""
         self._manager.load_state_dict({"step": 0, "batches_committed": 0})
 
-    def offer(self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None]) -> None:
-        """Let a replica that is behind get ``give()`` of one that is not, through its own ``take``."""
-        self._take = take
+    def offer(self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None], hold: Callable[[], Any]) -> None:
+        """Let one that is behind get another's ``give()`` through its own ``take``, but for what ``hold`` returns."""
+        self._take, self._hold = take, hold
         self._manager.register_state_dict_fn("thinwire", functools.partial(setattr, self, "_received"), give)

@@ -26,6 +26,8 @@ class StateKind:
         of_weights: it belongs to the present weights and is dropped with what waits if they are replaced (no pattern).
         own: it is this rank's alone: a replica that joins begins with a copy of the kind that is named here, "none":
             without (no pattern; kinds that begin so). "": it is not.
+        apart: each rank has its own, of its own gradients (an average of their squares, say), and one that joins may
+            begin with any rank's, or with what that rank had a while ago.
         served: it has one row, its owner's, where the bucket has one for each rank (no pattern).
         one_row: where each rank gets the whole mean: does it have one row, or one for each rank? None: one if the
             network sums the wire (``Card.summed_by_network``).
@@ -38,6 +40,7 @@ class StateKind:
     offloaded: bool = False
     of_weights: bool = False
     own: str = ""
+    apart: bool = False
     served: bool = False
     one_row: bool | None = None
     fault: Callable[[Mapping[str, Tensor]], str] | None = None

@@ -35,7 +35,15 @@ def any_of(inside: Sequence[Comm], flag: bool) -> bool:
     return bool(flags)
 
 
-def _without_frames(error: FailedExchange) -> FailedExchange:
+def fewest(inside: Sequence[Comm], number: int) -> int:
+    """Return the smallest ``number`` on the ranks of a replica. Collective over ``inside``."""
+    row = torch.tensor([-float(number)], dtype=torch.float64, device="cpu")
+    for comm in inside:
+        comm.all_reduce(row, "max")
+    return -int(row)
+
+
+def without_frames(error: FailedExchange) -> FailedExchange:
     """Let go of the messages that failed: gloo's connections live as long as one of them, and others would wait."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
@@ -90,6 +98,7 @@ class Replicas(Engine):
 
     def end_step(self) -> None:
         self.uncounted = self.void
+        self.attempts.end_step()
         self._exchanged, self.failed, self.void, self._joins_round = [], None, False, False
 
     def ask(self) -> bool:
@@ -169,7 +178,7 @@ class Replicas(Engine):
         counted = self.members.vote(agreed)
         if agreed and not counted:
             self.attempts.doubt()
-        self.attempts.agreed(counted and verdict == 0, waiting)
+        self.attempts.agreed(counted and verdict == 0, waiting, voted=counted)
         self.void = not counted
         return counted and verdict == 0, counted and verdict == 2
 
@@ -202,7 +211,7 @@ class Replicas(Engine):
         try:
             yield
         except FailedExchange as error:
-            self.unsent = _without_frames(error)
+            self.unsent = without_frames(error)
 
     @contextmanager
     def _attempt(self, on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -210,5 +219,5 @@ class Replicas(Engine):
         try:
             yield
         except FailedExchange as error:
-            self.failed, self.void = _without_frames(error), True
+            self.failed, self.void = without_frames(error), True
             on_failure()

@@ -83,6 +83,13 @@ class Comm(ABC):
 
     elastic = False
     """Do ranks come and go?"""
+    heard: list[Tensor | None] | None = None
+    """A list to which all that every rank receives alike is added: sums over all ranks, and gathered rows."""
+    alike = 0
+    """The bytes of all that every rank has received alike."""
+    played: Iterator[Tensor | None] | None = None
+    """All that another rank has ``heard``, to be received again without the network. In place of messages to one rank
+    comes what this rank would send to itself."""
 
     def twin(self) -> Comm:
         """Make another group of the same ranks, which another thread may use beside this one; itself: there is none."""
@@ -102,14 +109,19 @@ class Comm(ABC):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place; ``op`` is "sum", "mean" or "max"."""
+        if self.played is not None:
+            return self._play("all-reduce", tensor)
         if self.size > 1:
             self._count_ring("all_reduce", tensor.nbytes)
             with self.ledger.span("wire", tensor):
                 self._all_reduce(tensor, op)
+        self._hear(tensor)
         return tensor
 
     def reduce_scatter(self, out: Tensor, rows: Tensor, op: str = "sum") -> Tensor:
         """Reduce all ranks' ``rows`` (N, n), and write row ``rank`` of the result to ``out`` (n,)."""
+        if self.played is not None:
+            return out.copy_(rows.view(self.size, -1)[self.rank].view_as(out))
         if self.size == 1:
             return out.copy_(rows.view_as(out))
         self._count_ring("reduce_scatter", rows.nbytes)
@@ -119,24 +131,29 @@ class Comm(ABC):
 
     def all_gather(self, out: Tensor, row: Tensor, *, async_op: bool = False) -> Work | None:
         """Gather all ranks' ``row`` (m,) into ``out`` (N, m), in rank order. With ``async_op``, return the work."""
+        if self.played is not None:
+            self._play("all-gather", out)
+            return None
         if self.size == 1:
             if out.data_ptr() != row.data_ptr():
                 out.copy_(row.view_as(out))
+            self._hear(out)
             return None
         message = seal(row.reshape(1, -1))[0] if self.checksums else row
         received = message.new_empty((self.size, len(message))) if self.checksums else out
         self._count_peers("all_gather", message.nbytes)
         with nullcontext() if async_op else self.ledger.span("wire", row):
             work = self._all_gather(received, message, async_op=async_op)
-        if not self.checksums:
-            return work
-        if work is not None:
-            return ChainedWork(work, lambda: self._unseal(received, out, "all-gather"))
-        self._unseal(received, out, "all-gather")
-        return None
+        if work is not None and self.checksums:
+            work = ChainedWork(work, lambda: self._unseal(received, out, "all-gather"))
+        elif self.checksums:
+            self._unseal(received, out, "all-gather")
+        return self._hear(out, work)
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> Tensor:
         """Fill row r of ``out`` (N, m) with row ``rank`` of rank r's ``rows`` (N, m)."""
+        if self.played is not None:
+            return out.copy_(rows[self.rank].expand_as(out))
         if self.size == 1:
             return out.copy_(rows)
         messages = seal(rows.reshape(self.size, -1)) if self.checksums else rows
@@ -147,6 +164,23 @@ class Comm(ABC):
         if self.checksums:
             self._unseal(received, out, "all-to-all")
         return out
+
+    def _hear(self, result: Tensor, work: Work | None = None) -> Work | None:
+        """Note ``result``, which all ranks have alike once ``work`` is over; return the work to wait for."""
+        self.alike += result.nbytes
+        if (heard := self.heard) is None:
+            return work
+        index = len(heard)
+        heard.append(None if work is not None else result.clone())
+        return None if work is None else ChainedWork(work, lambda: heard.__setitem__(index, result.clone()))
+
+    def _play(self, verb: str, out: Tensor) -> Tensor:
+        """Receive again what another rank has heard. Raises LostRank if it has not heard this."""
+        assert self.played is not None
+        value = next(self.played, None)
+        if value is None or value.shape != out.shape or value.dtype != out.dtype:
+            raise LostRank(self.rank, [], verb, 0.0, "it is not what was heard of this step")
+        return out.copy_(value)
 
     def _unseal(self, received: Tensor, out: Tensor, verb: str) -> None:
         """Raise DamagedMessage if a row differs from the one sent."""

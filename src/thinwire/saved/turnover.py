@@ -4,6 +4,8 @@
 * Who joins gets weights, moments, the step, what all hold alike, and averages from a replica that goes on, and no
   residual. Who is behind, because it alone did not count a step that others counted, keeps its own: the one *after*
   that step if the others counted this very attempt, with what it sent in it, else the one before.
+* Who joins may hold a state already, which it fetched while the others went on (``saved/tape.py``): before it asks, it
+  takes their steps again, as a spare that hears one of them; what is missing or differs then comes as if it held none.
 
 An attempt is named by the step's number and the membership's, which changes after every failure (``_history``).
 """
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinwire.base.errors import FailedExchange, ThinwireError
 from thinwire.core.card import StateKind
@@ -28,10 +30,14 @@ from thinwire.core.road import Stage
 from thinwire.core.run import Run
 from thinwire.core.state import dump_state, load_state, written_rows
 from thinwire.core.step import StepLoop
+from thinwire.engines.replicas import any_of, fewest, without_frames
 from thinwire.network.comm import Comm, Membership, local
 from thinwire.saved.format import Header
 from thinwire.saved.resize import has_rows, kind_of, regroup
+from thinwire.saved.tape import Entry, Tape
 
+SHARE = 8
+"""The messages of a step are to be so much smaller than the state, or it takes longer to follow than to fetch it."""
 History = Sequence[tuple[int, int]]  # (first step, number of the membership) of the attempts that counted
 
 
@@ -43,6 +49,47 @@ class Loss(NamedTuple):
     norm: float
 
 
+class Held(NamedTuple):
+    """The state that who joins has already: ``equal``, where it should equal the others', and ``apart``, where each has
+    its own. Both as ``Turnover.give`` returns it."""
+
+    equal: Mapping[str, Any]
+    apart: Mapping[str, Any]
+
+
+class _WentAnotherWay(Exception):
+    """A step that is taken again is not what was heard of it."""
+
+
+class _Heard:
+    """The members of a step that is taken again: as ``entry`` says, and it has counted."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._membership, self.counted = _spare_of(*entry.membership), False
+        self._asked = False
+
+    def ask(self) -> Membership:
+        if self._asked:  # a round that failed asks again, until it counts
+            raise _WentAnotherWay
+        self._asked = True
+        return self._membership
+
+    def vote(self, counts: bool) -> bool:
+        self.counted = counts
+        return counts
+
+    def fall_behind(self) -> None: ...
+
+
+def _seat(member: Membership) -> tuple[int, tuple[int, ...], int, tuple[str, ...]]:
+    return member.rank, member.nodes, member.number, member.names
+
+
+def _spare_of(rank: int, nodes: Sequence[int], number: int, names: Sequence[str]) -> Membership:
+    """Make the membership of a spare that hears ``rank``."""
+    return Membership(rank, tuple(nodes), number, tuple(names), 1, 0)
+
+
 class Turnover:
     """The state of one wire over the changes of its membership.
 
@@ -50,7 +97,13 @@ class Turnover:
         met: has it ever asked who takes part? asked: has it, since the last vote? meets_round: were the others, when it
             last asked, at the end of a round in which this replica has no part? healed: how often it took over the
             state of another. losses: by name, of replicas that left and did not come back.
+        tape: for those that are about to join. follows: the tape of a replica that goes on
+            (``adapters.transport.Follower``), which this one is to follow before it first asks. clip: takes part in
+            a step as ``wire.clip_grad_norm_`` does.
     """
+
+    clip: Callable[[float, float], Any]
+    follows: Any = None
 
     def __init__(
         self, members: Any, comm: Comm, step_loop: StepLoop, run: Run, header: Header,
@@ -68,7 +121,11 @@ class Turnover:
         self.losses: dict[str, Loss] = {}
         self.met = self.meets_round = self.asked = self._ends_round = False
         self.healed = 0
-        members.offer(self.give, functools.partial(setattr, self, "_received"))
+        self.tape = Tape()
+        self._entry: Entry | None = None  # of the attempt under way
+        self._voted = False
+        self._begun: Mapping[str, Any] | None = None  # the state from which this replica follows another
+        members.offer(self.give, functools.partial(setattr, self, "_received"), self._hold)
 
     def meet(self, unsent: FailedExchange | None = None, *, ends_round: bool = False) -> bool:
         """Ask who takes part, and go on as they say. Return whether gradients were taken at weights that are gone.
@@ -84,8 +141,11 @@ class Turnover:
         except FailedExchange as error:
             unsent = error
         self._ends_round = ends_round
+        if self.follows is not None and self._begun is None:
+            self._catch_up()
         membership = self._members.ask()
         received, self._received = self._received, None
+        caught_up = not isinstance(self._members, _Heard) and self._arrive(received)
         from_peer, resumed, self._resumed = received is not None, self._resumed, None
         self.meets_round = received is not None and received["ends_round"]
         received = resumed if received is None else received
@@ -98,7 +158,8 @@ class Turnover:
         stale = changed and self._change(membership, received, from_peer=from_peer)
         self.met = self.asked = True
         self.healed += from_peer
-        return stale
+        self._begin_entry()
+        return stale or caught_up
 
     @property
     def branch(self) -> tuple[int, int]:
@@ -115,13 +176,140 @@ class Turnover:
                 squares += (times * waits[kind] * float(torch.linalg.vector_norm(rows))) ** 2
         return math.sqrt(squares)
 
-    def agreed(self, counted: bool, waiting: Sequence[float]) -> None:
-        """Note the outcome of an attempt, with the norm of what waits on each rank."""
-        self.asked, membership = False, self._comm.membership
+    def agreed(self, counted: bool, waiting: Sequence[float], *, voted: bool = False) -> None:
+        """Note the outcome of an attempt, with the norm of what waits on each rank. voted: skipped, it has counted."""
+        self.asked, membership, self._voted = False, self._comm.membership, voted
+        if voted and self._entry is not None:
+            settings = [[{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                        for optimizer in self._run.optimizers]  # fmt: skip
+            self._entry.groups = copy.deepcopy(settings)
+            self._entry.delivers = self._stage.flush_at == self._stage.step
         if counted:
             if not self._history or self._history[-1][1] != membership.number:
                 self._history.append((self._stage.step, membership.number))
             self._norms = dict(zip(membership.names, waiting, strict=True))
+
+    def note_clip(self, *limits: float) -> None:
+        """Note a call of ``wire.clip_grad_norm_``."""
+        if self._entry is not None:
+            self._entry.clips.append((limits[0], limits[1]))
+
+    def _begin_entry(self) -> None:
+        """Begin to keep what is heard in the attempt under way, if somebody is about to join."""
+        member, self._voted = self._comm.membership, False
+        self._entry, self._comm.heard, self._comm.alike = None, None, 0
+        if self.tape.runs and member.spare is None:
+            self._entry = Entry(_seat(member), self._stage.step, self._loop.skipped)
+            self._comm.heard = self._entry.heard
+
+    def end_step(self) -> None:
+        """Keep what was heard in the step that is over, if it has counted."""
+        entry, self._entry, self._comm.heard = self._entry, None, None
+        if self._voted:
+            self._voted = False
+            self.tape.add(entry, self._snapshot)
+
+    def _snapshot(self) -> dict[str, Any] | None:
+        """Return what who joins begins with, before it has met the others; None: it is better off without, as a step's
+        messages are nearly as large, or this is a spare, which keeps none."""
+        alone = self._method.card.alone(self._stage.step)
+        moments = (entry for optimizer in self._run.optimizers for entry in optimizer.state.values())
+        tensors = [value for value in tree_leaves([*moments, *self._run.weights.values()]) if isinstance(value, Tensor)]
+        large = not alone and SHARE * self._comm.alike > sum(local(tensor).nbytes for tensor in tensors)
+        if large or self._comm.membership.spare is not None:
+            return None
+        try:
+            self._method.finish()
+        except FailedExchange as error:  # for the next attempt
+            self._loop.engine.unsent = without_frames(error)  # type: ignore[attr-defined]
+            return None
+        return {**self.give(), "alone": alone, "ends_round": False, "member": _seat(self._comm.membership)}
+
+    # What a replica that joins does first.
+
+    def _catch_up(self) -> None:
+        """Take over the state that was fetched, and take the steps again that the others have counted since."""
+        self._begun, self._resumed = self.follows.tree, None
+        # An optimizer goes on with the very tensors that it is given.
+        copied = {**self._begun, "optimizers": copy.deepcopy(self._begun["optimizers"])}
+        self._change(_spare_of(*self._begun["member"]), copied, from_peer=True, hears=True)
+        self._follow(10)
+
+    def _follow(self, times: int) -> None:
+        """Take the steps again that have been heard, ``times`` in a row if meanwhile there are more. If one of them
+        goes another way, cease to follow: the others' state will come whole."""
+        engine: Any = self._loop.engine
+        gradients = [(weight, weight.grad) for weight in self._run.weights.values()]
+        self.met = True
+        for _ in range(times):
+            entries, failed = self.follows.next(), False
+            few = fewest(engine.inside, len(entries))
+            try:
+                for entry in entries[:few]:
+                    self._take_again(entry)
+                    self.follows.count += 1
+            except Exception:  # whatever it is, on any rank
+                failed = True
+            if any_of(engine.inside, failed):
+                self.follows.close()
+            if not few or failed:
+                break
+        self.met, engine.unsent = False, None  # it has not asked the others yet
+        for weight, gradient in gradients:
+            weight.grad = gradient
+
+    def _take_again(self, entry: Entry) -> None:
+        """Take the step of ``entry`` as a spare does. Raises an error if what was heard does not fit."""
+        engine: Any = self._loop.engine
+        stage, optimizers = self._stage, self._run.optimizers
+        heard, members = _Heard(entry), self._members
+        self._members = engine.members = heard
+        self._comm.played = iter(entry.heard)
+        for optimizer, groups in zip(optimizers, entry.groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+        stage.flush_at = stage.step if entry.delivers else None
+        if self._method.card.alone(entry.step):  # the round's other steps have no part in what all hold
+            self._loop.road.step = entry.step + entry.skipped - self._loop.skipped
+        try:
+            for weight in self._run.weights.values():
+                weight.grad = torch.zeros_like(weight)
+            for limits in entry.clips:
+                self.clip(*limits)
+            for optimizer in optimizers:
+                optimizer.step()
+            if not heard.counted or engine.unsent is not None or next(self._comm.played, None) is not None:
+                raise _WentAnotherWay
+        finally:
+            self._members = engine.members = members
+            self._comm.played = None
+
+    def _hold(self) -> Held | None:
+        """Take the others' last steps again, and return what this replica has of their state."""
+        if self._begun is None:
+            return None
+        self._follow(1)
+        self._method.finish()
+        state, alone = self.give(), self._method.card.alone(self._stage.step)
+        if self.follows.closed:  # what it began with may be old
+            return Held(state, {})
+        values = {key: value for key, value in self._begun["values"].items() if self._entry_of(key).apart}
+        apart = {"values": values, "weights": state["weights"], "optimizers": self._begun["optimizers"]}
+        return Held(state, apart if alone else {"values": values})
+
+    def _arrive(self, received: Mapping[str, Any] | None) -> bool:
+        """Cease to follow another replica once this one is among them. Return whether it has followed one."""
+        if self._begun is None:
+            return False
+        if received is None:
+            gone = ThinwireError("the replicas that this one was about to join are gone: start it again")
+            gone.status = 1
+            raise gone
+        self.follows.close()
+        self.follows = self._begun = None
+        self._history.clear()  # nothing of what it sent waits
+        self._comm.ledger.reset()  # of the others' steps
+        return True
 
     def doubt(self) -> None:
         """Keep what this rank's rows will be if it turns out that others have counted the attempt."""
@@ -167,14 +355,14 @@ class Turnover:
 
     def _is_own(self, key: str) -> bool:
         """Does a replica that joins begin without what is at ``key``: what waits, and what is one rank's alone?"""
-        return self._waits(key) or bool(self._entry(key).own)
+        return self._waits(key) or bool(self._entry_of(key).own)
 
     def _waits(self, key: str) -> bool:
         """Is what is at ``key`` still to be delivered?"""
         kind = key.partition("/")[0]
-        return has_rows(key) and (kind in self._method.card.promise.waits or self._entry(key).served)
+        return has_rows(key) and (kind in self._method.card.promise.waits or self._entry_of(key).served)
 
-    def _entry(self, key: str) -> StateKind:
+    def _entry_of(self, key: str) -> StateKind:
         return kind_of(self._method.card.state_kinds, key.removeprefix("=").partition("/")[0])
 
     def _first_own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,7 +374,11 @@ class Turnover:
             if entry.own and key.removeprefix("=").partition("/")[0] == entry.own
         }
 
-    def _change(self, membership: Membership, received: Mapping[str, Any] | None, *, from_peer: bool) -> bool:
+    def _change(
+        self, membership: Membership, received: Mapping[str, Any] | None, *, from_peer: bool, hears: bool = False
+    ) -> bool:
+        """Go on in ``membership``, with ``received``, from a peer or a checkpoint, or with what is here. ``hears``: as
+        a spare in the peer's place. Return whether the weights are others than before."""
         ranks, stale, stage, (inside, shards) = len(membership.nodes), False, self._stage, self._header.shard
         rank = membership.rank * shards + inside
         hops = (*self._header.hops[:-1], (membership.rank, ranks, False))
@@ -205,10 +397,12 @@ class Turnover:
                 raise ThinwireError(f"this replica does not fit the run that it wants to join: {unlike}")
             own_rows = self._own_rows(received["history"], received["step"], values)
             values = {key: value for key, value in received["values"].items() if key not in own_rows}
-            values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
+            if not hears:  # in the very place of the peer all is as it is there
+                values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
             values |= self._first_own(values) if from_peer else {}  # a checkpoint's own weights are loaded already
             step, skipped, flush, bound = (received[key] for key in ("step", "skipped", "flush", "bound"))
             self._history, stale = list(received["history"]), self._load(received)
+            self.tape.cut()
         self._doubt, self._header = None, new
         self._comm.take(membership)
         self._loop.reset()

@@ -41,6 +41,7 @@ from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, summary
 from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
 from thinwire.train.job.signals import Interrupted, note_signals
+from thinwire.train.job.status import goes_on
 from thinwire.train.loop import Start, StepOutcome, Trainer, prepare
 from thinwire.wire import Wire
 
@@ -75,8 +76,10 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
     log = ReplicaLog(config.out / REPLICAS / f"{name}.jsonl")
     log.write("started", pid=os.getpid(), host=socket.gethostname())
     with join_ranks(config) as ranks:
-        # Replicas that start together wait for each other. One that is started again must not let the others wait.
-        manager = None if restarted else _open_manager(connect, config, name)
+        # Replicas that start together wait for each other. One that comes later must not let the others wait: it first
+        # fetches their state, and then opens its manager.
+        open_manager = functools.partial(_open_manager, connect, config, name)
+        manager = open_manager if restarted or goes_on(os.environ[LIGHTHOUSE]) else open_manager()
         folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
         with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
             inputs = read_inputs(config, folder)
@@ -85,7 +88,6 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
         if start.ended:
             say(f"thinwire: {start.ended}", sys.stderr)
             return 0
-        manager = manager or _open_manager(connect, config, name)
         trainer = ReplicaTrainer(start, ranks, manager, compress, log, restarted)
         try:
             return trainer.train()
@@ -155,6 +157,7 @@ class ReplicaTrainer(Trainer):
             # The trainer counts skipped steps itself, together with losses that are not finite.
             safety=Safety(guard=config.guard, max_skipped=None),
         )  # fmt: skip
+        self.manager = self.wire.manager
         self.manager.register_state_dict_fn("trainer", functools.partial(setattr, self, "_news"), self._give)
         return self.wire
 
@@ -230,13 +233,8 @@ class ReplicaTrainer(Trainer):
         return outcome and outcome._replace(stopped=bool(signals))
 
     def _time_round(self, seconds: float) -> None:
-        """Judge, after a few ``seconds`` of steps taken alone, whether a round fits into the timeout.
-
-        So long the lighthouse waits for those who are in a round before it lets others begin a run without them.
-
-        Raises:
-            ThinwireError: it does not.
-        """
+        """Raise ThinwireError, after a few ``seconds`` of steps taken alone, if a round is longer than the timeout: the
+        lighthouse would not wait for those who are in it, and let others begin the run without them."""
         every = self.wire.method.card.round_steps
         if not self._alone or len(self._round_seconds) == min(every, TIMED):
             return

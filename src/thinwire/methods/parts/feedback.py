@@ -13,13 +13,17 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Share, Within, check_types, read_arguments
 from thinwire.codecs.base import Residual
 from thinwire.core.bucket import Bucket
-from thinwire.core.card import EQUAL, Card
+from thinwire.core.card import EQUAL, Card, StateKind
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import MATRIX, SMALL, Method, Smallest, Start, exempt_small, first_step
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
 from thinwire.methods.parts.updates import UpdateSpace
+
+_OF_UPDATE_SPACE = {
+    "seen": EQUAL, "turned": EQUAL, "alike": EQUAL, "first": StateKind(apart=True), "second": StateKind(apart=True),
+}  # fmt: skip
 
 
 class _Feedback:
@@ -190,7 +194,7 @@ class Lossy(Method):
         return replace(
             card, promise=self._promise(), native=False, keeps_state=self.feedback is not None,
             adds_up=self.updates is None, steady=self.first, step_maker=self.update_space,
-            state_kinds={**card.state_kinds, "seen": EQUAL, "turned": EQUAL, "alike": EQUAL},  # of UpdateSpace
+            state_kinds={**card.state_kinds, **_OF_UPDATE_SPACE},
         )  # fmt: skip
 
     def _promise(self) -> Promise:

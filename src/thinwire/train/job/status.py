@@ -170,12 +170,22 @@ def goodput(gaps: Sequence[Gap]) -> float | None:
 
 def ask_lighthouse(address: str) -> list[str] | None:
     """Return the names of the replicas of which torchft's lighthouse hears now; None: it does not answer."""
+    page = _page_of(address)
+    return None if page is None else alive_on(page)
+
+
+def goes_on(address: str) -> bool:
+    """Has a run whose replicas live counted a step with the lighthouse at ``address``?"""
+    page = _page_of(address) or ""
+    return bool(alive_on(page)) and re.search(r"Step:\s*[1-9]", page) is not None
+
+
+def _page_of(address: str) -> str | None:
     try:
         with urllib.request.urlopen(f"{address.rstrip('/')}/status", timeout=ANSWER_S) as answer:
-            page = answer.read(1 << 20).decode(errors="replace")
+            return answer.read(1 << 20).decode(errors="replace")
     except (OSError, ValueError):
         return None
-    return alive_on(page)
 
 
 def alive_on(page: str) -> list[str]:
