@@ -102,8 +102,9 @@ test-frameworks:
 TRITONS := build/triton-3.6.0 build/triton-3.9.0
 
 build/triton-%: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --target $@.part "triton==$*" "numpy<2.4"
-	mv $@.part $@
+	rm -rf build/part-$*
+	$(BIN)/python -m pip install --quiet --no-deps --target build/part-$* "triton==$*" "numpy<2.4"
+	mv build/part-$* $@
 
 test-triton: $(STAMP) $(TRITONS)
 	PYTHONPATH=$(CURDIR)/$(lastword $(TRITONS)) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/ops

@@ -44,6 +44,10 @@ from whole_step import WholePlayback
 SOURCE = Path(thinwire.__file__).parent
 SHAPES = {"a": (67, 77), "b": (96, 64), "a.bias": (33,)}
 """Two that are sent, one in rows whose length is a multiple of nothing, and one that stays dense."""
+SIDE_BY_SIDE = {"a": (640, 1024), "b": (320, 256), "a.bias": (320,)}
+"""What is sent lies side by side in five shards, in multiples of 64: it is compressed where the engine has put it."""
+UNALIGNED = SIDE_BY_SIDE | {"a.bias": (64,)}
+"""The same, in rows that begin at a multiple of 4 bytes alone."""
 
 
 def test_every_launch_goes_through_the_one_that_minds_the_device():
@@ -203,14 +207,18 @@ def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
 
 
 @pytest.mark.parametrize("name", [cls.name for cls in TABLE])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_no_step_waits_for_a_kernel(name, kind):
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [("ddp", SHAPES), ("fsdp2", SHAPES), ("fsdp2", SIDE_BY_SIDE), ("fsdp2", UNALIGNED)],
+    ids=["ddp", "fsdp2", "side by side", "unaligned"],
+)
+def test_no_step_waits_for_a_kernel(name, kind, shapes):
     """What the steps of many ranks launch was compiled before, with the smallest parameters and one rank."""
     method = method_of(name)
     if kind not in method.engines:
         pytest.skip(f"{name} does not run on {kind}")
     exchange = exchange_of(kind, 5)
-    parameters = list(parameters_for(exchange, SHAPES).values())
+    parameters = list(parameters_for(exchange, shapes).values())
     layout, road = layout_of(parameters, exchange), road_of(method, parameters, exchange)
     gathers = frozenset(shard.dtype for shard in layout.shards)
     run = replace(stand_in_run(method, parameters, exchange), gathers=gathers)

@@ -22,7 +22,7 @@ GRID = (2**31 - 1, 65535, 65535)
 """The most programs that CUDA takes along each dimension of a grid. A launch beyond it fails ("invalid argument")."""
 INT32 = range(-(2**31), 2**31)
 """Integers that a kernel takes in 32 bits; for others it is compiled anew."""
-VARIANTS = {"ALIGN": (16, 1), "WIRE": (16, 4)}
+VARIANTS = {"ALIGN": (16, 1), "WIRE": (16, 4, 1)}
 """The values of these constants in a step: see :func:`alignment` and :func:`wire_alignment`."""
 
 

@@ -33,6 +33,7 @@ from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
 from thinwire.ops.backends import every_variant
 from thinwire.ops.norms import Statistics, factors_of
+from thinwire.ops.rows import CopySegment, CopyTable, pack
 from thinwire.plan.doubles import CountedState, Watch, optimizer_like, step_once, zeros_like
 
 META = torch.device("meta")
@@ -213,7 +214,9 @@ def _move(device: torch.device) -> None:
         flat = torch.zeros(3, dtype=dtype, device=device)
         bucket.copies.pack(flat, rows)
         column = torch.zeros(1, dtype=torch.int64, device=device)
-        bucket.copies.pack(flat, rows, factors_of(flat, bucket.copies.copy_table, column, statistics).factors)
+        factors = factors_of(flat, bucket.copies.copy_table, column, statistics).factors
+        bucket.copies.pack(flat, rows, factors)
+        pack(flat, CopyTable([CopySegment(0, 3, 3, 0, 3, 3, 3, 1)], device), flat, factors)  # cut where it lies
         bucket.copies.unpack(rows, flat)
 
 
