@@ -197,6 +197,8 @@ def listing(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str
     """Every launch by name, a column for each number of ranks; below, what is beyond dense's, per bucket and buffer."""
     dense = {count: budget("dense", model, engine, count, per_node) for count in ranks}
     for method in methods:
+        for count in ranks:
+            budget(method, model, engine, count, per_node)  # copies tables of places, which later steps find
         of = {count: budget(method, model, engine, count, per_node) for count in ranks}
         any_of = of[ranks[0]]
         print(f"### {method}, {model}, {engine}: {any_of.buffers} buffers, {any_of.buckets} buckets\n")
@@ -225,6 +227,7 @@ def table(model: str, engine: str, ranks: Sequence[int], methods: Sequence[str],
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for method in methods:
         for count in ranks:
+            budget(method, model, engine, count, per_node)  # copies tables of places, which later steps find
             of = budget(method, model, engine, count, per_node)
             digits = 1 if values > 1e8 else 3
             sent = f"{of.sent / 1e6:.{digits}f} | {of.weights / 1e6:.{digits}f}"
