@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire.adapters.transport import Transport, follow
-from thinwire.base.errors import FailedExchange, LostRank, ThinwireError
+from thinwire.base.errors import FailedExchange, LostRank, ThinwireError, Unanswered, first_line
 from thinwire.base.extras import load
 from thinwire.core.agreement import Agreement
 from thinwire.core.safety import Safety
@@ -162,17 +162,6 @@ def _check_mesh(manager: Any, groups: Sequence[Any]) -> None:
         )
 
 
-def _silent(text: str) -> ThinwireError:
-    """Make the error of a replica that nobody answers."""
-    error = ThinwireError(text)
-    error.status = 1  # no input is at fault: the replica may succeed when it is started again
-    return error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 class ManagerMembers:
     """The replicas of a torchft manager. A step is *attempted*, and counts or leaves no trace.
 
@@ -209,13 +198,13 @@ class ManagerMembers:
         try:
             self._start_quorum()
         except (TimeoutError, RuntimeError) as refusal:
-            raise _silent(
-                f"this replica found no quorum ({_first_line(refusal)}): is the lighthouse running, can it be reached "
+            raise Unanswered(
+                f"this replica found no quorum ({first_line(refusal)}): is the lighthouse running, can it be reached "
                 "from here, and are at least min_replicas replicas running?"
             ) from refusal
         try:
             if (reported := manager.errored()) is not None:
-                raise LostRank(membership.rank, [], "quorum", 0.0, str(reported).splitlines()[0])
+                raise LostRank(membership.rank, [], "quorum", 0.0, first_line(reported))
             if manager._quorum_id != membership.number:
                 membership = self._meet(manager)
         except FailedExchange as failure:
@@ -288,8 +277,8 @@ class ManagerMembers:
         try:
             counted = self._manager.should_commit(timeout=patience)
         except (TimeoutError, RuntimeError) as refusal:
-            raise _silent(
-                f"this replica's vote on a step failed ({_first_line(refusal)}): has one of its ranks ended, or stood "
+            raise Unanswered(
+                f"this replica's vote on a step failed ({first_line(refusal)}): has one of its ranks ended, or stood "
                 f"still for {patience.total_seconds():g} s? Start the replica again"
             ) from refusal
         self._late &= not counted

@@ -157,8 +157,7 @@ class Transport:
 
     Attributes:
         tape: of this replica, once it has a wire. holds: has it a part of the state, so that it asks for hashes?
-            asks_since: by the monotonic clock, when it began to wait for the
-            lighthouse's answer; infinity: it does not.
+        asks_since: by the monotonic clock, when it began to wait for the lighthouse's answer; infinity: it does not.
     """
 
     tape: Tape | None = None

@@ -16,6 +16,12 @@ class ThinwireError(Exception):
     status = 2
 
 
+class Unanswered(ThinwireError):
+    """Nobody has answered. No input is at fault: the replica may succeed when it is started again."""
+
+    status = 1
+
+
 class FailedExchange(ThinwireError):
     """An exchange with other ranks has failed.
 
@@ -89,6 +95,11 @@ def name_exchange(step: int, describe: Callable[[], str]) -> Iterator[None]:
         if not error.exchanged:
             error.step, error.exchanged = step, describe()
         raise
+
+
+def first_line(error: object) -> str:
+    """Return the first line of what ``error`` says; the name of its class if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _listed(ranks: Sequence[int], limit: int = 8) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from thinwire.base.errors import FailedExchange, ThinwireError
+from thinwire.base.errors import FailedExchange, ThinwireError, Unanswered
 from thinwire.core.card import StateKind
 from thinwire.core.road import Stage
 from thinwire.core.run import Run
@@ -302,9 +302,7 @@ class Turnover:
         if self._begun is None:
             return False
         if received is None:
-            gone = ThinwireError("the replicas that this one was about to join are gone: start it again")
-            gone.status = 1
-            raise gone
+            raise Unanswered("the replicas that this one was about to join are gone: start it again")
         self.follows.close()
         self.follows = self._begun = None
         self._history.clear()  # nothing of what it sent waits

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import FailedExchange, ThinwireError
+from thinwire.base.errors import FailedExchange, ThinwireError, Unanswered, first_line
 from thinwire.base.terminal import say
 from thinwire.core.safety import Safety
 from thinwire.network.comm import ManagedComm
@@ -107,10 +107,7 @@ def _open_manager(connect: Connect, config: Config, name: str) -> Any:
 
 
 def _lighthouse_is_silent(error: Exception) -> ThinwireError:
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    silent = ThinwireError(f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer: {line}")
-    silent.status = 1  # it may, when this replica is started again
-    return silent
+    return Unanswered(f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer: {first_line(error)}")
 
 
 class ReplicaTrainer(Trainer):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 
 SPAN = 1 << 15  # characters in a row that go to one side of the split
 HELD_OUT = 20  # every 20th span is held out
@@ -97,7 +97,7 @@ def _read_hub(name: str) -> Iterable[Iterable[str]]:
     try:
         rows = datasets.load_dataset(path, config or None, split="train")
     except Exception as error:  # the hub's client raises whatever its transport raises
-        raise ThinwireError(f"cannot load the data set '{name}': {str(error).splitlines()[0]}") from None
+        raise ThinwireError(f"cannot load the data set '{name}': {first_line(error)}") from None
     if "text" not in rows.column_names:
         raise ThinwireError(f"the data set '{name}' has no column 'text', only {', '.join(rows.column_names)}")
     return ((row["text"],) for row in rows)

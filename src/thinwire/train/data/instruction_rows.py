@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning, first_line
 from thinwire.train.data.corpus import HELD_OUT, match_paths
 from thinwire.train.data.windows import Windows
 
@@ -132,7 +132,7 @@ def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator
         try:
             prompt, answered = written(turn, True), written(turn + 1, False)
         except Exception as error:  # whatever the template raises
-            raise ThinwireError(f"{source}: the chat template refuses it: {str(error).splitlines()[0]}") from None
+            raise ThinwireError(f"{source}: the chat template refuses it: {first_line(error)}") from None
         if not (prompt.startswith(text) and answered.startswith(prompt)):
             raise ThinwireError(f"{source}: the chat template writes earlier turns anew: give each answer its own row")
         yield prompt[len(text) :], False

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.files import write
 from thinwire.train.data.corpus import spans
 
@@ -119,4 +119,4 @@ def _load(source: Path | str) -> HubTokenizer:
     try:
         return HubTokenizer.from_file(str(source)) if isinstance(source, Path) else HubTokenizer.from_pretrained(source)
     except Exception as error:  # whatever the parser or the hub's client raises
-        raise ThinwireError(f"cannot load the tokenizer {source}: {str(error).splitlines()[0]}") from None
+        raise ThinwireError(f"cannot load the tokenizer {source}: {first_line(error)}") from None
