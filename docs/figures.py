@@ -362,7 +362,7 @@ OPENED = frozenset(
     "adapters base baselines checkpoint cli codecs core data engines job lab model network optim ours papers".split()  # noqa: SIM905
     + "parts plan predict proof saved train".split()  # noqa: SIM905
 )
-"""Packages of which the tree in CONTRIBUTING shows each file."""
+"""Packages of which the tree in docs/files.md shows each file."""
 
 
 def tree() -> str:
