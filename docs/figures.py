@@ -326,6 +326,11 @@ def ladder() -> str:
     return ladder_tables.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
 
 
+def rungs() -> str:
+    """What they say of the methods that most people want."""
+    return ladder_tables.short(ladder_tables.read(DATA / "ladder.jsonl").values())
+
+
 def law() -> str:
     """The forecasts of benchmarks/loss/gap_law.py."""
     return gap_law.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
@@ -562,6 +567,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "speed": speeds,
     "quality": quality,
     "ladder": ladder,
+    "rungs": rungs,
     "law": law,
     "runs": runs,
     "differences": differing,
