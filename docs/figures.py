@@ -447,17 +447,68 @@ def to_denses_loss() -> str:
     return "\n".join(lines)
 
 
-def papers(paper: str) -> str:
-    """What the experiments of ``benchmarks/papers`` gave for one paper: the reports in docs/data/papers."""
-    reports = sorted(
-        (DATA / "papers").glob(f"{paper}-*.md"), key=lambda path: (path.stem != f"{paper}-headline", path.stem)
-    )
-    sections = []
-    for report in reports:
-        title, _, body = report.read_text().partition("\n")
-        _, _, title = title.partition(", ")
-        sections.append(f"### {title[0].upper()}{title[1:]}\n{body.rstrip()}")
-    return "\n\n".join(sections)
+def reports(paper: str) -> dict[str, str]:
+    """Experiment -> the report that ``thinwire paper`` wrote of it for one paper, the headline's first."""
+    files = sorted((DATA / "papers").glob(f"{paper}-*.md"), key=lambda path: ("headline" not in path.stem, path.stem))
+    return {path.stem.removeprefix(f"{paper}-"): path.read_text() for path in files}
+
+
+CLAIM = re.compile(
+    r"\* (reached|NOT REACHED|not measured): (.+?)(?:[;:] (?:here (.+)|((?:predicted|our bytes allow) .+)))?"
+)
+"""A claim as a report prints it: the verdict, what the paper says, and what came out here."""
+RATIO = "the ratio of communication to computing"
+"""A claim that begins so is not the paper's: it says whether a headline's run may be held against it."""
+VERDICTS = {"reached": "yes", "NOT REACHED": "**no**", "not measured": "not measured"}
+
+
+def claims_of(report: str) -> list[tuple[str, str, str]]:
+    """(claim, what came out here, reached or not) of every claim in a report."""
+    found = map(CLAIM.fullmatch, report.splitlines())
+    return [(claim[2], claim[3] or claim[4] or "", VERDICTS[claim[1]]) for claim in found if claim]
+
+
+def title_of(report: str) -> str:
+    """What a report's experiment measures."""
+    return report.partition("\n")[0].partition(": ")[2]
+
+
+def papers(paper: str, *shown: str) -> str:
+    """Every claim of a paper beside what came out here, and the whole tables of the experiments ``shown``."""
+    lines = ["| experiment | the paper's claim | here | reached |", "|---|---|---|---|"]
+    for name, report in reports(paper).items():
+        link = f"[{name.replace('-', ' ')}](data/papers/{paper}-{name}.md)"
+        if name != "headline":
+            link += f": {title_of(report)}"
+        for claim, here, verdict in claims_of(report):
+            lines.append(f"| {link} | {claim} | {here} | {verdict} |")
+            link = ""
+    for name in shown:
+        report = reports(paper)[name]
+        rows = [re.sub("-{3,}", "---", re.sub(" +", " ", row)) for row in report.splitlines() if row.startswith("|")]
+        rows = [row.replace(" 4e-06 |", " 0 |") for row in rows]  # `none` sends 4 bytes a step
+        lines += ["", f"### {name.capitalize().replace('-', ' ')}: {title_of(report)}", "", *rows]
+    return "\n".join(lines)
+
+
+def papers_in_short() -> str:
+    """One row per paper: its headline's speedup, and how many of its claims were reached."""
+    lines = [
+        "| paper | headline speedup: paper | here | claims | reached | not measured |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for paper in ("radius", "scape", "tagc", "separate", "sdp4bit"):
+        found = reports(paper)
+        headline, here, _ = claims_of(found["headline"])[0]
+        [claimed] = re.findall(r"[\d.]+x", headline)
+        verdicts = [
+            verdict
+            for report in found.values() for claim, _, verdict in claims_of(report) if not claim.startswith(RATIO)
+        ]  # fmt: skip
+        counts = f"{len(verdicts)} | {verdicts.count('yes')} | {verdicts.count('not measured')}"
+        [title] = re.findall(r"# (.+?),", found["headline"])
+        lines.append(f"| {title} | {claimed} | {here} | {counts} |")
+    return "\n".join(lines)
 
 
 def errors_by_source(kind: str) -> dict[str, list[float]]:
@@ -587,6 +638,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "differences": differing,
     "to-denses-loss": to_denses_loss,
     "papers": papers,
+    "papers-in-short": papers_in_short,
     "lab": lab,
     "lab-draws": lab_draws,
     "predictions": predictions,
