@@ -326,6 +326,11 @@ def ladder() -> str:
     return ladder_tables.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
 
 
+def rungs() -> str:
+    """What they say of the methods that most people want."""
+    return ladder_tables.short(ladder_tables.read(DATA / "ladder.jsonl").values())
+
+
 def law() -> str:
     """The forecasts of benchmarks/loss/gap_law.py."""
     return gap_law.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
@@ -543,6 +548,26 @@ def published() -> str:
     return "\n".join(lines)
 
 
+def predictions() -> str:
+    """How far all predictions were off: a line for each kind of rows, and a sentence on the advice."""
+    lines = ["| beside | rows | median error | worst |", "|---|---:|---:|---:|"]
+    for kind, what in ("a", "published dense steps and communication times"), ("b", "published steps of a method"):
+        by_source = errors_by_source(kind).values()
+        errors = [error for errors in by_source for error in errors]
+        middle = f"{median(median(map(abs, errors)) for errors in by_source):.1%}, of the sources' medians"
+        lines.append(f"| {what} (class {kind}) | {len(errors)} | {middle} | {max(errors, key=abs):+.1%} |")
+    named, drawn = trials(drawn=False), trials(drawn=True)
+    for some, what in (named, f"every method, {len(named)} links"), (drawn, f"{len(drawn)} drawn settings"):
+        errors = [row.error for trial in some for row in trial.rows]
+        middle = f"{median(map(abs, errors)):.1%}"
+        lines.append(f"| measured: {what} | {len(errors)} | {middle} | {max(errors, key=abs):+.1%} |")
+    right, both = sum(trial.agrees for trial in named + drawn), len(named + drawn)
+    of_named, of_drawn = (sum(trial.is_in_order for trial in some) for some in (named, drawn))
+    advice = f"Whether to compress was predicted right in {right} of {both} measured settings."
+    order = f"in {of_drawn} of the {len(drawn)} drawn settings, and in {of_named} of the {len(named)} with all methods."
+    return "\n".join([*lines, "", f"{advice} The three fastest methods came in the predicted order {order}"])
+
+
 def published_rows(kind: str) -> str:
     """Every published row of class ``kind`` beside its prediction, without the runs of diloco-measured."""
     lines = ["| row | published | predicted | error | inputs |", "|---|---:|---:|---:|---|"]
@@ -613,6 +638,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "speed": speeds,
     "quality": quality,
     "ladder": ladder,
+    "rungs": rungs,
     "law": law,
     "runs": runs,
     "differences": differing,
@@ -621,6 +647,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "papers-in-short": papers_in_short,
     "lab": lab,
     "lab-draws": lab_draws,
+    "predictions": predictions,
     "published": published,
     "published-rows": published_rows,
     "unexplained": unexplained,
