@@ -13,7 +13,7 @@ import torch
 
 import pretrained_models
 from thinwire.cli import program as cli
-from thinwire.train.checkpoint import evaluation
+from thinwire.train.checkpoint import evaluation, trained_model
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.hf_export import export
@@ -103,7 +103,7 @@ def test_a_run_is_evaluated_as_its_export_is(task, tmp_path, monkeypatch):
             exported.append(folder)
             pretrained_models.make(folder)
 
-    monkeypatch.setattr(evaluation.trained_model, "read", lambda place: Run())
+    monkeypatch.setattr(trained_model, "read", lambda place: Run())
     both = [
         evaluation.evaluate(evaluation.Options(tmp_path / name, ("sevens",), include=tmp_path / "tasks", limit=4))
         for name in ("run", "hub")
