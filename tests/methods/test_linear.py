@@ -269,7 +269,7 @@ def test_selection():
      ("radius(residual_scale=2)", "residual_scale is a share"),
          ("radius(start=-1)", "start is a share"), ("radius(start=1.5)", "start is a share"),
      ("radius:none", "has no preset 'none'; there are: radius:paper"),
-     ("bf16:paper", "has no preset 'paper'; there are: none"), ("separate(ratio=3)", "cannot be sent"),
+     ("bf16:paper", "has no preset 'paper'; there are: none"), ("separate(ratio=3)", "that ratio divides"),
      ("separate(estimator='x')", "estimator is cyclic_srht or paper"), ("separate(reset=-1)", "reset is a number"),
      ("tagc(theta=1)", "share of values zeroed"), ("tagc(mask='shared')", "no knob .mask."),
      ("topk(density=2)", "density is the share"), ("dgc(momentum=1)", "momentum is"),
