@@ -22,7 +22,7 @@ from thinwire.methods import TABLE, Method, resolve
 from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import dry_run
 from thinwire.predict.layouts import timeline_of, virtual_of
-from thinwire.predict.timeline import Message, RecordedStep
+from thinwire.predict.timeline import Message, Pass, RecordedStep
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import ModelConfig
 
@@ -157,7 +157,7 @@ def test_other_names_change_nothing(engine):
 
 
 def total_of(step: RecordedStep) -> tuple[float, float]:
-    passes = sum(event.nbytes for stretch in step.stretches for event in stretch.passes)
+    passes = sum(event.nbytes for of in step.stretches for event in of.events if isinstance(event, Pass))
     return total(messages(step, weights=False)), passes
 
 
@@ -189,7 +189,7 @@ def test_a_method_of_the_user_is_recorded():
         for method in (Halved(), "dense")
     )
     assert total_of(halved)[0] == total_of(dense)[0]
-    kernels = [event.kernel for event in halved.gradients[0].passes]
+    kernels = [event.kernel for event in halved.gradients[0].events if isinstance(event, Pass)]
     assert kernels.count("aten.mul_") == 2 + (len(halved.gradients) > 1)  # the mean's, and its own
 
 

@@ -745,7 +745,7 @@ def one_rank(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
         assert dist.group.WORLD is not None
         ranks = setup.Ranks(GroupComm(dist.group.WORLD, Ledger()), 1, torch.device("cpu"))
         config = from_arguments([*small, "--out", f"{tmp_path}/run", *words]).check()
-        return loop._train(config, ranks)
+        return loop.train_on(config, ranks)
 
     try:
         yield train

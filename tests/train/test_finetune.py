@@ -27,6 +27,7 @@ from thinwire.train.config import Config
 from thinwire.train.data.corpus import read_corpus, split
 from thinwire.train.data.token_files import find_token_files
 from thinwire.train.data.windows import IGNORED, batches
+from thinwire.train.job.held_out import positions
 from thinwire.train.job.setup import make_optimizers
 
 needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -148,7 +149,7 @@ def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(plac
     weights = trained_model.read(tmp_path / "run").weights
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-4, atol=1e-6)
-    inputs, targets = batches(held.spread(4), 4)[0]
+    inputs, targets = batches([held.window(i) for i in positions(held, 4)], 4)[0]
     with torch.no_grad():
         expected = float(model(inputs, targets))
     assert json.loads((tmp_path / "run/summary.json").read_text())["valid_loss"] == pytest.approx(expected, rel=1e-4)

@@ -143,8 +143,7 @@ def verdict(parts: Mapping[str, float], hidden: float | None, simulation: Simula
     best, dense = simulation.best, simulation.dense.prediction
     made = best.prediction
     if best is simulation.dense:
-        others = [outcome for outcome in simulation.outcomes[1:] if simulation.fits(outcome) != "does not fit"]
-        rival = min(others, key=lambda outcome: outcome.prediction.seconds, default=None)
+        rival = min(simulation.rivals, key=lambda outcome: outcome.prediction.seconds, default=None)
         why = "" if rival is None else f"; {rival.method} would be {simulation.gain(rival)} as fast"
         return [
             bound, f"helps:    do not compress{why}; rather {REMEDIES[first]}: up to {seconds(parts[first])}",

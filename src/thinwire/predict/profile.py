@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 
 
 def _grouped_mm_flops(left: Sequence[int], right: Sequence[int], *others: Any, **options: Any) -> int:
@@ -103,9 +103,9 @@ def profile_of(model: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | 
         try:
             functional_call(_Step(model), weights, (inputs, count))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            name, reason = type(model).__name__, first_line(error)
             raise ThinwireError(
-                f"cannot profile {type(model).__name__} on the meta device (it must not read values): {first_line}"
+                f"cannot profile {name} on the meta device (it must not read values): {reason}"
             ) from None
     parameters = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     return ModelProfile(

@@ -96,18 +96,14 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
 
 
 def _open_manager(connect: Connect, config: Config, name: str) -> Any:
-    longest = max(config.timeout, config.file_timeout)
     try:
         return connect(
             name, os.environ["MASTER_ADDR"], min_replicas=config.min_replicas, timeout_s=config.timeout,
-            longest_s=longest,
+            longest_s=max(config.timeout, config.file_timeout),
         )  # fmt: skip
     except (RuntimeError, TimeoutError) as error:
-        raise _lighthouse_is_silent(error) from None
-
-
-def _lighthouse_is_silent(error: Exception) -> ThinwireError:
-    return Unanswered(f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer: {first_line(error)}")
+        line = f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer"
+        raise Unanswered(f"{line}: {first_line(error)}") from None
 
 
 class ReplicaTrainer(Trainer):
@@ -124,9 +120,7 @@ class ReplicaTrainer(Trainer):
         self.manager, self.log, self._compress, self._restarted = manager, log, compress, restarted
         self.dropped, self.first_loss = 0, math.nan
         self._begin_counts()
-        super().__init__(start.config, ranks, start.inputs, start.checkpoints, start.bf16)
-        if start.resumed is not None:
-            self.restore(start.resumed)
+        super().__init__(start, ranks)
 
     def _begin_counts(self) -> None:
         self._keeps = self._reopen = False  # the run's files

@@ -101,7 +101,8 @@ def supervise(words: list[str], config: Config) -> int:
         facts = {"lighthouse": url, "min_replicas": config.min_replicas, "host": socket.gethostname()}
         write(config.out / ELASTIC, json.dumps(facts) + "\n")
         note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {url}")
-        interface = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(address) else {}
+        loopback = address.startswith("127.") or address == "::1"
+        interface = {"GLOO_SOCKET_IFNAME": "lo"} if loopback else {}
         environment = {
             "OMP_NUM_THREADS": "1", **interface, **os.environ,
             "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address,
@@ -133,10 +134,6 @@ def _own_address(lighthouse: str | None) -> str:
             return probe.getsockname()[0]
     except (OSError, ValueError) as error:
         raise ThinwireError(f"{LIGHTHOUSE} is '{lighthouse}', which cannot be reached: {error}") from None
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 @contextmanager

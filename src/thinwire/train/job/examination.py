@@ -79,7 +79,7 @@ class Examination:
             self.samples = sweep(job, self.per_node, self._left(0.2))
         self._tell("measuring the computing, and steps without any exchange")
         trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
-        self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
+        self.dtype = torch.bfloat16 if self._ranks.computes_in_bf16(config) else torch.float32
         device = measure_device(job, self.dtype, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
         model, dense = on_meta(trial.net, set(), {}), None
@@ -115,13 +115,14 @@ class Examination:
     def _steps(self, trial: Trial, method: str, seconds: float) -> Steps:
         """Time steps with ``method`` for about so many seconds, one at least. Collective."""
         trial.begin(method)
-        first = slowest(self._ranks, [trial.step()])  # it also compiles and fills caches: on a GPU many times a step
-        second = slowest(self._ranks, [trial.step()]) if first[0].step < seconds else first
+        # The first also compiles and fills caches: on a GPU it takes many times as long as the others.
+        first = slowest(self._ranks, [trial.time_step()])
+        second = slowest(self._ranks, [trial.time_step()]) if first[0].step < seconds else first
         count = min(STEPS, int((seconds - first[0].step) / second[0].step) - 1)
-        times = slowest(self._ranks, [trial.step() for _ in range(count)]) or second
-        apart = slowest(self._ranks, [trial.step(apart=True) for _ in range(count // 4)]) or times
+        times = slowest(self._ranks, [trial.time_step() for _ in range(count)]) or second
+        apart = slowest(self._ranks, [trial.time_step(apart=True) for _ in range(count // 4)]) or times
         stats = trial.wire.stats()
-        trial.end()
+        trial.wire.close()
         return Steps(
             [step.step for step in times], loading=statistics.median(step.loading for step in times),
             issuing=statistics.median(step.issuing for step in times),

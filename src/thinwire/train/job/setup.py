@@ -50,6 +50,9 @@ class Ranks:
     def nodes(self) -> int:
         return -(-self.comm.size // self.per_node)
 
+    def computes_in_bf16(self, config: Config) -> bool:
+        return config.dtype == "bf16" or (config.dtype == "auto" and self.device.type == "cuda")
+
 
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
@@ -101,7 +104,7 @@ def _gpu_backend(device: torch.device, store: dist.Store, rank: int, size: int) 
     return store.get("gpu").decode()
 
 
-def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool, *, alike: bool = False) -> Any:
+def wrap(model: nn.Module, config: Config, ranks: Ranks, *, alike: bool = False) -> Any:
     """Wrap the model in torch's engine for data parallelism. ``alike``: ranks have the same weights, none are sent."""
     if config.engine == "ddp":
         method, bucket_mb = resolve(config.method), config.bucket_mb
@@ -120,7 +123,8 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool, *, alike: b
         if size % shard:
             raise ThinwireError(f"--shard-size {shard} does not divide {size} ranks")
         mesh = init_device_mesh(ranks.device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    computed = torch.bfloat16 if ranks.computes_in_bf16(config) else None
+    policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
     return fully_shard(model, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)

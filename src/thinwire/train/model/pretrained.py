@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 
 HUB_FOLDER = "hf"  # folder in --out of the model's files that hold no tensors
 GENERATION = "generation_config.json"
@@ -188,4 +188,4 @@ def _quiet(trouble: str) -> Iterator[None]:
     except (ThinwireError, ModuleNotFoundError):
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ThinwireError(f"{trouble}: {next(iter(str(error).strip().splitlines()), type(error).__name__)}") from None
+        raise ThinwireError(f"{trouble}: {first_line(error)}") from None
