@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, in_words
 from thinwire.base.extras import EXTRAS, missing_for_triton
+from thinwire.base.processes import processor
 from thinwire.base.version import __version__, torch_warning
 
 HELP = """usage: thinwire env [--json]
@@ -67,9 +68,6 @@ UP = 1
 
 def main(argv: list[str]) -> int:
     """Print the facts. Return the exit status."""
-    if argv in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
     if argv not in ([], ["--json"]):
         raise ThinwireError(f"thinwire env takes --json or nothing, got '{' '.join(argv)}'")
     found = facts()
@@ -108,20 +106,13 @@ def installed(distribution: str) -> str | None:
     return None
 
 
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return found[1]
-    return platform.machine()
-
-
 def of_torch() -> tuple[dict[str, Any], list[str]]:
     """Return torch's version, devices and backends, and notes on them."""
     try:
         import torch
         import torch.distributed as dist
     except Exception as error:  # a broken installation fails in many ways
-        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        line = in_words(error)
         return {"version": installed("torch"), "error": line}, [f"torch cannot be imported, so nothing runs: {line}"]
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, in_words
 from thinwire.base.terminal import say
 from thinwire.train.cli import start_ranks, under_torchrun
 
@@ -39,9 +39,6 @@ LEAST_FALL = 0.2
 
 def main(argv: list[str]) -> int:
     """Start two ranks, or be one of them. Return the exit status."""
-    if argv in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
     if argv:
         raise ThinwireError(f"thinwire selftest takes no options, got '{' '.join(argv)}'")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -113,8 +110,7 @@ class Selftest:
         except (AssertionError, ThinwireError) as error:
             outcome = False, str(error)
         except Exception as error:
-            outcome = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
-            trace = traceback.format_exc()
+            outcome, trace = (False, in_words(error)), traceback.format_exc()
         outcomes = self.ranks.share(outcome)  # raises where the other rank has gone, which explains the error
         if trace:
             print(trace, file=sys.stderr)

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.lab.compare import method_names
-from thinwire.lab.link import UNITS
+from thinwire.lab.link import bit_rate
 from thinwire.predict.cluster import read_cluster
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, at_scale, simulate
@@ -144,7 +144,7 @@ def make_job(options: SimulateOptions) -> Job:
     """Read the cluster, make and profile the model."""
     cluster = read_cluster(options.cluster)
     if options.link is not None:
-        cluster = cluster.with_link(read_rate(options.link))
+        cluster = cluster.with_link(bit_rate(options.link, "200mbit or 10gbit")[1] / 8)
     ranks = options.ranks or options.nodes * cluster.per_node
     bf16 = options.dtype == "bf16" or (options.dtype == "auto" and not cluster.codec_on_core)
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -160,18 +160,6 @@ def make_job(options: SimulateOptions) -> Job:
         options.engine, ranks, tokens / (options.micro_batches * length), options.micro_batches, dtype,
         options.two_level, options.intra,
     )  # fmt: skip
-
-
-def read_rate(text: str) -> float:
-    """Read ``"10gbit"`` as bytes/s."""
-    word = text.strip().lower().removesuffix("/s")
-    for unit, size in UNITS.items():
-        try:
-            if word.endswith(unit) and (rate := float(word.removesuffix(unit)) * size / 8) > 0:
-                return rate
-        except ValueError:
-            break
-    raise ThinwireError(f"cannot read the link rate '{text}': write 200mbit or 10gbit")
 
 
 def load_model(text: str, sequence: int | None) -> tuple[nn.Module, Sequence[Tensor], int]:
@@ -206,8 +194,7 @@ def _hub_model(path: Path) -> nn.Module:
         with torch.device("meta"), _Uninitialized():
             return _Masked(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ThinwireError(f"cannot make a causal language model of {path}: {reason}") from None
+        raise ThinwireError(f"cannot make a causal language model of {path}: {first_line(error)}") from None
 
 
 def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Module, Sequence[Tensor], int]:

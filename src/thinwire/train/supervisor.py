@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
-from thinwire.base.processes import POLL_S, free_port
+from thinwire.base.processes import POLL_S, free_port, rank_variables
 from thinwire.base.terminal import begin_line, note, say
 from thinwire.train.cli import Children, prepare_child, show_cursor
 from thinwire.train.config import LIGHTHOUSE
@@ -104,8 +104,7 @@ def supervise(words: list[str], config: Config) -> int:
         loopback = address.startswith("127.") or address == "::1"
         interface = {"GLOO_SOCKET_IFNAME": "lo"} if loopback else {}
         environment = {
-            "OMP_NUM_THREADS": "1", **interface, **os.environ,
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address,
+            "OMP_NUM_THREADS": "1", **interface, **os.environ, **rank_variables(0, 1, 0, 1, address, 0),
             LIGHTHOUSE: url,
         }  # fmt: skip
         return Supervisor(words, config, [Replica(name) for name in names], environment, lighthouse).run()

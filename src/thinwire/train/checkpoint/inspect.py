@@ -18,7 +18,7 @@ from thinwire.plan.plan import human
 from thinwire.train.checkpoint.format import Checkpoint, Damaged, NoCheckpoint, read_newest, read_tensors
 from thinwire.train.checkpoint.run_settings import TABLE
 
-USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
+HELP = """usage: thinwire inspect CHECKPOINT [OTHER]
 
 Show a checkpoint: the settings of its run, whether every checksum fits, and,
 by parameter, the norm of what each rank has not sent yet. With OTHER: how the
@@ -33,9 +33,9 @@ _KEPT = re.compile(r"wire/(?:rank-\d+-of-\d+/)?+(?!bound/)=*([^/]*)/(.+)", re.DO
 
 
 def main(argv: list[str]) -> int:
-    if not argv or set(argv) & {"-h", "--help"}:
-        print(USAGE)
-        return 0 if argv else 2
+    if not argv:
+        print(HELP)
+        return 2
     if len(argv) > 2:
         raise ThinwireError(f"'thinwire inspect' takes one checkpoint or two, got {len(argv)}")
     console = Console(highlight=False, markup=False, width=columns() or 200)

@@ -39,9 +39,6 @@ WIDTH = 80
 
 def main(argv: list[str]) -> int:
     """Print the status of a run. Return the exit status."""
-    if argv in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
     if len(argv) != 1:
         raise ThinwireError(f"thinwire status takes the folder of a run, got '{' '.join(argv)}'")
     run = read_run(Path(argv[0]))

@@ -48,8 +48,8 @@ class Stepper:
         return self.place[1] * self.config.batch_size * self.config.accumulate
 
     def cast(self) -> torch.autocast:
-        """Return the context in which the model computes: autocast to bf16, or none."""
-        casts = self.config.engine == "ddp" and self.ranks.computes_in_bf16(self.config)  # FSDP2 has its own mixed precision
+        """Return the context in which the model computes: autocast to bf16, or none, as FSDP2 casts by itself."""
+        casts = self.config.engine == "ddp" and self.ranks.computes_in_bf16(self.config)
         return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=casts)
 
     def _take_step(self, *, apart: bool = False) -> tuple[Tensor, Tensor]:
