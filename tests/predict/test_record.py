@@ -75,7 +75,7 @@ def test_its_sums_are_those_of_the_dry_run(name):
             continue
         method = method_of(name)
         virtual = virtual_of(meta(), method, bucket_cap_mb=0.05, **options)
-        dry = dry_run(virtual.layout, *virtual.road(method, None, None, 10_000), virtual.comms, Watch())
+        dry = dry_run(virtual.layout, *virtual.road(method, None, 10_000), virtual.comms, Watch())
         sent, calls = 0.0, Counter[str]()
         for step in timeline.steps:
             sent += step.share * total(messages(step, weights=False))

@@ -127,7 +127,7 @@ def time_each(
 def _play(model: nn.Module, method: str, engine: str, device: torch.device, ranks: int) -> Times:
     made = resolve(method)
     virtual = virtual_of(model, made, engine=engine, nodes=ranks, per_node=1, gloo=device.type == "cpu")
-    road, run = virtual.road(made, intra=None, optimizer=None, steps=10_000)
+    road, run = virtual.road(made, intra=None, steps=10_000)
     layout, run = _some(virtual.layout, run)
     play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
     with torch.no_grad():

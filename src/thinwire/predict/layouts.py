@@ -26,7 +26,6 @@ from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.optim import AdamS
 from thinwire.plan.plan import MB, plan_of
 from thinwire.predict.record import Recording, Surroundings, record
 from thinwire.predict.timeline import Memory, Timeline
@@ -34,9 +33,6 @@ from thinwire.predict.timeline import Memory, Timeline
 Wrap = Callable[[str, nn.Module], bool]
 """(name, module) -> is it an FSDP module of its own?"""
 
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW, "adams": AdamS, "sgd": torch.optim.SGD,
-}  # fmt: skip
 STATES = {"AdamS": 1, "SGD": 0}
 """float32 values that an optimizer keeps of each weight; others keep as many as Adam, 2."""
 PADDED = 0.05
@@ -59,16 +55,15 @@ class Virtual:
     shapes: Mapping[str, tuple[int, ...]]
     held: float
 
-    def road(self, method: Method, intra: Method | str | None, optimizer: str | None, steps: int) -> tuple[Road, Run]:
+    def road(self, method: Method, intra: Method | str | None, steps: int) -> tuple[Road, Run]:
         """Make the road of ``method`` and begin it, as ``compress()`` does."""
-        make = method.OPTIMIZER if optimizer is None else OPTIMIZERS[optimizer]
         parameters, hops = {p.name: p for p in self.way.parameters.values()}, self.way.hops
         weights = {
             name: nn.Parameter(torch.empty(shape, dtype=parameters[name].dtype, device="meta"))
             for name, shape in self.shapes.items()
         }
         run = Run(
-            parameters, hops[-1], steps, optimizers=(make(list(weights.values()), lr=1e-3),), weights=weights,
+            parameters, hops[-1], steps, optimizers=(method.OPTIMIZER(list(weights.values()), lr=1e-3),), weights=weights,
             hop=len(hops), chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
             inside=hops[0] if len(hops) > 1 else None,
         )  # fmt: skip
@@ -167,7 +162,7 @@ def timeline_of(
     model: nn.Module, method: Method | str, *, engine: str, nodes: int, per_node: int, two_level: bool | None = None,
     intra: Method | str | None = None, bucket_cap_mb: float | None = None, broadcast_buffers: bool = True,
     gather_dtype: torch.dtype | None = None, reshard: bool = True, wrap: Wrap | None = None, steps: int = 10_000,
-    optimizer: str | None = None, gloo: bool = False,
+    gloo: bool = False,
 ) -> Timeline:  # fmt: skip
     """Record the steady state of ``method`` on ``model``, on ``nodes`` of ``per_node`` ranks each.
 
@@ -179,7 +174,6 @@ def timeline_of(
         gather_dtype: of weights and gradients in computing, on sharded engines; None: that of the parameters.
         reshard: gathered weights are freed after the forward pass. wrap: None: the members of the longest list of
             modules are FSDP modules, and the root.
-        optimizer: "adamw", "adams" or "sgd"; None: the one that the method is made for.
         gloo: the network is gloo's, whose reduce-scatter moves as many bytes as an all-reduce.
 
     Raises:
@@ -190,7 +184,7 @@ def timeline_of(
         model, method, engine=engine, nodes=nodes, per_node=per_node, two_level=two_level, bucket_cap_mb=bucket_cap_mb,
         gather_dtype=gather_dtype, wrap=wrap, gloo=gloo,
     )  # fmt: skip
-    road, run = virtual.road(method, intra, optimizer, steps)
+    road, run = virtual.road(method, intra, steps)
     stored = next(model.parameters()).dtype
     buffers = model.buffers() if engine == "ddp" and broadcast_buffers else ()
     around = Surroundings(

@@ -37,11 +37,6 @@ SCALES: Mapping[str | None, Callable[[int, int], float]] = {
 """``adjust_lr_fn`` -> s of a matrix."""
 
 
-def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Is it ``torch.optim.Muon``, which older versions of torch lack?"""
-    return isinstance(optimizer, getattr(torch.optim, "Muon", ()))
-
-
 class Orthogonal:
     """Makes the steps of the matrices that the user's ``torch.optim.Muon`` holds.
 
@@ -60,7 +55,8 @@ class Orthogonal:
             ThinwireError: ``method`` cannot step them: a step of the optimizer's own, or a rank holds part of a matrix.
         """
         holders = run.holders
-        self.names = frozenset(name for name in sent if name in holders and is_muon(holders[name].optimizer))
+        muon = {name for name, holder in holders.items() if isinstance(holder.optimizer, torch.optim.Muon)}
+        self.names = muon.intersection(sent)
         for name in sorted(self.names):
             optimizer, group = holders[name]
             if not has_step_of_torch(optimizer):

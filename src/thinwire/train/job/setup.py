@@ -147,13 +147,11 @@ def make_optimizers(model: nn.Module, config: Config) -> tuple[torch.optim.Optim
     """Make the optimizer of ``config``: for "muon" two, Muon of the hidden matrices and AdamW of the rest.
 
     Raises:
-        ThinwireError: this torch has no Muon, or the model no hidden matrices.
+        ThinwireError: the model has no hidden matrices.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.optimizer_name != "muon":
         return (_one_optimizer(parameters, config),)
-    if not hasattr(torch.optim, "Muon"):
-        raise ThinwireError(f"--optimizer muon needs torch.optim.Muon, which torch {torch.__version__} lacks")
     roles = describe(model)
     hidden = [weight for weight in parameters if weight.dim() == 2 and roles[id(weight)].role == "matrix"]
     if not hidden:
