@@ -62,9 +62,10 @@ class Virtual:
             name: nn.Parameter(torch.empty(shape, dtype=parameters[name].dtype, device="meta"))
             for name, shape in self.shapes.items()
         }
+        optimizer = method.OPTIMIZER(list(weights.values()), lr=1e-3)
         run = Run(
-            parameters, hops[-1], steps, optimizers=(method.OPTIMIZER(list(weights.values()), lr=1e-3),), weights=weights,
-            hop=len(hops), chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
+            parameters, hops[-1], steps, optimizers=(optimizer,), weights=weights, hop=len(hops),
+            chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
             inside=hops[0] if len(hops) > 1 else None,
         )  # fmt: skip
         method.begin(run)
