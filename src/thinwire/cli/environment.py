@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.base.errors import ThinwireError, in_words
-from thinwire.base.extras import EXTRAS, missing_for_triton
+from thinwire.base.extras import PACKAGES, missing_for_triton
 from thinwire.base.processes import processor
 from thinwire.base.version import __version__, torch_warning
 
@@ -32,29 +32,6 @@ reason why it may matter. Attach it to a bug report.
 
   --json    one JSON object, for programs"""
 
-PURPOSE = {
-    "numba": "fast kernels on CPUs; without it they run as plain torch",
-    "xxhash": "fast checksums of messages and checkpoints",
-    "triton": "fast kernels on GPUs",
-    "rich": "plans, reports and `thinwire train`",
-    "markdown_it": "report.html of `thinwire compare`",
-    "tyro": "options of `thinwire train` and most other commands",
-    "yaml": "config.yaml of `thinwire train`",
-    "safetensors": "checkpoints",
-    "tokenizers": "tokenizers other than bytes",
-    "matplotlib": "pictures of `thinwire compare`",
-    "wandb": "`thinwire train --track wandb`",
-    "trackio": "`thinwire train --track trackio`",
-    "mlflow": "`thinwire train --track mlflow`",
-    "datasets": "text from the Hugging Face hub",
-    "accelerate": "the adapter for Accelerate",
-    "peft": "fine-tuning with LoRA",
-    "transformers": "the adapter for the Trainer, and fine-tuning",
-    "lightning": "the adapter for Lightning",
-    "lm_eval": "`thinwire eval`",
-    "torchft": "the adapter for replicas that come and go",
-}
-"""The use of each optional package, by the name that is imported."""
 DISTRIBUTIONS = {"yaml": "PyYAML", "markdown_it": "markdown-it-py"}
 """Names of packages on an index, where they are others than those that are imported."""
 TOOLS = {"ip": "emulated networks (`thinwire compare`, `thinwire lab`): apt-get install iproute2"}
@@ -77,10 +54,10 @@ def main(argv: list[str]) -> int:
 
 def facts() -> dict[str, Any]:
     """Collect what `thinwire env --json` prints."""
-    packages = {package: installed(DISTRIBUTIONS.get(package, package)) for package in EXTRAS}
+    packages = {package: installed(DISTRIBUTIONS.get(package, package)) for package in PACKAGES}
     missing = {
-        package: f"{PURPOSE[package]}: pip install 'thinwire[{extra}]'"
-        for package, extra in EXTRAS.items()
+        package: f"{purpose}: pip install 'thinwire[{extra}]'"
+        for package, (extra, purpose) in PACKAGES.items()
         if not packages[package]
     }
     missing |= {tool: purpose for tool, purpose in TOOLS.items() if not shutil.which(tool)}

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import resource
 import signal
 import statistics
@@ -23,7 +22,7 @@ from thinwire.base.processes import interface_bytes
 from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
-from thinwire.network.comm import is_of_the_network, local, network_words
+from thinwire.network.comm import local
 from thinwire.network.ledger import settled_rounds
 from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
@@ -54,15 +53,10 @@ def train(config: Config) -> dict[str, Any]:
         ThinwireError: input cannot be used, or another rank is gone (LostRank, if a collective of ours has noticed).
     """
     config.check()
-    try:
-        with join_ranks(config) as ranks:
-            if ranks.comm.rank == 0:
-                note(f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)} joined; reading {config.text_name}")
-            return train_on(config, ranks)
-    except RuntimeError as error:  # raised by torch's own collectives
-        if is_of_the_network(error):
-            raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
-        raise
+    with join_ranks(config) as ranks:
+        if ranks.comm.rank == 0:
+            note(f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)} joined; reading {config.text_name}")
+        return train_on(config, ranks)
 
 
 def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -13,10 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thinwire.base.errors import ThinwireError
 from thinwire.base.files import naming
 from thinwire.base.terminal import note, say
-from thinwire.network.comm import is_of_the_network, network_words
 from thinwire.predict import doctor
 from thinwire.predict.cluster import write_cluster
 from thinwire.predict.doctor import Steps
@@ -59,15 +56,10 @@ class Examination:
 
     def run(self) -> None:
         """Measure; rank 0 prints the verdict and writes the cluster. Collective."""
-        try:
-            with join_ranks(self.config) as ranks:
-                self._ranks, self._job = ranks, ranks.comm
-                self.per_node = min(ranks.per_node, ranks.comm.size)
-                self._run()
-        except RuntimeError as error:  # raised by torch's own collectives
-            if is_of_the_network(error):
-                raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
-            raise
+        with join_ranks(self.config) as ranks:
+            self._ranks, self._job = ranks, ranks.comm
+            self.per_node = min(ranks.per_node, ranks.comm.size)
+            self._run()
 
     def _run(self) -> None:
         config, job = self.config, self._job

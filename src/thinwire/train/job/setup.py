@@ -22,7 +22,7 @@ from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.core.exchange import AllReduce
 from thinwire.core.names import describe
 from thinwire.methods import resolve
-from thinwire.network.comm import CountingComm, GroupComm
+from thinwire.network.comm import CountingComm, GroupComm, is_of_the_network, network_words
 from thinwire.network.ledger import Ledger
 from thinwire.optim import AdamS
 from thinwire.plan.plan import plan_of
@@ -56,7 +56,11 @@ class Ranks:
 
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
-    """Join the other ranks, as torchrun's environment variables say, and leave them at the end of the block."""
+    """Join the other ranks, as torchrun's environment variables say, and leave them at the end of the block.
+
+    Raises:
+        ThinwireError: another rank cannot be reached, or torch's own collectives say that one is lost.
+    """
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ThinwireError("--device cuda: torch sees no CUDA device here; use --device cpu")
@@ -84,9 +88,11 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     lost = False
     try:
         yield Ranks(comm, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
-    except (LostRank, RuntimeError):
+    except (LostRank, RuntimeError) as error:
         lost = True  # destroying a group that lacks a rank may wait as long as its collectives did
-        raise
+        if isinstance(error, LostRank) or config.elastic or not is_of_the_network(error):
+            raise
+        raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
     finally:
         if not lost:
             dist.destroy_process_group()
