@@ -20,7 +20,7 @@ html_css_files = ["site.css"]
 html_copy_source = True
 copybutton_prompt_text = "$ "
 copybutton_exclude = ".linenos, .gp, .go"
-exclude_patterns = ["data"]
+exclude_patterns = ["data/*.*"]
 highlight_language = "text"
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
@@ -44,6 +44,12 @@ def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
     content[0] = re.sub(rf"\n[^\n]*\]\(docs/{parent_docname}\.md\)[^\n]*\n(?=\n)", "", content[0])
     for here, there in PLACES.items():
         content[0] = re.sub(rf"(?<=\]\(){re.escape(here)}", there, content[0])
+
+
+def apart(app, docname: str, content: list[str]) -> None:
+    """The papers' reports are pages that papers.md links to; no table of contents lists them."""
+    if docname.startswith("data/papers/"):
+        content[0] = f"---\norphan: true\n---\n\n{content[0]}"
 
 
 def plain(app, what, name, obj, options, lines: list[str]) -> None:
@@ -81,6 +87,7 @@ MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
 
 def setup(app) -> None:
+    app.connect("source-read", apart)
     app.connect("include-read", from_above)
     app.connect("autodoc-process-docstring", plain, priority=400)  # before napoleon makes its own marks
     app.connect("autodoc-process-docstring", whole, priority=600)

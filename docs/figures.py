@@ -326,6 +326,11 @@ def ladder() -> str:
     return ladder_tables.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
 
 
+def rungs() -> str:
+    """What they say of the methods that most people want."""
+    return ladder_tables.short(ladder_tables.read(DATA / "ladder.jsonl").values())
+
+
 def law() -> str:
     """The forecasts of benchmarks/loss/gap_law.py."""
     return gap_law.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
@@ -362,7 +367,7 @@ OPENED = frozenset(
     "adapters base baselines checkpoint cli codecs core data engines job lab model network optim ours papers".split()  # noqa: SIM905
     + "parts plan predict proof saved train".split()  # noqa: SIM905
 )
-"""Packages of which the tree in CONTRIBUTING shows each file."""
+"""Packages of which the tree in docs/files.md shows each file."""
 
 
 def tree() -> str:
@@ -447,17 +452,68 @@ def to_denses_loss() -> str:
     return "\n".join(lines)
 
 
-def papers(paper: str) -> str:
-    """What the experiments of ``benchmarks/papers`` gave for one paper: the reports in docs/data/papers."""
-    reports = sorted(
-        (DATA / "papers").glob(f"{paper}-*.md"), key=lambda path: (path.stem != f"{paper}-headline", path.stem)
-    )
-    sections = []
-    for report in reports:
-        title, _, body = report.read_text().partition("\n")
-        _, _, title = title.partition(", ")
-        sections.append(f"### {title[0].upper()}{title[1:]}\n{body.rstrip()}")
-    return "\n\n".join(sections)
+def reports(paper: str) -> dict[str, str]:
+    """Experiment -> the report that ``thinwire paper`` wrote of it for one paper, the headline's first."""
+    files = sorted((DATA / "papers").glob(f"{paper}-*.md"), key=lambda path: ("headline" not in path.stem, path.stem))
+    return {path.stem.removeprefix(f"{paper}-"): path.read_text() for path in files}
+
+
+CLAIM = re.compile(
+    r"\* (reached|NOT REACHED|not measured): (.+?)(?:[;:] (?:here (.+)|((?:predicted|our bytes allow) .+)))?"
+)
+"""A claim as a report prints it: the verdict, what the paper says, and what came out here."""
+RATIO = "the ratio of communication to computing"
+"""A claim that begins so is not the paper's: it says whether a headline's run may be held against it."""
+VERDICTS = {"reached": "yes", "NOT REACHED": "**no**", "not measured": "not measured"}
+
+
+def claims_of(report: str) -> list[tuple[str, str, str]]:
+    """(claim, what came out here, reached or not) of every claim in a report."""
+    found = map(CLAIM.fullmatch, report.splitlines())
+    return [(claim[2], claim[3] or claim[4] or "", VERDICTS[claim[1]]) for claim in found if claim]
+
+
+def title_of(report: str) -> str:
+    """What a report's experiment measures."""
+    return report.partition("\n")[0].partition(": ")[2]
+
+
+def papers(paper: str, *shown: str) -> str:
+    """Every claim of a paper beside what came out here, and the whole tables of the experiments ``shown``."""
+    lines = ["| experiment | the paper's claim | here | reached |", "|---|---|---|---|"]
+    for name, report in reports(paper).items():
+        link = f"[{name.replace('-', ' ')}](data/papers/{paper}-{name}.md)"
+        if name != "headline":
+            link += f": {title_of(report)}"
+        for claim, here, verdict in claims_of(report):
+            lines.append(f"| {link} | {claim} | {here} | {verdict} |")
+            link = ""
+    for name in shown:
+        report = reports(paper)[name]
+        rows = [re.sub("-{3,}", "---", re.sub(" +", " ", row)) for row in report.splitlines() if row.startswith("|")]
+        rows = [row.replace(" 4e-06 |", " 0 |") for row in rows]  # `none` sends 4 bytes a step
+        lines += ["", f"### {name.capitalize().replace('-', ' ')}: {title_of(report)}", "", *rows]
+    return "\n".join(lines)
+
+
+def papers_in_short() -> str:
+    """One row per paper: its headline's speedup, and how many of its claims were reached."""
+    lines = [
+        "| paper | headline speedup: paper | here | claims | reached | not measured |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for paper in ("radius", "scape", "tagc", "separate", "sdp4bit"):
+        found = reports(paper)
+        headline, here, _ = claims_of(found["headline"])[0]
+        [claimed] = re.findall(r"[\d.]+x", headline)
+        verdicts = [
+            verdict
+            for report in found.values() for claim, _, verdict in claims_of(report) if not claim.startswith(RATIO)
+        ]  # fmt: skip
+        counts = f"{len(verdicts)} | {verdicts.count('yes')} | {verdicts.count('not measured')}"
+        [title] = re.findall(r"# (.+?),", found["headline"])
+        lines.append(f"| {title} | {claimed} | {here} | {counts} |")
+    return "\n".join(lines)
 
 
 def errors_by_source(kind: str) -> dict[str, list[float]]:
@@ -490,6 +546,26 @@ def published() -> str:
         cells += [f"{len(errors)}", f"{median(medians[kind]):.1%}", f"{max(errors, key=abs):+.1%}"]
     lines.append("| **median of the sources** | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def predictions() -> str:
+    """How far all predictions were off: a line for each kind of rows, and a sentence on the advice."""
+    lines = ["| beside | rows | median error | worst |", "|---|---:|---:|---:|"]
+    for kind, what in ("a", "published dense steps and communication times"), ("b", "published steps of a method"):
+        by_source = errors_by_source(kind).values()
+        errors = [error for errors in by_source for error in errors]
+        middle = f"{median(median(map(abs, errors)) for errors in by_source):.1%}, of the sources' medians"
+        lines.append(f"| {what} (class {kind}) | {len(errors)} | {middle} | {max(errors, key=abs):+.1%} |")
+    named, drawn = trials(drawn=False), trials(drawn=True)
+    for some, what in (named, f"every method, {len(named)} links"), (drawn, f"{len(drawn)} drawn settings"):
+        errors = [row.error for trial in some for row in trial.rows]
+        middle = f"{median(map(abs, errors)):.1%}"
+        lines.append(f"| measured: {what} | {len(errors)} | {middle} | {max(errors, key=abs):+.1%} |")
+    right, both = sum(trial.agrees for trial in named + drawn), len(named + drawn)
+    of_named, of_drawn = (sum(trial.is_in_order for trial in some) for some in (named, drawn))
+    advice = f"Whether to compress was predicted right in {right} of {both} measured settings."
+    order = f"in {of_drawn} of the {len(drawn)} drawn settings, and in {of_named} of the {len(named)} with all methods."
+    return "\n".join([*lines, "", f"{advice} The three fastest methods came in the predicted order {order}"])
 
 
 def published_rows(kind: str) -> str:
@@ -562,13 +638,16 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "speed": speeds,
     "quality": quality,
     "ladder": ladder,
+    "rungs": rungs,
     "law": law,
     "runs": runs,
     "differences": differing,
     "to-denses-loss": to_denses_loss,
     "papers": papers,
+    "papers-in-short": papers_in_short,
     "lab": lab,
     "lab-draws": lab_draws,
+    "predictions": predictions,
     "published": published,
     "published-rows": published_rows,
     "unexplained": unexplained,

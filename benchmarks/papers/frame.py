@@ -422,7 +422,7 @@ def judged(claim: Headline, report: dict[str, Any] | None, rate: float) -> Resul
     return Result(
         rows,
         [
-            f"Dense's exchange adds {claim.ratio:.2f} of the silent run's step in the paper ({claim.derived}); {here}. "
+            f"Dense's exchange adds {claim.ratio:.2f} of the step of `none` in the paper ({claim.derived}); {here}. "
             f"A method that sent nothing at no cost would be {1 + (ours or claim.ratio):.2f}x as fast as dense.",
             "A model of 19 million parameters on CPU cores and gloo, in place of the paper's GPUs and NCCL: a codec "
             "takes more of a step here, and all ranks compute on the same few cores.",
@@ -434,7 +434,7 @@ def judged(claim: Headline, report: dict[str, Any] | None, rate: float) -> Resul
                 None if speedup is None else speedup >= claim.speedup,
             ),
             Claim(
-                f"at a ratio of communication to computing within {NEAR:.0%} of the paper's",
+                f"the ratio of communication to computing is within {NEAR:.0%} of the paper's",
                 None if ours is None else abs(ours / claim.ratio - 1) <= NEAR,
             ),
         ],

@@ -73,8 +73,8 @@ def perplexity(settings: Settings) -> Result:
             "part.",
         ],
         [
-            Claim(f"d >= 0.4 at most {limit:.4f} of dense's perplexity; here {worst:.4f}", worst <= limit),
-            Claim(f"d = 0.1 is worse than any of these; here {gaps[sparsest]:.4f}", gaps[sparsest] > worst),
+            Claim(f"d >= 0.4 has at most {limit:.4f} times dense's perplexity; here {worst:.4f}", worst <= limit),
+            Claim(f"d = 0.1 is worse than every larger density; here {gaps[sparsest]:.4f}", gaps[sparsest] > worst),
         ],
         [
             curves({label: curve(seeds) for label, seeds in runs.items()}, "step", "validation loss, nats per byte"),
@@ -126,7 +126,7 @@ def breakdown(settings: Settings) -> Result:
             "Bytes: the plan of the paper's own GPT-2.0B on 64 ranks. The paper's all-reduce time falls by less than "
             "its bytes, because it holds the gathering of values at the mask.",
         ],
-        [Claim("every one is faster than dense", faster), Claim("d = 0.4 is faster than PowerSGD", against)],
+        [Claim("every method is faster than dense", faster), Claim("d = 0.4 is faster than PowerSGD", against)],
         [
             bars(rows, "run", ["step over dense", "step over dense (paper)"], "of dense's", "step"),
             bars(rows, "run", ["bytes over dense, GPT-2.0B", "all-reduce over dense (paper)"], "of dense's", "sent"),

@@ -376,7 +376,11 @@ def efficiency(settings: Settings) -> Result:
             ) + ") have no counterpart, as a plan does not see computing shrink with shards.",
         ],
         [
-            Claim(f"{row['run']} {row['efficiency, % (paper)']:g}%; our bytes allow {row['efficiency, %']:.1f}%", None)
+            Claim(
+                f"{row['run']} scales at {row['efficiency, % (paper)']:g}%; "
+                f"our bytes allow {row['efficiency, %']:.1f}%",
+                None,
+            )
             for row in sparse
         ],
         [
@@ -421,7 +425,7 @@ def memory(settings: Settings) -> Result:
             )
             for row in rows
         ] + [
-            Claim(f"it holds 6 bytes a parameter, {overhead:,.0f} MiB; here {worst:,.0f}", worst <= overhead)
+            Claim(f"SCAPE holds 6 bytes per parameter, {overhead:,.0f} MiB; here {worst:,.0f}", worst <= overhead)
         ],
         [bars(rows, "engine", ["held, MiB", "offloaded, MiB", "saved, MiB", "saved, MiB (paper)"], "MiB")],
     )  # fmt: skip

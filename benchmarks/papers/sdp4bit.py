@@ -189,7 +189,8 @@ def losses(settings: Settings) -> Result:
         ],
         [
             Claim(
-                f"SDP4Bit at most {printed_worst:.2f}% above the baseline; here {max(gap['SDP4Bit']):+.2f}% at most",
+                f"SDP4Bit ends at most {printed_worst:.2f}% above the baseline; "
+                f"here {max(gap['SDP4Bit']):+.2f}% at most",
                 max(gap["SDP4Bit"]) <= printed_worst,
             ),
             Claim(
@@ -257,7 +258,7 @@ def groups(settings: Settings) -> Result:
                 plain == sorted(plain),
             ),
             Claim(
-                f"even in groups of 32 it loses more than any other; here {plain[0]:+.2f}%, the others at most "
+                f"even in groups of 32 qW loses more than any other; here {plain[0]:+.2f}%, the others at most "
                 f"{other:+.2f}%",
                 plain[0] > other,
             ),
@@ -377,12 +378,12 @@ def histograms(settings: Settings) -> Result:
                 second["largest"] < first["largest"],
             ),
             Claim(
-                f"and use the levels more evenly; here {second['bits used of log2 15 = 3.9']:.2f} and "
+                f"differences use the levels more evenly; here {second['bits used of log2 15 = 3.9']:.2f} and "
                 f"{first['bits used of log2 15 = 3.9']:.2f} bits",
                 second["bits used of log2 15 = 3.9"] > first["bits used of log2 15 = 3.9"],
             ),
             Claim(
-                "so the error of the weights is smaller; here "
+                "differences make the error of the weights smaller; here "
                 f"{first['error / weights'] / second['error / weights']:.0f} times",
                 second["error / weights"] < first["error / weights"],
             ),
@@ -443,13 +444,15 @@ def smoothed(settings: Settings) -> Result:
         ],
         [
             Claim(
-                f"outliers shrink; here from {first['largest / standard deviation, in groups of 128']:.2f} to "
+                "the transform shrinks outliers; "
+                f"here from {first['largest / standard deviation, in groups of 128']:.2f} to "
                 f"{second['largest / standard deviation, in groups of 128']:.2f} standard deviations",
                 second["largest / standard deviation, in groups of 128"]
                 < first["largest / standard deviation, in groups of 128"],
             ),
             Claim(
-                f"and with them the error; here from {first['error of 4 bits']:.3f} to {second['error of 4 bits']:.3f}",
+                "the transform shrinks the error; "
+                f"here from {first['error of 4 bits']:.3f} to {second['error of 4 bits']:.3f}",
                 second["error of 4 bits"] < first["error of 4 bits"],
             ),
         ],
@@ -690,14 +693,14 @@ def throughput(settings: Settings) -> Result:
         rows,
         [PREDICTED, WRONG_LINK, "Width and layers of 2.7B are GPT-3's: Table 7 leaves that size out."],
         [
-            Claim(f"up to {claimed:g}x (18B, H800); predicted {last:.2f}x", last >= claimed),
-            Claim("faster everywhere", all(value > 1 for value in speed.values())),
+            Claim(f"SDP4Bit is up to {claimed:g}x as fast (18B, H800); predicted {last:.2f}x", last >= claimed),
+            Claim("SDP4Bit is faster in every row", all(value > 1 for value in speed.values())),
             Claim(
-                "more so on the slower network, at the same size",
+                "the speedup is larger on the slower network, at the same size",
                 all(speed[f"{size}, A100"] > speed[f"{size}, H800"] for size in both),
             ),
             Claim(
-                "more so for the larger model, at the same parallelism (1.3B and 2.7B, 13B and 18B)",
+                "the speedup is larger for the larger model, at the same parallelism (1.3B and 2.7B, 13B and 18B)",
                 all(speed[f"{small}, {name}"] < speed[f"{large}, {name}"] for small, large in grows for name in GPUS),
             ),
         ],
@@ -798,7 +801,8 @@ def scaling(settings: Settings) -> Result:
                 for model, value in mean.items()
             ),
             Claim(
-                f"stable over numbers of GPUs; predicted by a factor of {max(steady):.2f} at most", max(steady) < 1.25
+                f"the speedup is stable over numbers of GPUs; predicted by a factor of {max(steady):.2f} at most",
+                max(steady) < 1.25,
             ),
         ],
         [curves(lines, "GPUs", "TFLOP/s per GPU", log=True)],
@@ -826,7 +830,7 @@ def parts(settings: Settings) -> Result:
         [PREDICTED, "The paper's figures are a range over both clusters, in the text. " + WRONG_LINK],
         [
             Claim(
-                "gradients bring more than weights, and both together the most",
+                "TLq-HS (gradients) brings more than qWD (weights), and both together the most",
                 all(of[f"qWD, {name}"] < of[f"TLq-HS, {name}"] < of[f"SDP4Bit, {name}"] for name in GPUS),
             ),
             *(

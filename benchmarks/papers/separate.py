@@ -162,8 +162,8 @@ def spectra(settings: Settings) -> Result:
                 all(mlp < attention for mlp, attention in pairs),
             ),
             Claim(
-                f"more so in the larger model; here the MLP's effective rank is {100 * first:.1f}% of its size, and "
-                f"{100 * second:.1f}% in the larger one",
+                "gradients of the MLP fall faster in the larger model; here the MLP's effective rank is "
+                f"{100 * first:.1f}% of its size, and {100 * second:.1f}% in the larger one",
                 second < first,
             ),
             Claim(
@@ -434,9 +434,12 @@ def fine_tuned(settings: Settings) -> Result:
                 f"the best of them {max(average[label] for label in others):.2f}",
                 all(average["separate"] > average[label] for label in others),
             ),
-            Claim(f"and above Adam's; here {average['adam']:.2f}", average["separate"] > average["adam"]),
             Claim(
-                f"and its average rank is the best; here {ranks['separate']:.2f}",
+                f"SEPARATE's average is above Adam's; here {average['adam']:.2f}",
+                average["separate"] > average["adam"],
+            ),
+            Claim(
+                f"SEPARATE's average rank is the best; here {ranks['separate']:.2f}",
                 ranks["separate"] == min(ranks.values()),
             ),
         ],
@@ -474,7 +477,8 @@ def ablation(settings: Settings) -> Result:
                 not average["feedback"] >= average["no feedback"],
             ),
             Claim(
-                f"averaging makes up for it; here {average['averaged']:.2f}", average["averaged"] > average["feedback"]
+                f"an averaged error is better than plain feedback; here {average['averaged']:.2f}",
+                average["averaged"] > average["feedback"],
             ),
             Claim(
                 f"the more frequent reset is the best of all; here {average[best]:.2f}",
@@ -501,10 +505,10 @@ def by_ratio(settings: Settings) -> Result:
             "+ w).",
         ],
         [
-            Claim(f"ratio {RATIO} is the best; here {best}", best == str(RATIO)),
+            Claim(f"ratio {RATIO} is the best; here ratio {best}", best == str(RATIO)),
             Claim("ratio 128 is the worst", average["128"] == min(average.values())),
             Claim(
-                f"and within 1 point of ratio {RATIO}; here {average[str(RATIO)] - average['128']:.2f} points",
+                f"ratio 128 is within 1 point of ratio {RATIO}; here {average[str(RATIO)] - average['128']:.2f} points",
                 average[str(RATIO)] - average["128"] < 1,
             ),
         ],

@@ -83,7 +83,8 @@ def iterations(settings: Settings) -> Result:
         [
             Claim("on all layers TAGC is slower than FSDP", None if every is None else every > 1),
             Claim(
-                f"on layers that are not attention it takes {rows[3]['iteration over FSDP (paper)']:.2f} of FSDP's time"
+                "on layers that are not attention TAGC takes "
+                f"{rows[3]['iteration over FSDP (paper)']:.2f} of FSDP's time"
                 + (f"; here {chosen:.2f}" if chosen else ""),
                 None if chosen is None else chosen <= rows[3]["iteration over FSDP (paper)"],
             ),

@@ -7,8 +7,8 @@
 In each setting, on one emulated network of two nodes: `thinwire doctor` measures links, kernels and steps of none and
 dense, and writes a cluster's file; from that file alone every method's step is predicted; then the methods train as
 `thinwire compare` lets them, and their steps are measured. Nothing of a method's own steps is known to a prediction.
-Rows are added to docs/data/draws.csv, in place of those of the same setting; docs/predict.md shows them. Needs network
-namespaces and a machine that does nothing else.
+Rows are added to docs/data/draws.csv, in place of those of the same setting; docs/predictions.md shows them. Needs
+network namespaces and a machine that does nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Holds predictions against step times that others have published.
 
     python benchmarks/predict/published.py           # every row of classes a and b, predicted; then the score
-    python benchmarks/predict/published.py --write   # the same, into docs/data/predicted.csv for docs/predict.md
+    python benchmarks/predict/published.py --write   # the same, into docs/data/predicted.csv for docs/predictions.md
     python benchmarks/predict/published.py --fit     # the clusters' fitted constants, from the rows that they name
 
 docs/data/published.csv has the rows and their classes, which were written down before: (a) dense rows and communication
