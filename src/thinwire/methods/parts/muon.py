@@ -56,7 +56,7 @@ class Orthogonal:
         """
         holders = run.holders
         muon = {name for name, holder in holders.items() if isinstance(holder.optimizer, torch.optim.Muon)}
-        self.names = muon.intersection(sent)
+        self.names = frozenset(muon).intersection(sent)
         for name in sorted(self.names):
             optimizer, group = holders[name]
             if not has_step_of_torch(optimizer):
