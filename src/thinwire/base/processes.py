@@ -58,8 +58,8 @@ def free_port() -> int:
 def processor() -> str:
     """Name this machine's processor."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return found[1]
+        if model_line := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return model_line[1]
     return platform.machine()
 
 

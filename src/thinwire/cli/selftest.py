@@ -164,7 +164,7 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = torch.cat([local(of.detach()).flatten() for of in model.parameters()])
+    weights = torch.cat([local(weight.detach()).flatten() for weight in model.parameters()])
     if wire is None:
         return Trained(losses, weights)
     trained = Trained(losses, weights, wire.plan.wire_bytes / wire.plan.dense_bytes, wire.skipped)
@@ -202,9 +202,9 @@ def obeys(cls: Any) -> str:
     from thinwire.proof.record import Setup
 
     setups = [Setup("all_reduce", 3), Setup("reduce_scatter", 3)]
-    mine = [of for at, of in enumerate(setups) if at == dist.get_rank() and of.engine in cls.engines]
-    if mine:
-        check_laws(cls, setups=mine)
+    chosen = [setup for setup in setups[dist.get_rank() :][:1] if setup.engine in cls.engines]
+    if chosen:
+        check_laws(cls, setups=chosen)
     return "ranks alike, promise kept, bytes as planned"
 
 

@@ -211,11 +211,11 @@ def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Modu
     try:
         spec.loader.exec_module(module)
         with torch.device("meta"):
-            made = getattr(module, function)()
+            result = getattr(module, function)()
     except Exception as error:  # anything may go wrong in it
         reason = next(iter(str(error).strip().splitlines()), "")
         raise ThinwireError(f"{path}:{function} failed with {type(error).__name__}: {reason}") from None
-    match made:
+    match result:
         case (nn.Module() as model, (Tensor(), *_) as inputs):
             tokens = inputs[0].ndim > 1 and not inputs[0].is_floating_point()
             return model, tuple(inputs), inputs[0].shape[1] if tokens else 1

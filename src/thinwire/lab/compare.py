@@ -206,11 +206,11 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     """Return the report's entries without its runs, with an empty verdict."""
-    own = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
+    settings_told = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
     link = cluster.link
     return {
         "verdict": "",
-        **{name: getattr(settings, name) for name in own},
+        **{name: getattr(settings, name) for name in settings_told},
         "seeds": list(settings.seed_numbers),
         "extra": list(settings.extra),
         "machine": describe_machine(),

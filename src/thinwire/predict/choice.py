@@ -359,8 +359,8 @@ class Trials:
                     note.remove()
         del wire
         gc.collect()  # an engine and its buckets are a circle
-        own = torch.tensor([_mean_over_cycle(card, times[opening:])], dtype=torch.float64, device=self.comm.device)
-        return float(self.comm.all_reduce(own, "max"))
+        seconds = torch.tensor([_mean_over_cycle(card, times[opening:])], dtype=torch.float64, device=self.comm.device)
+        return float(self.comm.all_reduce(seconds, "max"))
 
     def _time(self, wire: Any) -> float:
         began = time.perf_counter()
@@ -380,11 +380,11 @@ class Trials:
         device = self._training.device
         if device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-            left = float(torch.cuda.mem_get_info(device)[0] + unused)
+            free_bytes = float(torch.cuda.mem_get_info(device)[0] + unused)
         else:
             free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-            left = 1024.0 * int(free[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else math.inf
-        lowest = torch.tensor([-left], dtype=torch.float64, device=self.comm.device)
+            free_bytes = 1024.0 * int(free[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else math.inf
+        lowest = torch.tensor([-free_bytes], dtype=torch.float64, device=self.comm.device)
         return -float(self.comm.all_reduce(lowest, "max"))
 
     def from_rank_0(self, work: Callable[[], Any]) -> Any:

@@ -84,9 +84,9 @@ class Virtual:
         ranks, shards = 1 if self.layout.comm is None else self.layout.comm.size, self.layout.shards
         gathered = sorted((ranks * shard.numel * shard.dtype.itemsize for shard in shards), reverse=True)
         reduced = max((4 * ranks * shard.numel for shard in shards), default=0)
-        own = sum(map(math.prod, self.shapes.values()))
+        own_values = sum(map(math.prod, self.shapes.values()))
         weights = self.held + sum(gathered[:2] if reshards else gathered)
-        return Memory(weights, 4.0 * own + reduced, 4.0 * states * own, recording.method_peak)
+        return Memory(weights, 4.0 * own_values + reduced, 4.0 * states * own_values, recording.method_peak)
 
     def notes(self) -> tuple[str, ...]:
         """Tell of padding, if it is much."""
@@ -94,8 +94,8 @@ class Virtual:
             return ()
         ranks, parameters = self.layout.comm.size, self.way.parameters.values()
         padding = ranks * sum(p.local for p in parameters) / sum(p.numel for p in parameters) - 1
-        told = f"FSDP2 pads dim 0 of each parameter to a multiple of {ranks} ranks: {padding:.0%} more bytes"
-        return (told,) if padding > PADDED else ()
+        note = f"FSDP2 pads dim 0 of each parameter to a multiple of {ranks} ranks: {padding:.0%} more bytes"
+        return (note,) if padding > PADDED else ()
 
 
 def replicated(
@@ -107,8 +107,8 @@ def replicated(
     way = ddp.way(model, whole, method, two_level)
     trained: list[Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
     layout = ddp.buckets(trained, way.parameters, None if bucket_cap_mb is None else int(bucket_cap_mb * MB))
-    held = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return Virtual("ddp", way, layout, [whole], {p.name: p.shape for p in way.parameters.values()}, held)
+    held_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return Virtual("ddp", way, layout, [whole], {p.name: p.shape for p in way.parameters.values()}, held_bytes)
 
 
 def sharded(
@@ -119,24 +119,24 @@ def sharded(
     names = {id(weight): clean_name(name) for name, weight in model.named_parameters()}
     sizes = {id(w): (tuple(w.shape), (-(-w.shape[0] // shard.size), *w.shape[1:])) for w in model.parameters()}
     way = fsdp2.way(describe(model, sizes), shard, shard, inter, method, two_level)
-    buffers, shards, held = [], [], 0
+    buffers, shards, held_bytes = [], [], 0
     for members in reversed(list(_modules(model, wrap or _blocks(model)))):
         pieces = columns({names[id(member)]: math.prod(sizes[id(member)][1]) for member in members}, shard.size)
         trained = {piece.name: piece.numel // shard.size for piece, of in zip(pieces, members, strict=True)
                    if of.requires_grad}  # fmt: skip
         if trained:
             buffers.append(columns(trained, shard.size))
-        own = shard_of(pieces)
-        numel = sum(piece.numel for piece in own)
+        own_pieces = shard_of(pieces)
+        numel = sum(piece.numel for piece in own_pieces)
         shards.append(Shard(
-            tuple(piece for piece in own if piece.name in trained),
-            tuple(piece for piece in own if piece.name not in trained), numel, gather_dtype or members[0].dtype,
+            tuple(piece for piece in own_pieces if piece.name in trained),
+            tuple(piece for piece in own_pieces if piece.name not in trained), numel, gather_dtype or members[0].dtype,
         ))  # fmt: skip
-        held += numel * members[0].element_size()
+        held_bytes += numel * members[0].element_size()
     layout = Layout(buffers, [torch.float32] * len(buffers), shards, shard)
     shapes = {names[key]: padded for key, (_, padded) in sizes.items() if key in way.parameters}
     comms = [shard] if inter is None else [shard, inter]
-    return Virtual("fsdp2" if inter is None else "hsdp", way, layout, comms, shapes, held)
+    return Virtual("fsdp2" if inter is None else "hsdp", way, layout, comms, shapes, held_bytes)
 
 
 def virtual_of(
@@ -212,7 +212,7 @@ def _blocks(model: nn.Module) -> Wrap:
 def _modules(model: nn.Module, wrap: Wrap) -> Iterator[list[Tensor]]:
     """Yield the parameters of each FSDP module, in the order of ``model.modules()``: the root's first."""
     wrapped = {id(module) for name, module in model.named_modules() if module is model or wrap(name, module)}
-    taken: set[int] = set()
+    listed: set[int] = set()
 
     def own(module: nn.Module) -> Iterator[Tensor]:
         """Yield as ``fully_shard`` does: those of children first."""
@@ -223,7 +223,7 @@ def _modules(model: nn.Module, wrap: Wrap) -> Iterator[list[Tensor]]:
 
     by_module = []
     for module in reversed([module for module in model.modules() if id(module) in wrapped]):  # inner ones first
-        members = [parameter for parameter in dict.fromkeys(own(module)) if id(parameter) not in taken]
-        taken |= {id(parameter) for parameter in members}
+        members = [parameter for parameter in dict.fromkeys(own(module)) if id(parameter) not in listed]
+        listed |= {id(parameter) for parameter in members}
         by_module.append(members)
     yield from (members for members in reversed(by_module) if members)

@@ -299,7 +299,7 @@ def _play_step(
     """Play one step up to the optimizer's."""
     clock, count = _Clock(costs, network), len(modules)
     gathers = _by_module(step.forward, modules, min)
-    again = _by_module(step.again, modules, max)
+    second_gathers = _by_module(step.again, modules, max)
     gradients = _by_module(step.gradients, modules, min, in_order=True)
     for micro_batch in range(micro_batches):
         for stretch in step.forward if micro_batch == 0 else ():
@@ -308,7 +308,7 @@ def _play_step(
         _pass_over(clock, "forward", {i: modules[i].forward for i in range(count)}, gathers, {})
         is_last = micro_batch == micro_batches - 1
         backward = {i: modules[i].backward for i in reversed(range(count))}
-        _pass_over(clock, "backward", backward, again, gradients if is_last else {})
+        _pass_over(clock, "backward", backward, second_gathers, gradients if is_last else {})
     clock.wait(clock.free["gradients"])
     clock.wait(clock.run("gradients", step.update))
     return clock

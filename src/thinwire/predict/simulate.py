@@ -138,7 +138,7 @@ class Simulation:
 
     def memory(self, outcome: Outcome) -> dict[str, tuple[float, float]]:
         """Return bytes on one device by use, from the least to the most: every block computed again, or none."""
-        low, high = (self.job.sequences * kept for kept in self.job.profile.activations)
+        low, high = (self.job.sequences * per_sequence for per_sequence in self.job.profile.activations)
         fixed = {name: size for name, size in outcome.prediction.memory.items() if name != "activations"}
         total = sum(fixed.values())
         return {
@@ -183,8 +183,8 @@ class Simulation:
         else:
             yield "gain:     no other method was asked for that fits"
         exposed = dense.prediction.split["exposed communication"] / dense.prediction.seconds
-        then = "" if best is dense else f"; with {best.method}, {best.prediction.bound_by}"
-        yield f"bound by: {dense.prediction.bound_by}; {exposed:.0%} of dense's step waits for the network{then}"
+        best_words = "" if best is dense else f"; with {best.method}, {best.prediction.bound_by}"
+        yield f"bound by: {dense.prediction.bound_by}; {exposed:.0%} of dense's step waits for the network{best_words}"
 
     def __str__(self) -> str:
         return "\n".join([*self.verdict(), "", self.details()])

@@ -75,11 +75,11 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], object]) ->
 _format_usually = warnings.formatwarning
 
 
-def _one_line(message: Warning | str, category: type[Warning], *place: Any, **named_place: Any) -> str:
+def _one_line(message: Warning | str, category: type[Warning], *context: Any, **named_place: Any) -> str:
     """Format our warnings without file and line, which are in our own code; others as usual."""
     if issubclass(category, ThinwireWarning):
         return f"thinwire: {message}\n"
-    return _format_usually(message, category, *place, **named_place)
+    return _format_usually(message, category, *context, **named_place)
 
 
 def _default_ranks(device: str) -> int:

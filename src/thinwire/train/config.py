@@ -345,11 +345,11 @@ class Config:
             "--check-every": bool(self.check_every), "--device cuda": self.device == "cuda",
             "--compile": self.compile,
         }  # fmt: skip
-        for option, given in refused.items():
-            if given:
+        for option, is_set in refused.items():
+            if is_set:
                 raise ThinwireError(f"{option} does not go with --elastic, whose replicas are one rank each, on a CPU")
-        own = LIGHTHOUSE not in os.environ
-        if own and self.min_replicas > self.local_replicas:
+        own_lighthouse = LIGHTHOUSE not in os.environ
+        if own_lighthouse and self.min_replicas > self.local_replicas:
             raise ThinwireError(
                 f"--min-replicas {self.min_replicas} is more than the {self.local_replicas} replicas that are started; "
                 f"others can join only if {LIGHTHOUSE} names a lighthouse"

@@ -255,11 +255,11 @@ class Trainer(Stepper):
         comm, valid = self.ranks.comm, self.inputs.valid
         indices = held_out.positions(valid, max(1, number // comm.size) * comm.size)[comm.rank :: comm.size]
         self.runner.eval()
-        own = held_out.window_losses(
+        own_losses = held_out.window_losses(
             self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
         )  # fmt: skip
         self.runner.train()
-        shared = self.collective.share([list(row) for row in own])
+        shared = self.collective.share([list(row) for row in own_losses])
         return [held_out.WindowLoss(*row) for rows in shared for row in rows]
 
     def train_step(self, signals: list[int]) -> StepOutcome | None:

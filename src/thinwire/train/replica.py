@@ -209,12 +209,12 @@ class ReplicaTrainer(Trainer):
         loss, norm = self._take_step()
         self._stepping = False
         self._time_round(time.perf_counter() - began)
-        late = self._alone and self._take_news()
-        if late:  # as a round ended, in a step that the others count, too
+        came_late = self._alone and self._take_news()
+        if came_late:  # as a round ended, in a step that the others count, too
             self.step, self._rows = self.step - 1, []
         if self._alone:
-            self._note_members(new=late)
-        skipped = self.wire.skipped > skipped_before and not late
+            self._note_members(new=came_late)
+        skipped = self.wire.skipped > skipped_before and not came_late
         if skipped and self.wire.engine.uncounted:
             self.sequences = first
             self._drop(began)
@@ -253,8 +253,8 @@ class ReplicaTrainer(Trainer):
         """Take over the counts of a replica that turned out to be ahead, if the wire has taken over its state."""
         assert self.wire.turnover is not None
         news, healed = self._news, self.wire.turnover.healed
-        taken, self._news, self._healed = healed > self._healed, None, healed
-        if not taken or news is None:
+        took_over, self._news, self._healed = healed > self._healed, None, healed
+        if not took_over or news is None:
             return False
         for name in COMMON:
             setattr(self, name, news[name])
@@ -282,8 +282,8 @@ class ReplicaTrainer(Trainer):
             self._beside = ManagedComm(self.manager._pg, Ledger(), self.manager._timeout)  # its bytes are nobody's
             self._beside.take(membership)
             alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
-            late = alone and (new or self._number >= 0)  # not as the run begins
-            self._newcomers = {membership.names[rank] for rank in membership.late if late}
+            counts_late = alone and (new or self._number >= 0)  # not as the run begins
+            self._newcomers = {membership.names[rank] for rank in membership.late if counts_late}
             self._number = membership.number
             losses = [(_short(loss.name), loss.step, loss.norm) for loss in self.wire.turnover.losses.values()]
             names = [_short(member) for member in membership.names]

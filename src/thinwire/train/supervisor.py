@@ -236,8 +236,8 @@ class Supervisor:
         present = sum(not replica.away for replica in self.replicas)
         too_few = self._lighthouse is not None and present < self._config.min_replicas and not self.completed
         if too_few and present and not self._children.number:
-            least = self._config.min_replicas
-            say(f"thinwire: too few replicas are left for --min-replicas {least}: the run ends", sys.stderr)
+            fewest = self._config.min_replicas
+            say(f"thinwire: too few replicas are left for --min-replicas {fewest}: the run ends", sys.stderr)
             self._children.pass_on(signal.SIGTERM, None)
         if self.completed and self._deadline == inf and summary_time(self._config.out) > self._began:
             self._deadline = time.monotonic() + PATIENCE_S

@@ -66,9 +66,9 @@ class Orthogonal:
                 )
             if group["adjust_lr_fn"] not in SCALES:
                 raise ThinwireError(f"{method} does not know torch.optim.Muon's adjust_lr_fn={group['adjust_lr_fn']!r}")
-            if why := _holds_part(run, run.parameters[name]):
+            if lack := _holds_part(run, run.parameters[name]):
                 raise ThinwireError(
-                    f"{method}: Muon takes whole matrices, and {why}: give {name} to torch.optim.AdamW, or name it in "
+                    f"{method}: Muon takes whole matrices, and {lack}: give {name} to torch.optim.AdamW, or name it in "
                     "dense="
                 )
         self._run = run

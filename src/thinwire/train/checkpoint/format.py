@@ -76,9 +76,9 @@ def _has_our_fields(meta: dict[str, Any]) -> bool:
     """Check the fields of meta.json against what we write: a tool that edited it, or a bug, may have written others."""
     if any(type(meta.get(name)) is not kind for name, kind in FIELDS.items()):
         return False
-    files, about = meta["files"], meta["about"]
+    files, facts = meta["files"], meta["about"]
     counts = [meta["step"], meta["sequences"], meta["world_size"] - 1, *files.values()]
-    texts = [about.get("mesh"), about.get("method")]  # readers parse these two; they only compare and show the others
+    texts = [facts.get("mesh"), facts.get("method")]  # readers parse these two; they only compare and show the others
     return (
         all(type(count) is int and 0 <= count < 2**63 for count in counts)
         and all(isinstance(text, str) and text.split() for text in texts)

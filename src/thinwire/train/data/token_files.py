@@ -199,7 +199,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     """
     if (folder / META).exists():
         raise ThinwireError(f"{folder} holds token files already: name another folder")
-    made = not folder.exists()
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
@@ -220,7 +220,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
     except ThinwireError:
-        if made:
+        if is_new:
             shutil.rmtree(folder)
         raise
     return meta

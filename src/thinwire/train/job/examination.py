@@ -134,9 +134,9 @@ class Examination:
 
     def _kernels(self, model: nn.Module) -> list[Times]:
         """Time the kernels of the candidates, as many as there is time for. Collective."""
-        times, left = time_each(self._job, model, self.methods, self.config.engine, self._left(0.5))
-        if left:
-            self.notes.append(f"no time was left for the kernels of {', '.join(left)}: allow more --seconds")
+        times, untimed = time_each(self._job, model, self.methods, self.config.engine, self._left(0.5))
+        if untimed:
+            self.notes.append(f"no time was left for the kernels of {', '.join(untimed)}: allow more --seconds")
         return times
 
     def _conclude(self, model: nn.Module, device: Device, none: Steps, dense: Steps | None) -> None:
@@ -160,8 +160,8 @@ class Examination:
         total = none.seconds
         if simulation is not None:
             total = simulation.dense.prediction.seconds if dense is None else dense.seconds
-        parts = doctor.parts_of(none, total, on_gpu=not job.cluster.codec_on_core)
-        yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
+        step_parts = doctor.parts_of(none, total, on_gpu=not job.cluster.codec_on_core)
+        yield from doctor.verdict(step_parts, None if dense is None else dense.hidden, simulation, self.command)
         yield ""
         if simulation is not None:
             yield simulation.details()
