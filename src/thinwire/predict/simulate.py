@@ -80,7 +80,7 @@ class Job:
                 gather_dtype=None if self.dtype == torch.float32 else self.dtype, gloo=self.cluster.codec_on_core,
             )  # fmt: skip
         except RuntimeError as error:  # NotImplementedError included
-            line = f"{method} has no dry run, so nobody knows what it would send (it must not read values)"
+            line = f"{method} cannot be simulated: its dry run failed, in which no tensor has values"
             raise ThinwireError(f"{line}: {first_line(error)}") from None
 
     def play(self, timeline: Timeline) -> Prediction:
