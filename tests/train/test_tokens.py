@@ -83,5 +83,5 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     (out / "tokens.json").write_text(json.dumps([1]))
     with pytest.raises(ThinwireError, match="is damaged: tokenize the text anew"):
         token_files.find_token_files([str(out)], (), "bytes")
-    with pytest.raises(ThinwireError, match="numbers and no text"):
+    with pytest.raises(ThinwireError, match="numbers without text"):
         Tokenizer("ids:9", (), tmp_path).decode([1])

@@ -215,7 +215,7 @@ def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Modu
         raise ThinwireError(f"write {path}:FUNCTION, which returns a module and a tuple of example inputs")
     if sequence is not None:
         raise ThinwireError(
-            f"--sequence is for presets and a config.json; the inputs of {path}:{function} have their own"
+            f"--sequence is for presets and a config.json; here the example inputs of {path}:{function} set it"
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:

@@ -311,7 +311,7 @@ class Config:
         if not (self.corpus and all(self.corpus)):
             raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
         if self.checkpoint_every and not self.checkpoints:
-            raise ThinwireError("--checkpoint-every is not for --no-checkpoints")
+            raise ThinwireError("--checkpoint-every does not go with --no-checkpoints")
         if self.overwrite and self.resume:
             raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
         if self.muon_lr is not None and self.optimizer != "muon":
@@ -323,7 +323,7 @@ class Config:
                 raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
         for name in SHAPE:
             if self.init and getattr(self, name) is not None:
-                raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has a shape")
+                raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has its own shape")
         if self.init and self.tokenizer != "bytes":
             raise ThinwireError(f"--tokenizer {self.tokenizer} does not go with --init, whose folder has one")
         if self.data and self.corpus != Config.corpus:
