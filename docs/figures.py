@@ -326,6 +326,11 @@ def ladder() -> str:
     return ladder_tables.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
 
 
+def rungs() -> str:
+    """What they say of the methods that most people want."""
+    return ladder_tables.short(ladder_tables.read(DATA / "ladder.jsonl").values())
+
+
 def law() -> str:
     """The forecasts of benchmarks/loss/gap_law.py."""
     return gap_law.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
@@ -362,7 +367,7 @@ OPENED = frozenset(
     "adapters base baselines checkpoint cli codecs core data engines job lab model network optim ours papers".split()  # noqa: SIM905
     + "parts plan predict proof saved train".split()  # noqa: SIM905
 )
-"""Packages of which the tree in CONTRIBUTING shows each file."""
+"""Packages of which the tree in docs/files.md shows each file."""
 
 
 def tree() -> str:
@@ -633,6 +638,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "speed": speeds,
     "quality": quality,
     "ladder": ladder,
+    "rungs": rungs,
     "law": law,
     "runs": runs,
     "differences": differing,

@@ -4,8 +4,10 @@
 
 The list has a JSON object per line, the most important first. {"stack": {...}}: a run for each combination of its
 lists "lrs", "beside", "beta1s", "clips", "warmups" and "seeds" (or of those in each of "grids"), all in one batch on
-the GPU (``stacked.py``); they have "model", "text", "ranks", "sequences", "method", "optimizer", "lengths" and "owner"
-(the decay of a momentum of what arrives, which is no knob of the library) in common. --together stacks share the GPU.
+the GPU (``stacked.py``). They have "model", "text", "ranks", "sequences", "method", "optimizer" and "lengths" in
+common, and what is no knob of the library's method: "owner" (the decay of a momentum of what arrives), "momentum"
+(Muon's) and "shared" (after so many steps the ranks take the mean of their Muon's momenta). --together stacks share
+the GPU.
 {"ladder": "..."}: the words of a ``ladder.py``, on one core; --cores of them run at a time. What has not begun when
 --minutes are over is left out, and what is under way stops.
 
@@ -58,7 +60,8 @@ class Order:
 def order_of(given: dict[str, Any]) -> Order:
     jobs = tuple(job for grid in given.pop("grids", [{}]) for job in _jobs_of(given | grid))
     lengths = tuple(sorted(given["lengths"]))
-    return Order(jobs, stacked.way_of(given["method"], given.get("owner", 0.0)), lengths)
+    besides = {name: given[name] for name in BESIDES if name in given}
+    return Order(jobs, stacked.way_of(given["method"], **besides), lengths)
 
 
 def _jobs_of(given: dict[str, Any]) -> list[ladder.Job]:
@@ -108,7 +111,7 @@ def _row(
     loss, tokens = statistics.fmean(spans), length * job.sequences * stack.length
     return {
         **asdict(job),
-        "method": named(job.method, order.way.owner),
+        "method": named(job.method, order.way),
         "steps": length,
         "error": None,
         "valid": regimes._number(loss),
@@ -192,16 +195,21 @@ def on_device(orders: Sequence[Order], args: argparse.Namespace, until: float) -
 
 def what(order: Order) -> str:
     first = order.jobs[0]
-    name = f"{named(first.method, order.way.owner)} {first.optimizer} x {len(order.jobs)}"
+    name = f"{named(first.method, order.way)} {first.optimizer} x {len(order.jobs)}"
     return f"{first.model} {first.text} N={first.ranks} batch={first.sequences} {name}"
 
 
-OWNER = " + owner momentum "
-"""Between the library's method and the decay of a momentum that is not in it, in the name of a row's method."""
+BESIDES = {
+    "owner": (0.0, " + owner momentum {:g}"),
+    "momentum": (stacked.MOMENTUM, " + Muon's momentum {:g}"),
+    "shared": (0, " + momenta shared every {} steps"),
+}
+"""What is no knob of the library's method: its usual value, and what it adds to the name of a row's method."""
 
 
-def named(method: str, owner: float) -> str:
-    return f"{method}{OWNER}{owner:g}" if owner else method
+def named(method: str, way: stacked.Way) -> str:
+    differing = {name: getattr(way, name) for name, (usual, _) in BESIDES.items() if getattr(way, name) != usual}
+    return method + "".join(BESIDES[name][1].format(value) for name, value in differing.items())
 
 
 def line(row: dict[str, Any]) -> str:
@@ -246,7 +254,7 @@ def add(args: argparse.Namespace) -> int:
         row["commit"] = row["commit"] or regimes.commit()  # there was no repository
         if row["bytes"] is None:
             job = ladder.Job(**{name: row[name] for name in ladder.Job.__dataclass_fields__})
-            job = replace(job, method=job.method.partition(OWNER)[0])
+            job = replace(job, method=job.method.partition(" + ")[0])
             what = json.dumps([row[name] for name in ("model", "ranks", "sequences", "method", "optimizer")])
             if what not in per_step:
                 per_step[what] = bytes_of(job, args.corpora)

@@ -4,7 +4,7 @@
     python benchmarks/loss/gap_law.py --at 3.2M 3257856 1563 2048      of a run: name, parameters, steps, tokens a step
 
 A point is a method's gap to dense in one setting of ``ladder_tables.py``, each side at its best rate; its standard
-error is of the held-out text and of seeds, whose spread is taken from all settings together. Each of ``FORMS`` is
+error is of the held-out text and of seeds. Each of ``FORMS`` is
 fitted by weighted least squares; what the points lie apart beyond their errors is a spread of settings (the least with
 which chi squared is its degrees of freedom). Then each model, text and batch is left out with all its lengths, which
 share seeds, and the law of the others is asked for them.
@@ -98,9 +98,8 @@ class Point:
 
 
 def points_of(runs: Iterable[ladder_tables.Run], method: str, optimizer: str) -> list[Point]:
-    runs, found = list(runs), []
-    spread = ladder_tables.pooled_spread(runs)
-    for row, dense, _ in ladder_tables.beside_dense(runs):
+    found = []
+    for row, dense, spread in ladder_tables.beside_dense(runs):
         span = row.above(dense, spread)
         if span is None or (row.method, row.optimizer) != (method, optimizer):
             continue

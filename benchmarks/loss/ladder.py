@@ -4,6 +4,7 @@
         --optimizer adamw --lrs 4e-3 5.7e-3 8e-3 --beta1s .8 .9 --clips .3 1 --warmups 40 160          dense, tuned
     python benchmarks/loss/ladder.py ... --optimizer muon --methods dense trickle:muon --lrs 8e-3 1.6e-2 --minutes 8
     python benchmarks/loss/ladder.py --table
+    python benchmarks/loss/ladder.py --apart                                          how far seeds lie apart
     python benchmarks/loss/ladder.py --pairs trickle:muon "trickle(density=0.03)"     in runs that are alike in all else
 
 The rate rises for --warmups steps and is then constant; for each of --lengths the run branches off, and the rate falls
@@ -276,7 +277,7 @@ def line(row: dict[str, Any]) -> str:
 
 def print_pairs(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """How far the first of each ends above the second (± is of the text alone), and their mean."""
-    spans = [ladder_tables.gap([pair]) for pair in pairs]
+    spans = [ladder_tables.gap([run], [other]) for run, other in pairs]
     for (run, _), span in zip(pairs, spans, strict=True):
         print(f"{ladder_tables.written(span)}  {line(run)}")
     if means := [span.mean for span in spans]:
@@ -304,9 +305,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=virtual.CPU, help="cpu, or cuda: a process per run")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then")
     parser.add_argument("--table", action="store_true", help="print what is there, and train nothing")
+    parser.add_argument("--apart", action="store_true", help="print how far seeds lie apart, and train nothing")
     parser.add_argument("--pairs", nargs=2, metavar="METHOD", help="print how far the first ends above the second")
     args = parser.parse_args()
-    if args.corpora is None and not args.table and not args.pairs:
+    if args.corpora is None and not (args.table or args.apart or args.pairs):
         parser.error("--corpora is needed to train")
     if args.sequences % args.ranks:
         parser.error(f"a step has {args.sequences} sequences, which {args.ranks} ranks cannot share evenly")
@@ -315,8 +317,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    if args.table:
-        print(ladder_tables.markdown(ladder_tables.read(args.data).values()))
+    if args.table or args.apart:
+        said = ladder_tables.markdown if args.table else ladder_tables.seeds_apart
+        print(said(ladder_tables.read(args.data).values()))
         return 0
     if args.pairs:
         print_pairs(ladder_tables.pairs(ladder_tables.read(args.data).values(), *args.pairs))

@@ -1,11 +1,13 @@
 """The runs of ``ladder.py`` as tables: each method at its best settings, its gap to the best dense runs, and its error.
 
 A method's settings are told apart by the seeds that all of them have. Those within ``ALIKE`` of the best are not told
-apart by these, and the one with the most seeds is taken. A gap is paired by seed. Its ± is half of a 95% interval: of
-the held-out text, from the differences in the same stretches, and of the seeds, as the root of the sum of their
-squares. How far seeds lie apart is taken from all settings of a table that have several, or of all tables where that is
-fewer than ``ENOUGH`` degrees of freedom. A gap that is below its ± is none: "=" stands before it; with "?" behind it,
-nothing was run with two seeds, and ± is of the text alone.
+apart by these, and the one with the most seeds is taken. A gap is of the means over each side's seeds, all of them: a
+seed gives both sides one beginning and one order of the text, and yet how far a method ends above dense varies from
+seed to seed as much as if each side had drawn its own (``likeness``). Its ± is half of a 95% interval: of the held-out
+text, from the differences in the same stretches, and of the seeds, as the root of the sum of their squares. How far
+seeds lie apart is taken from the settings of all tables that have several, as tables differ in it no more than chance
+would have them (``bartlett``). A gap that is below its ± is none: "=" stands before it; with "?" behind it, nothing was
+run with two seeds, and ± is of the text alone.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import NormalDist, fmean, variance
 from typing import Any, NamedTuple
 
-from thinwire.lab.verdict import NORMAL95, T95, Span, block_error, interval
+from thinwire.lab.verdict import NORMAL95, T95, Span, block_error
 
 STRETCHES = 128
 """Of the held-out text, in each of which two runs are compared."""
 ALIKE = 0.005
 """Share of a loss below which two settings are not told apart: the same run on another machine, whose sums are rounded
 otherwise, was up to that far from itself."""
-STABLE = 0.02
-"""Share above a method's best setting beyond which another says nothing of how far seeds lie apart."""
-ENOUGH = 3
+STABLE = 0.01
+"""Share above a method's best setting beyond which another says nothing of how far seeds lie apart: where AdamW's rate
+is too high, seeds lie further apart than where any method is at its best."""
 Run = dict[str, Any]
 SETTING = ("model", "text", "ranks", "sequences", "steps")
 """What the runs in one table share."""
@@ -49,75 +51,102 @@ def read(file: Path) -> dict[str, Run]:
 
 
 class Spread(NamedTuple):
-    """How far seeds of a setting lie apart: the standard deviation, as a share of the loss, from ``count`` degrees.
-
-    ``pooled``: of all settings together."""
+    """How far seeds of a setting lie apart: the standard deviation, as a share of the loss, from ``count`` degrees."""
 
     deviation: float
     count: int
-    pooled: bool = False
+
+
+def stable(runs: Iterable[Run]) -> dict[tuple[Any, ...], dict[int, Run]]:
+    """(setting, method, optimizer, tuned) -> its runs by seed, where these are several, but for those far above their
+    method's best, which are unstable."""
+    by_method: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[int, Run]]] = {}
+    for run in runs:
+        if has_loss(run):
+            name = (tuple(run[key] for key in SETTING), run["method"], run["optimizer"])
+            by_method.setdefault(name, {}).setdefault(tuple(run[key] for key in TUNED), {})[run["seed"]] = run
+    found = {}
+    for name, by_tuned in by_method.items():
+        means = {tuned: fmean(run["valid"] for run in by_seed.values()) for tuned, by_seed in by_tuned.items()}
+        least = min(means.values())
+        for tuned, by_seed in by_tuned.items():
+            if len(by_seed) > 1 and means[tuned] <= (1 + STABLE) * least:
+                found[*name, tuned] = by_seed
+    return found
 
 
 def spread_of(runs: Iterable[Run]) -> Spread | None:
-    """Of all runs of a table: of its settings with several seeds, but for those far above their method's best, which
-    are unstable. None: there are none."""
-    by_method: dict[Any, dict[Any, list[float]]] = {}
-    for run in runs:
-        if has_loss(run):
-            tuned = by_method.setdefault((run["method"], run["optimizer"]), {})
-            tuned.setdefault(tuple(run[key] for key in TUNED), []).append(run["valid"])
+    """Of all settings together; None: none of them has two seeds."""
     squares, count = 0.0, 0
-    for settings in by_method.values():
-        least = min(map(fmean, settings.values()))
-        for losses in settings.values():
-            mean = fmean(losses)
-            if len(losses) > 1 and mean <= (1 + STABLE) * least:
-                squares += sum((loss / mean - 1) ** 2 for loss in losses)
-                count += len(losses) - 1
+    for by_seed in stable(runs).values():
+        losses = [run["valid"] for run in by_seed.values()]
+        mean = fmean(losses)
+        squares += sum((loss / mean - 1) ** 2 for loss in losses)
+        count += len(losses) - 1
     return Spread(math.sqrt(squares / count), count) if count else None
 
 
-def pooled_spread(runs: Iterable[Run]) -> Spread | None:
-    """Of all settings together; None: none of them has two seeds."""
-    return _pooled(_spreads_of(runs).values())
+def bartlett(spreads: Sequence[Spread]) -> float:
+    """How likely spreads that are alike in truth would be found to differ as much as these do, or more."""
+    count = sum(one.count for one in spreads)
+    pooled = sum(one.count * one.deviation**2 for one in spreads) / count
+    apart = count * math.log(pooled) - sum(one.count * math.log(one.deviation**2) for one in spreads)
+    degrees = len(spreads) - 1
+    apart /= 1 + (sum(1 / one.count for one in spreads) - 1 / count) / (3 * degrees)
+    # Wilson and Hilferty: the cube root of chi squared over its degrees is near to normal.
+    cube = (apart / degrees) ** (1 / 3)
+    return NormalDist().cdf((1 - 2 / (9 * degrees) - cube) / math.sqrt(2 / (9 * degrees)))
 
 
-def _spreads_of(runs: Iterable[Run]) -> dict[tuple[Any, ...], Spread | None]:
-    by_setting: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        by_setting.setdefault(tuple(run[key] for key in SETTING), []).append(run)
-    return {setting: spread_of(of) for setting, of in by_setting.items()}
+def likeness(runs: Iterable[Run]) -> tuple[Spread, float]:
+    """How far apart a method's gaps to dense lie from seed to seed, and how far they would if the two sides had nothing
+    in common: of all pairs of stable settings of a method and of dense with its optimizer."""
+    of = stable(runs)
+    paired, alone, count = 0.0, 0.0, 0
+    for (setting, method, optimizer, _), mine in of.items():
+        for (other, dense, its, _), theirs in of.items():
+            seeds = sorted(mine.keys() & theirs.keys())
+            if (other, dense, its) == (setting, "dense", optimizer) and method != "dense" and len(seeds) > 1:
+                ours, his = ([math.log(side[seed]["valid"]) for seed in seeds] for side in (mine, theirs))
+                count += len(seeds) - 1
+                paired += (len(seeds) - 1) * variance([a - b for a, b in zip(ours, his, strict=True)])
+                alone += (len(seeds) - 1) * (variance(ours) + variance(his))
+    return Spread(math.sqrt(paired / count), count), math.sqrt(alone / count)
 
 
-def _pooled(spreads: Iterable[Spread | None]) -> Spread | None:
-    found = [spread for spread in spreads if spread is not None]
-    count = sum(spread.count for spread in found)
-    squares = sum(spread.count * spread.deviation**2 for spread in found)
-    return Spread(math.sqrt(squares / count), count, pooled=True) if count else None
+def seeds_apart(runs: Iterable[Run]) -> str:
+    """What ``likeness`` and ``bartlett`` say, a line each."""
+    runs = list(runs)
+    gaps, alone = likeness(runs)
+    lines = [
+        f"gaps to dense from seed to seed: {gaps.deviation:.2%} apart; {alone:.2%} if sides had nothing in common "
+        f"({gaps.count} degrees)"
+    ]
+    for what, of in (("tables", SETTING), ("optimizers", ("optimizer",))):
+        groups: dict[tuple[Any, ...], list[Run]] = {}
+        for by_seed in stable(runs).values():
+            first = next(iter(by_seed.values()))
+            groups.setdefault(tuple(first[key] for key in of), []).extend(by_seed.values())
+        spreads = {group: spread for group, its in groups.items() if (spread := spread_of(its)) is not None}
+        lines += [f"{spread.deviation:.2%} ({spread.count} degrees): {group}" for group, spread in spreads.items()]
+        lines.append(f"{what} alike in truth would differ so much with probability {bartlett([*spreads.values()]):.2f}")
+    return "\n".join(lines)
 
 
-def spreads_in(runs: Iterable[Run]) -> dict[tuple[Any, ...], Spread | None]:
-    """Of each setting: its own, or that of all together where its own has few degrees of freedom."""
-    own = _spreads_of(runs)
-    pooled = _pooled(own.values())
-    return {setting: one if one is not None and one.count >= ENOUGH else pooled for setting, one in own.items()}
+def gap(mine: Sequence[Run], dense: Sequence[Run], spread: Spread | None = None) -> Span:
+    """How far the mean of runs ``mine`` (of other seeds) ends above that of ``dense``, as a share of the latter.
 
-
-def gap(pairs: Sequence[tuple[Run, Run]], spread: Spread | None = None) -> Span:
-    """How far the first run of each pair ends above the second, as a share of the second; a pair for each seed.
-
-    ``spread``: of seeds; None: that of these pairs."""
-    seeds = interval([mine["valid"] / dense["valid"] - 1 for mine, dense in pairs])
+    ``spread``: of seeds; None: ± is of the text alone."""
+    level = fmean(run["valid"] for run in dense)
+    ratio = fmean(run["valid"] for run in mine) / level
+    seeds = 0.0
     if spread is not None:
-        half = T95[min(spread.count, len(T95)) - 1] * spread.deviation * math.sqrt(2 / len(pairs))
-        seeds = Span(seeds.mean, seeds.mean - half, seeds.mean + half)
-    excess = [0.0] * len(pairs[0][1]["spans"])
-    for mine, dense in pairs:
-        ratio = mine["valid"] / dense["valid"]
-        for at, (ours, theirs) in enumerate(zip(mine["spans"], dense["spans"], strict=True)):
-            excess[at] += (ours - ratio * theirs) / dense["valid"] / len(pairs)
-    half = math.hypot(seeds.half, NORMAL95 * block_error(excess, [1.0] * len(excess)))
-    return Span(seeds.mean, seeds.mean - half, seeds.mean + half)
+        each = math.sqrt(1 / len(mine) + 1 / len(dense))
+        seeds = T95[min(spread.count, len(T95)) - 1] * spread.deviation * each
+    ours, theirs = ([fmean(at) for at in zip(*(run["spans"] for run in side), strict=True)] for side in (mine, dense))
+    excess = [(a - ratio * b) / level for a, b in zip(ours, theirs, strict=True)]
+    half = math.hypot(seeds, NORMAL95 * block_error(excess, [1.0] * len(excess)))
+    return Span(ratio - 1, ratio - 1 - half, ratio - 1 + half)
 
 
 def written(span: Span, *, seeds: bool = True) -> str:
@@ -153,10 +182,10 @@ class Row:
         return fmean(run["bytes"] / run["dense_bytes"] for run in self.runs.values())
 
     def above(self, dense: Row | None, spread: Spread | None = None) -> Span | None:
-        seeds = sorted(self.runs.keys() & dense.runs.keys()) if dense is not None else []
-        if dense is None or not seeds or dense is self:
+        """None: there is no dense run, or this is one."""
+        if dense is None or dense is self:
             return None
-        return gap([(self.runs[seed], dense.runs[seed]) for seed in seeds], spread)
+        return gap([*self.runs.values()], [*dense.runs.values()], spread)
 
 
 def has_loss(run: Run) -> bool:
@@ -192,13 +221,13 @@ def rows(runs: Iterable[Run]) -> list[Row]:
 
 
 def beside_dense(runs: Iterable[Run]) -> Iterator[tuple[Row, Row, Spread | None]]:
-    """Each method's row, dense with the same optimizer in its setting, and how far seeds lie apart there."""
+    """Each method's row, dense with the same optimizer in its setting, and how far seeds lie apart."""
     runs = list(runs)
-    every, spreads = rows(runs), spreads_in(runs)
+    every, spread = rows(runs), spread_of(runs)
     dense = {(row.setting, row.optimizer): row for row in every if row.method == "dense"}
     for row in every:
         if row.method != "dense" and (row.setting, row.optimizer) in dense:
-            yield row, dense[row.setting, row.optimizer], spreads[row.setting]
+            yield row, dense[row.setting, row.optimizer], spread
 
 
 def pairs(runs: Iterable[Run], method: str, other: str) -> list[tuple[Run, Run]]:
@@ -210,23 +239,54 @@ def pairs(runs: Iterable[Run], method: str, other: str) -> list[tuple[Run, Run]]
     ]
 
 
-def markdown(runs: Iterable[Run]) -> str:
-    """A table for each setting."""
+SHORT = (("trickle", "adamw", "adamw"), ("trickle:merged", "adamw", "adamw"), ("dense", "muon", "adamw"),
+         ("trickle:muon", "muon", "muon"), ("trickle:muon", "muon", "adamw"))  # fmt: skip
+"""The columns of the short table: a method, its optimizer, and that of the dense run that it is held against."""
+
+
+def short(runs: Iterable[Run]) -> str:
+    """A line for each setting that has one of ``SHORT``, the longest for its size first: gaps, seeds and bytes."""
     runs = list(runs)
-    every, spreads = rows(runs), spreads_in(runs)
+    spread, of = spread_of(runs), {(row.setting, row.method, row.optimizer): row for row in rows(runs)}
+    names = {"adamw": "dense AdamW", "muon": "dense Muon"}
+    heads = [
+        f"{names[optimizer] if method == 'dense' else f'`{method}`'} above {names[dense]}"
+        for method, optimizer, dense in SHORT
+    ]
+    lines = [f"| tokens per parameter | of | {' | '.join(heads)} |", "|---:|---|" + "---:|" * len(SHORT)]
+    length = {setting: next(iter(row.runs.values()))["tokens_per_parameter"] for (setting, *_), row in of.items()}
+    for setting in sorted(length, key=lambda setting: -length[setting]):
+        cells = []
+        for method, optimizer, dense in SHORT:
+            row = of.get((setting, method, optimizer))
+            span = None if row is None else row.above(of.get((setting, "dense", dense)), spread)
+            cells.append("-" if row is None or span is None else f"{written(span)} ({len(row.runs)}; {row.share:.1%})")
+        model, text, ranks, sequences, steps = setting
+        what = f"{model} on {text}, {ranks} ranks, {sequences} sequences a step, {steps} steps"
+        if set(cells) != {"-"}:
+            lines.append(f"| {length[setting]:.3g} | {what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def markdown(runs: Iterable[Run]) -> str:
+    """A table for each setting, after a line that says how far seeds lie apart."""
+    runs = list(runs)
+    every, spread = rows(runs), spread_of(runs)
     settings = dict.fromkeys(row.setting for row in every)
-    return "\n\n".join(_table([row for row in every if row.setting == of], spreads[of]) for of in settings)
+    tables = [_table([row for row in every if row.setting == of], spread) for of in settings]
+    if spread is None:
+        return "\n\n".join(tables)
+    apart = f"Seeds: {spread.deviation:.2%} apart (standard deviation, {spread.count} degrees of freedom)."
+    return "\n\n".join([apart, *tables])
 
 
 def _table(of: Sequence[Row], spread: Spread | None) -> str:
     model, text, ranks, sequences, steps = of[0].setting
     tokens = next(iter(of[0].runs.values()))["tokens_per_parameter"]
     dense = {row.optimizer: row for row in of if row.method == "dense"}
-    seeds = "Seeds of all tables" if spread and spread.pooled else "Seeds"
-    apart = "" if spread is None else f" {seeds}: {spread.deviation:.2%} apart (standard deviation)."
     lines = [
         f"{model} on {text}, {ranks} ranks, {sequences} sequences a step, {steps} steps: {tokens:.3g} tokens per "
-        f"parameter.{apart}",
+        "parameter.",
         "",
         "| method | optimizer | lr, beta1, clip, warm-up | settings run | seeds | loss | above dense AdamW | "
         "above dense Muon | all bytes |",

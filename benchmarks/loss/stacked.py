@@ -40,6 +40,7 @@ CHUNK = 50
 OUTLIER, LEFT, NORM_DECAY = 10.0, 2.0, 0.9
 """Of ``core/outliers.py``: times the usual norm that is cut, times it that a cut leaves, decay of the usual norm."""
 SAMPLE, R_DECAY, MOMENTUM = 64, 0.9, 0.95
+"""The last: of torch.optim.Muon, as it is by default."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -50,6 +51,8 @@ class Way:
     Attributes:
         density: 0: dense. delivered: the share of Adam's steps that is; delivered_muon: of Muon's. kept: patterns of
             the names of parameters that stay dense. owner: decay of a momentum of what arrives, kept once; 0: none.
+            momentum: Muon's decay. shared: after so many steps all ranks take the mean of their Muon's momenta, in
+            float32; 0: never. Both, and owner, are no knobs of the library's method.
     """
 
     density: float = 0.0
@@ -61,19 +64,22 @@ class Way:
     delivered_muon: float = 1.0
     kept: tuple[str, ...] = ()
     owner: float = 0.0
+    momentum: float = MOMENTUM
+    shared: int = 0
 
 
-def way_of(spec: str, owner: float = 0.0) -> Way:
+def way_of(spec: str, owner: float = 0.0, momentum: float = MOMENTUM, shared: int = 0) -> Way:
     """The way of the library's method ``spec``: dense, or trickle with steps."""
     method = resolve(spec)
     if method.name == "dense":
-        return Way()
+        return Way(momentum=momentum)
     if not isinstance(method, Trickle) or method.updates is None or method.start or method.updates.beta1:
         raise ThinwireError(f"no stack plays {spec}: it plays dense, and trickle with steps from the first step on")
     muon = method.updates.delivered_share
     return Way(
         method.density, method.mask == "merged", method.server_density, method.bits, method.group,
         method.delivered_share, 1.0 if muon is None else muon, tuple(method.dense), owner,
+        momentum, shared,
     )  # fmt: skip
 
 
@@ -347,8 +353,8 @@ class Stack:
         for block in self._dense_muon:
             rows, columns = block.shape
             momentum, g = block.of(state["first"]), block.of(gradients)
-            momentum.lerp_(g, 1 - MOMENTUM)
-            ahead = g.lerp(momentum, MOMENTUM).unflatten(2, block.shape).flatten(0, 1).bfloat16()
+            momentum.lerp_(g, 1 - self.way.momentum)
+            ahead = g.lerp(momentum, self.way.momentum).unflatten(2, block.shape).flatten(0, 1).bfloat16()
             step = orthogonal(ahead).view(self.runs, block.count, -1).float()
             lr = (rate * self.muon_share).unsqueeze(2)
             block.of(weights).mul_(1 - lr * self.decay).sub_(lr * 0.2 * math.sqrt(max(rows, columns)) * step)
@@ -410,11 +416,20 @@ class Stack:
         share = self._for_each_rank(self.muon_share).unsqueeze(2)
         for block in self._sent_muon:
             momentum, g = block.of(v), block.of(gradients)
-            momentum.lerp_(g, 1 - MOMENTUM)
-            ahead = g.lerp(momentum, MOMENTUM).unflatten(2, block.shape).flatten(0, 1)
+            momentum.lerp_(g, 1 - self.way.momentum)
+            ahead = g.lerp(momentum, self.way.momentum).unflatten(2, block.shape).flatten(0, 1)
+            if self.way.shared:
+                self._share(momentum)
             step = orthogonal(ahead).view(len(g), block.count, -1)
             block.of(steps).copy_(lr * share * (0.2 * math.sqrt(max(block.shape))) * step)
         return steps
+
+    def _share(self, momentum: Tensor) -> None:
+        """Every so many steps: give each of (J * N, ...) ranks the mean over its run's."""
+        mean = momentum.unflatten(0, (self.runs, self.own)).mean(1, keepdim=True)
+        spread = mean.expand(-1, self.own, *mean.shape[2:]).flatten(0, 1)
+        due = (self.state["turn"] + 1) % self.way.shared == 0
+        momentum.copy_(torch.where(due, spread, momentum))
 
     def _meet(self, steps: Tensor) -> Tensor:
         """Send the largest of u_n + e_n; what arrives, (J, Q)."""

@@ -104,6 +104,21 @@ def transplant(saved: dict[str, torch.Tensor], stack: stacked.Stack, at: int) ->
         state["r"][at] = saved["rank-0/state/=alike/"]
 
 
+def test_ranks_share_their_momenta_when_it_is_due(windows, monkeypatch):
+    monkeypatch.setattr(ladder, "MODELS", {"smallest": SMALLEST})
+    jobs = [replace(MUON, method="trickle:muon", seed=seed) for seed in (0, 1)]
+    way = stacked.way_of("trickle:muon", shared=2)
+    members = [stacked.member(of, STEPS) for of in jobs]
+    stack = stacked.Stack(jobs[0].config(9), way, members, windows, STEPS, torch.device("cpu"))
+    stack.set_rates([member.rate for member in members])
+    for until in range(1, STEPS + 1):
+        stack.run(until)
+        of_muon = torch.cat([block.of(stack.state["v"]).flatten(1) for block in stack._sent_muon], 1)
+        first, others = of_muon.unflatten(0, (2, -1)).tensor_split([1], 1)
+        assert torch.equal(others, first.expand_as(others)) == (until % 2 == 0)
+        assert not torch.equal(of_muon[0], of_muon[-1])  # each run has its own
+
+
 def test_a_fleets_rows_are_the_ladders(tmp_path, monkeypatch, capsys):
     """With branches, by stack and by ``ladder.py``: the same losses; bytes come when rows are added to the data."""
     draw = random.Random(0)
@@ -146,6 +161,7 @@ def test_a_stack_plays_what_it_knows():
     assert stacked.way_of("trickle:muon") == stacked.Way(density=0.03, merged=True, bits=4)
     assert stacked.way_of("trickle(density=0.03)") == stacked.Way(density=0.03, delivered=0.0125 / 0.03)
     assert stacked.way_of("trickle:merged", 0.5).owner == 0.5
+    assert fleet.named("dense", stacked.way_of("dense", momentum=0.98)) == "dense + Muon's momentum 0.98"
     for spec in ("topk", "trickle(start=0.1)", "trickle(feedback='gradients')"):
         with pytest.raises(ThinwireError, match="no stack plays"):
             stacked.way_of(spec)
