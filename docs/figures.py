@@ -305,20 +305,34 @@ def regime_rows() -> list[regime_tables.Row]:
     return regime_tables.rows(regime_tables.read(DATA / "regimes.jsonl").values())
 
 
+REGIME_WORDS = {
+    "scratch": "From scratch", "going-on": "Going on from a trained model", "long": "Longer runs",
+    "finetune": "Fine-tuning on another text",
+}  # fmt: skip
+
+
 def runs() -> str:
     """Every table of losses: those of benchmarks/loss/training.py with their commands, then those of regimes.py."""
-    parts = []
+    parts: list[str] = []
     for where in read("settings"):
         if where["kind"] == "loss":
             title = f"## `{where['preset']}` on {ENGINES[where['engine']]}, {OPTIMIZERS[where['optimizer']]}"
             when = f"Measured {where['date']} at commit {where['commit']}:"
             parts += [title, when, f"```sh\n{where['command']}\n```", losses(where["setting"])]
-    titles: dict[tuple[Any, ...], list[regime_tables.Row]] = {}
+    titles: dict[str, list[regime_tables.Row]] = {}
     for row in regime_rows():
-        titles.setdefault((row.regime, row.model, row.text, row.ranks), []).append(row)
-    for (regime, model, text, ranks), rows in titles.items():
-        parts += [f"## {regime}: `{model}` on {text}, {ranks} ranks", regime_tables.markdown(rows)]
-    return "\n\n".join(parts)
+        titles.setdefault(regime_tables.title(row), []).append(row)
+    for title, rows in titles.items():
+        regime, _, rest = title.partition(": ")
+        parts.append(f"## {REGIME_WORDS[regime]}: {rest}")
+        parts.append(regime_tables.markdown(rows).replace(f"{title}, ", ""))
+    headings = [part.removeprefix("## ") for part in parts if part.startswith("## ")]
+    return "\n\n".join(["\n".join(f"* [{heading}](#{anchor(heading)})" for heading in headings), *parts])
+
+
+def anchor(heading: str) -> str:
+    """The place of a heading, as GitHub and the site name it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def ladder() -> str:

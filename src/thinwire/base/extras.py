@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import sysconfig
@@ -47,6 +48,21 @@ def load(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise missing(error) from None
+
+
+def found(package: str) -> Path:
+    """Return the folder of ``package`` without importing it, which may take seconds.
+
+    Raises:
+        ThinwireError: as :func:`load`.
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # it stands in sys.modules without one, as None
+        spec = None
+    if spec is None or spec.origin is None:
+        raise missing(ModuleNotFoundError(name=package))
+    return Path(spec.origin).parent
 
 
 def missing(error: ModuleNotFoundError) -> Exception:

@@ -144,8 +144,8 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
                         state[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     except NotImplementedError:
         raise ThinwireError(
-            f"{road.last.method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
-            "saved"
+            f"{road.last.method.name} reads tensor values on the host, so a dry run cannot tell its state, and the "
+            "state cannot be saved"
         ) from None
     return state
 

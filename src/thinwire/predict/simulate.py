@@ -82,7 +82,7 @@ class Job:
         except RuntimeError as error:  # NotImplementedError included
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ThinwireError(
-                f"{method} has no dry run, so nobody knows what it would send (it must not read values): {reason}"
+                f"{method} cannot be simulated: its dry run failed, in which no tensor has values: {reason}"
             ) from None
 
     def play(self, timeline: Timeline) -> Prediction:

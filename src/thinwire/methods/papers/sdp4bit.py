@@ -104,7 +104,7 @@ class SDP4Bit(Method):
 
     def __post_init__(self) -> None:
         if self.weight_rounding == "shift" and self.weight_bits != 8:
-            raise ThinwireError(f"{self.name}: weight_rounding='shift' has 8 bits, got weight_bits={self.weight_bits}")
+            raise ThinwireError(f"{self.name}: weight_rounding='shift' needs weight_bits=8, got {self.weight_bits}")
         super().__post_init__()
         self._intra_codec = self._gradients(self.intra_bits)
         self.make_weight_codec()  # refuses what no codec takes

@@ -89,8 +89,9 @@ class SEPARATE(Lossy):
         bound = 2 / (1 + variance)
         if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(
-                f"separate: beta={self.beta} gives the new error the weight {1 - self.beta:.3f}, which diverges from "
-                f"2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take beta above {1 - bound:.3f}"
+                f"separate: beta={self.beta} diverges: the new error's weight, 1 - beta = {1 - self.beta:.3f}, must "
+                f"be below 2 / (1 + w) = {bound:.3f} (w = (block + 1) / m = {variance:.1f}): "
+                f"take beta above {1 - bound:.3f}"
             )
         return self.beta
 
