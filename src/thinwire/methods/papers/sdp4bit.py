@@ -127,11 +127,11 @@ class SDP4Bit(Method):
         fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
         if fewest == 32 and not plain:
             return CONSERVES
-        named = [f"of the weights to {self.weight_bits} bits"] if plain else []
+        named = [f"the weights to {self.weight_bits} bits"] if plain else []
         if fewest < 32:
-            named.append(f"of the gradients to {self._rounding().bits}")
+            named.append(f"the gradients to {self._rounding().bits}")
         kept = ": weights='difference' keeps it" if fewest == 32 else ""
-        return Promise("rounds", f"rounding {' and '.join(named)} is lost{kept}", rounding=self._rounding())
+        return Promise("rounds", f"the error of rounding {' and '.join(named)} is lost{kept}", rounding=self._rounding())
 
     def _rounding(self) -> Rounding:
         """Return the rounding of gradients, on the coarser of the two hops."""
