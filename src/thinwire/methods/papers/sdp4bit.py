@@ -130,8 +130,8 @@ class SDP4Bit(Method):
         named = [f"the weights to {self.weight_bits} bits"] if plain else []
         if fewest < 32:
             named.append(f"the gradients to {self._rounding().bits}")
-        kept = ": weights='difference' keeps it" if fewest == 32 else ""
-        return Promise("rounds", f"the error of rounding {' and '.join(named)} is lost{kept}", rounding=self._rounding())
+        end = ": weights='difference' keeps it" if fewest == 32 else ""
+        return Promise("rounds", f"the error of rounding {' and '.join(named)} is lost{end}", rounding=self._rounding())
 
     def _rounding(self) -> Rounding:
         """Return the rounding of gradients, on the coarser of the two hops."""
