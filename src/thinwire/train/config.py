@@ -204,9 +204,9 @@ class Config:
     resume_anyway: bool = False
     """Continue although the text, its order or the batch differs from the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """Fate of what the old ranks had not sent yet, when a run goes on with other ranks or another engine: handed to
-    the new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step in the
-    middle of a run). refuse: do not go on.
+    """With other ranks or another engine, what becomes of values that the old ranks had not sent yet: they are handed
+    to the new ranks (redistribute), dropped (reset), or all sent in the next step (flush: far too large a step in
+    the middle of a run). refuse: do not resume then.
     """
 
     guard: bool = True

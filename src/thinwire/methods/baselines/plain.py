@@ -43,7 +43,7 @@ class Bf16(Lossy):
         return Rounding("bfloat16", value=2.0**-8)
 
     def _promise(self) -> Promise:
-        what = "what bfloat16 cannot hold, of sums too, is not returned: int8(feedback='gradients') returns it"
+        what = "the error of rounding values and sums to bfloat16 is lost: int8(feedback='gradients') keeps it"
         return Promise("rounds", what, rounding=self.rounding)
 
     def make_codec(self) -> Codec:
