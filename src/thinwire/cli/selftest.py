@@ -29,7 +29,7 @@ HELP = """usage: thinwire selftest
 Try this installation on two ranks of this machine, on its CPU, for about half a
 minute (longer the first time, when kernels are compiled): dense against torch's
 own engines, each method beside dense, and the laws that methods obey.
-A line each. Exit status: 0 if all is well, else 1.
+Prints a line for each. Exit status: 0 if all is well, else 1.
 For GPUs: make test-gpu, in a checkout."""
 STEPS = 16
 TIMEOUT_S = 60

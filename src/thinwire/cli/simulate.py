@@ -50,8 +50,8 @@ class SimulateOptions:
     cluster: str
     """A TOML file as `thinwire doctor` writes it, or the name of one that Thinwire brings; a wrong name lists them."""
     model: str = "gpt-125m"
-    """A preset, a Hugging Face config.json, or file.py:function: your own, called under torch.device("meta"), returns a
-    module and a tuple of example inputs; what is not token ids counts as one token each."""
+    """A preset, a Hugging Face config.json, or file.py:function. Your function is called under torch.device("meta") and
+    returns a module and a tuple of example inputs. Without token ids, a sequence counts as one token."""
     method: str = "bf16,int8,sdp4bit,trickle"
     """Comma-separated methods, with or without knobs. Dense is always added."""
     engine: str = "ddp"
@@ -202,7 +202,7 @@ def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Modu
         raise ThinwireError(f"write {path}:FUNCTION, which returns a module and a tuple of example inputs")
     if sequence is not None:
         raise ThinwireError(
-            f"--sequence is for presets and a config.json; the inputs of {path}:{function} have their own"
+            f"--sequence is for presets and a config.json; here the example inputs of {path}:{function} set it"
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:

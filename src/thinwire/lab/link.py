@@ -121,11 +121,11 @@ class Network:
     link: str = "200mbit"
     """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
     mtu: int = 1500
-    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
+    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less CPU time (see docs/lab.md)."""
     delay: str = "0ms"
     """Delay of a packet from one node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
     jitter: str = "0ms"
-    """Each packet's delay lies evenly within the delay plus or minus this; so packets change places."""
+    """Vary each packet's delay by up to this, up or down, evenly; packets then overtake each other."""
     loss: str = "0%"
     """Share of the packets that never arrive: 1% or 0.01. TCP sends them again."""
     reorder: str = "0%"

@@ -279,7 +279,7 @@ def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, 
         raise ThinwireError(f"the state lacks '{prefix}/{missing[0]}'{_and_others(missing)}, which this run needs")
     unknown = [key for key in values if key not in shapes]
     if unknown:
-        raise ThinwireError(f"this run keeps no '{prefix}/{unknown[0]}'{_and_others(unknown)}, which the state holds")
+        raise ThinwireError(f"the state has '{prefix}/{unknown[0]}'{_and_others(unknown)}, unknown to this run")
     for key, like in shapes.items():
         value = values[key]
         if value.shape != like.shape or value.dtype != like.dtype:

@@ -329,7 +329,7 @@ class Trainer(Stepper):
             (first, last), latest = self.diverged, self.checkpoints.latest
             raise ThinwireError(
                 f"the run diverges: steps {first} to {last} were skipped, or had a loss that is not finite; "
-                f"{_last_good(latest)}. A lower --lr may help; with --max-skipped 0 a run never ends for it"
+                f"{_last_good(latest)}. A lower --lr may help; --max-skipped 0 lets such a run go on"
             )
 
     def _save_checkpoint(self, outcome: StepOutcome) -> None:

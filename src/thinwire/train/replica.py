@@ -234,8 +234,8 @@ class ReplicaTrainer(Trainer):
         if len(self._round_seconds) == min(every, TIMED) and round_s > timeout:
             raise ThinwireError(
                 f"a round of {every} steps takes about {round_s:.0f} s, longer than --timeout {timeout:g}: "
-                "replicas that come back could begin the run anew without those in a round; take fewer steps in a "
-                f"round, or --timeout {2 * round_s:.0f} (and a lighthouse of yours a --join_timeout_ms as long)"
+                "replicas that come back could begin the run anew without those in a round. Take fewer steps in a "
+                f"round, or --timeout {2 * round_s:.0f} (a lighthouse of your own: also --join_timeout_ms)"
             )
 
     def _join_round(self) -> None:

@@ -181,7 +181,7 @@ class Supervisor:
             while not all(replica.away for replica in self.replicas):
                 children.check()
                 if self._lighthouse is not None and self._lighthouse.poll() is not None:
-                    raise ThinwireError("torchft's lighthouse has ended, and so does the run: --resume auto goes on")
+                    raise ThinwireError("torchft's lighthouse has ended, so the run ends: --resume auto continues it")
                 for replica in self.replicas:
                     self._look_at(replica)
                 self._end_late_ones()

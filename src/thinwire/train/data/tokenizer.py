@@ -78,7 +78,7 @@ class Tokenizer:
 
     def _check_knows_text(self) -> None:
         if self.name.startswith("ids:"):
-            raise ThinwireError(f"--tokenizer {self.name} knows numbers and no text: it cannot read or write one")
+            raise ThinwireError(f"--tokenizer {self.name} has numbers without text: it cannot read or write any")
 
     @property
     def dtype(self) -> type[np.integer]:

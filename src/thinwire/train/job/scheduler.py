@@ -95,7 +95,7 @@ def _by_mpi(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     started = "PMI_RANK" in environment and "SLURM_STEP_NUM_TASKS" not in environment
     if started and "SLURM_JOB_ID" not in environment and _number(environment, "PMI_SIZE") > 1:
         raise ThinwireError(
-            "PMI_RANK says that this is one rank of several, and nothing says which one on its node: set RANK, "
+            "PMI_RANK is set, so this is one rank of several, but no variable has its number on its node: set RANK, "
             "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     return None
