@@ -150,6 +150,7 @@ def main(argv: list[str]) -> int:
     """Run ``thinwire paper ...``. Return the exit status: 0, also where a claim is not reached."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: thinwire paper PAPER EXPERIMENT [options]\n")
+        say("Repeat an experiment of a paper on this machine, beside the paper's own figures.\n", indent="")
         for name in PAPERS:
             say(listed(load(name)), indent=" " * 22)
         print("thinwire paper PAPER EXPERIMENT --help: the options.")

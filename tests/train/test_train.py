@@ -429,7 +429,7 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
         (["--optimizer", "lion"], "optimizer"),
         (["--lr", "fast"], "lr"),
         (["--method", "scape", "--optimizer", "adamw"], "scape is built on AdamS: leave --optimizer adamw out"),
-        (["--no-checkpoints", "--checkpoint-every", "5"], "--checkpoint-every is not for --no-checkpoints"),
+        (["--no-checkpoints", "--checkpoint-every", "5"], "--checkpoint-every does not go with --no-checkpoints"),
         (["--resume", "auto", "--overwrite"], "--resume does not go with --overwrite"),
         (["--track", "csv", "trackio"], "the package 'trackio' is not installed: pip install 'thinwire[trackio]'"),
         (["--frobnicate"], "frobnicate"),

@@ -38,7 +38,7 @@ def check_flags(settings: Comparison) -> int:
         for word in words:
             flag = word.partition("=")[0].replace("_", "-")
             if flag in OURS:
-                raise ThinwireError(f"{flag} {source} is the comparison's own: {OURS[flag]}")
+                raise ThinwireError(f"{flag} {source}: thinwire compare sets it itself; {OURS[flag]}")
             if flag == "--seed" and words is not settings.extra:
                 raise ThinwireError(f"--seed {source}: every method has the same seeds; write --seed after --")
     for entry in entries:

@@ -29,12 +29,12 @@ def lab_main(argv: list[str]) -> int:
     """Run ``thinwire lab run ... -- COMMAND``. Return the exit status."""
     if not argv:
         raise ThinwireError("write 'run' after 'thinwire lab': thinwire lab run -- COMMAND (thinwire lab run --help)")
-    word, *rest = argv
+    word, *arguments = argv
     if word in ("-h", "--help"):
-        rest = argv
+        arguments = argv
     elif word != "run":
         raise ThinwireError(f"unknown word '{word}' after 'thinwire lab'; there is: run (thinwire lab run --help)")
-    options, command = split(rest)
+    options, command = split(arguments)
     settings = read_options(LabRun, options, "thinwire lab run", after="-- COMMAND")
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
         outcome = launch(cluster, command)

@@ -265,7 +265,7 @@ class LocalSteps(Method):
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
         of_start = {**start.state_kinds, "*": StateKind()}
-        kinds |= {f"{START}{kind}": replace(of, one_row=start.summed_by_network) for kind, of in of_start.items()}
+        kinds |= {f"{START}{kind}": replace(entry, one_row=start.summed_by_network) for kind, entry in of_start.items()}
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
             outer, promise=self._promise(outer.promise), group=start.group,

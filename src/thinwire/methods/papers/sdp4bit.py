@@ -127,11 +127,11 @@ class SDP4Bit(Method):
         fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
         if fewest == 32 and not plain:
             return CONSERVES
-        named = [f"{self.weight_bits} bits cannot hold of the weights"] if plain else []
+        named = [f"the weights to {self.weight_bits} bits"] if plain else []
         if fewest < 32:
-            named.append(f"{self._rounding().bits} cannot hold of the gradients")
-        returned = ": weights='difference' returns it" if fewest == 32 else ""
-        return Promise("rounds", f"what {' and '.join(named)} is not returned{returned}", rounding=self._rounding())
+            named.append(f"the gradients to {self._rounding().bits}")
+        end = ": weights='difference' keeps it" if fewest == 32 else ""
+        return Promise("rounds", f"the error of rounding {' and '.join(named)} is lost{end}", rounding=self._rounding())
 
     def _rounding(self) -> Rounding:
         """Return the rounding of gradients, on the coarser of the two hops."""

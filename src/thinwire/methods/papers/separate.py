@@ -103,7 +103,7 @@ class SEPARATE(Lossy):
 
     def _promise(self) -> Promise:
         if self._weight_of_old == 1:
-            return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
+            return Promise("lossy", "what the projection leaves out is lost: beta below 1 keeps it")
         waits = {"residual": 1 / (1 - self._weight_of_old)}
         if self.reset:
             return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)
