@@ -28,7 +28,12 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def train_on_ranks(argv: list[str], config: Config) -> int:
     """Train: as one rank of a job that somebody started (torchrun, srun, mpirun), or on ranks started here."""
+    from thinwire.train.job.run_folder import refuse
+    from thinwire.train.job.scheduler import torchrun_variables
+
     if not under_torchrun():
+        if not torchrun_variables(os.environ):
+            refuse(config.out, anew=config.overwrite, goes_on=config.resume is not None)
         note("loading torch, then starting the ranks: some seconds")
     with ends_at_once():
         config.check()
