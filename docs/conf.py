@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from thinwire.base.version import __version__
 
@@ -36,12 +37,20 @@ PLACES = {
 """What lies beside README -> where it is seen from the pages of this folder."""
 
 
+def title(link: re.Match[str]) -> str:
+    """The title of the page that ``link`` shows the file of, to its colon."""
+    heading = (Path(__file__).parent / f"{link[1]}.md").read_text().partition("\n")[0]
+    return f"[{heading.removeprefix('# ').partition(':')[0]}]"
+
+
 def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
     """Links of README and its like, which are written where they lie, in a page that includes them.
 
-    A paragraph of one line that sends to that very page is left out of it.
+    A link that shows a page's file shows its title here. A paragraph of one line that sends to that very page is left
+    out of it.
     """
     content[0] = re.sub(rf"\n[^\n]*\]\(docs/{parent_docname}\.md\)[^\n]*\n(?=\n)", "", content[0])
+    content[0] = re.sub(r"\[docs/([\w-]+)\.md\](?=\(docs/\1\.md\))", title, content[0])
     for here, there in PLACES.items():
         content[0] = re.sub(rf"(?<=\]\(){re.escape(here)}", there, content[0])
 
@@ -83,11 +92,18 @@ def whole(app, what, name, obj, options, lines: list[str]) -> None:
         lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
 
 
+def long_words(app, pagename, templatename, context, doctree) -> None:
+    """Words of code that are too long for a line of a phone may be broken (static/site.css)."""
+    if "body" in context:
+        context["body"] = re.sub(r'(?<=<span class="pre)(?=">[^<]{29,}</span>)', " long", context["body"])
+
+
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
 
 def setup(app) -> None:
     app.connect("source-read", apart)
     app.connect("include-read", from_above)
+    app.connect("html-page-context", long_words)
     app.connect("autodoc-process-docstring", plain, priority=400)  # before napoleon makes its own marks
     app.connect("autodoc-process-docstring", whole, priority=600)

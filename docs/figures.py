@@ -105,10 +105,10 @@ WITH_STEPS = ("trickle", "topk", "tagc", "radius", "powersgd", "scape", "separat
 """The methods in the picture of the small model's losses."""
 
 CHOICES = (
-    ("any engine and optimizer, and a first try", "int8", SPEED[0], MAIN),
-    ("FSDP2 on several nodes, where weights travel too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
-    ("AdamW, and a network for which 4 bits a value are too many", "trickle", SPEED[1], MAIN),
-    ("the same with more than 4 ranks", "trickle:merged", "ddp-500mbit-house", ("scratch", "small", "wikitext", 16)),
+    ("any engine and optimizer: a first try", "int8", SPEED[0], MAIN),
+    ("FSDP2 on several nodes, which sends weights too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
+    ("AdamW, and a network too slow for 4 bits per value", "trickle", SPEED[1], MAIN),
+    ("the same, with more than 4 ranks", "trickle:merged", "ddp-500mbit-house", ("scratch", "small", "wikitext", 16)),
 )
 """README's table: what you have, what to take, the setting of its speed ("": not measured), and that of its loss."""
 
@@ -305,20 +305,34 @@ def regime_rows() -> list[regime_tables.Row]:
     return regime_tables.rows(regime_tables.read(DATA / "regimes.jsonl").values())
 
 
+REGIME_WORDS = {
+    "scratch": "From scratch", "going-on": "Going on from a trained model", "long": "Longer runs",
+    "finetune": "Fine-tuning on another text",
+}  # fmt: skip
+
+
 def runs() -> str:
     """Every table of losses: those of benchmarks/loss/training.py with their commands, then those of regimes.py."""
-    parts = []
+    parts: list[str] = []
     for where in read("settings"):
         if where["kind"] == "loss":
             title = f"## `{where['preset']}` on {ENGINES[where['engine']]}, {OPTIMIZERS[where['optimizer']]}"
             when = f"Measured {where['date']} at commit {where['commit']}:"
             parts += [title, when, f"```sh\n{where['command']}\n```", losses(where["setting"])]
-    titles: dict[tuple[Any, ...], list[regime_tables.Row]] = {}
+    titles: dict[str, list[regime_tables.Row]] = {}
     for row in regime_rows():
-        titles.setdefault((row.regime, row.model, row.text, row.ranks), []).append(row)
-    for (regime, model, text, ranks), rows in titles.items():
-        parts += [f"## {regime}: `{model}` on {text}, {ranks} ranks", regime_tables.markdown(rows)]
-    return "\n\n".join(parts)
+        titles.setdefault(regime_tables.title(row), []).append(row)
+    for title, rows in titles.items():
+        regime, _, rest = title.partition(": ")
+        parts.append(f"## {REGIME_WORDS[regime]}: {rest}")
+        parts.append(regime_tables.markdown(rows).replace(f"{title}, ", ""))
+    headings = [part.removeprefix("## ") for part in parts if part.startswith("## ")]
+    return "\n\n".join(["\n".join(f"* [{heading}](#{anchor(heading)})" for heading in headings), *parts])
+
+
+def anchor(heading: str) -> str:
+    """The place of a heading, as GitHub and the site name it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def ladder() -> str:
@@ -367,7 +381,7 @@ OPENED = frozenset(
     "adapters base baselines checkpoint cli codecs core data engines job lab model network optim ours papers".split()  # noqa: SIM905
     + "parts plan predict proof saved train".split()  # noqa: SIM905
 )
-"""Packages of which the tree in CONTRIBUTING shows each file."""
+"""Packages of which the tree in docs/files.md shows each file."""
 
 
 def tree() -> str:

@@ -173,27 +173,33 @@ def markdown(chosen: Iterable[Row]) -> str:
     return "\n\n".join(_table(list(of)) for _, of in groupby(chosen, key=lambda row: row.setting))
 
 
+def title(row: Row) -> str:
+    """What runs in a row's table, but for the number of steps and the checkpoint that it goes on from."""
+    ranks = f"{row.ranks} rank{'s' * (row.ranks > 1)}"
+    return f"{row.regime}: `{row.model}` on {row.text}, {ranks}"
+
+
 def _table(of: list[Row]) -> str:
     seeds = sorted({seed for row in of for seed in row.losses})
     first = of[0]
     base = f", from the end of dense on {first.base}" if first.base else ""
     tokens = next((row.tokens_per_parameter for row in of if row.tokens_per_parameter), None)
     length = f"{first.steps} steps" + (f" ({tokens:.2g} tokens per parameter)" if tokens else "")
-    what = f"{first.regime}: `{first.model}` on {first.text}, {first.ranks} ranks, {length}{base}"
+    what = f"{title(first)}, {length}{base}"
     lines = [
         f"{what}; seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}.",
         "",
         "| method | lr | validation loss (by seed) | gap to dense | at the same lr | bytes of compressed tensors | "
-        "all bytes | seeds | other lr: mean loss |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        "all bytes | other lr: mean loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in of:
-        losses = ", ".join(_number(row.losses.get(seed), "{:.4f}") for seed in seeds)
+        losses = ", ".join(_number(row.losses.get(seed), "{:.4f}") for seed in seeds if seed <= max(row.losses))
         others = ", ".join(f"{lr:g}: {_number(loss, '{:.4f}')}" for lr, loss in row.tried.items() if lr != row.lr)
         lines.append(
             f"| `{row.method}` | {row.lr:g} | {losses} | {_with_error(row)} | "
             f"{_number(row.gap_same_lr, '{:+z.2f}%')} | {_number(row.share, '{:.2f}%')} | "
-            f"{_number(row.share_all, '{:.2f}%')} | {len(row.losses)} | {others or '-'} |"
+            f"{_number(row.share_all, '{:.2f}%')} | {others or '-'} |"
         )
     failures = [f"* `{row.method}`, {failure}" for row in of for failure in row.failures]
     return "\n".join([*lines, *([""] if failures else []), *failures])

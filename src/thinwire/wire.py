@@ -208,9 +208,9 @@ def join(engine: Engine, options: Options, ledger: Ledger) -> Wire:
     """Begin the method of ``options`` on ``engine`` and make the wire, which is not attached yet."""
     method, scaler = options.method, options.scaler
     if engine.kind not in method.engines:
-        why = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
+        elsewhere = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
         raise ThinwireError(
-            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{why}"
+            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{elsewhere}"
         )
     if options.safety.checksum:
         _seal(engine, _device_of(engine.model).type)
@@ -360,8 +360,8 @@ class Wire:
         self._hooks: list[RemovableHandle] = []
         self._state = method.state = State(method.card.offloaded_kinds)
         replicas = engine.rank, math.prod(hop.ranks for hop in engine.hops)
-        place = replicas if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
-        self._about = Header.of_run(*place, engine, run, method, inner, safety.outlier_clip)
+        rank_and_size = replicas if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
+        self._about = Header.of_run(*rank_and_size, engine, run, method, inner, safety.outlier_clip)
         self._stages = None if options.stages is None else GroupComm(options.stages, ledger, device=self._device)
         self._guard = Guard([*engine.comms, *([] if self._stages is None else [self._stages])], safety.guard)
         stages = [
@@ -394,9 +394,9 @@ class Wire:
             guards=guard.comms if guard.enabled else (),
         )  # fmt: skip
 
-    def _renew(self, about: Header, run: Run) -> None:
+    def _renew(self, header: Header, run: Run) -> None:
         """Go on in another membership."""
-        self._about, self._run = about, run
+        self._about, self._run = header, run
         for name in ("plan", "_form"):
             self.__dict__.pop(name, None)
 
@@ -685,9 +685,9 @@ class Wire:
         """
         if resize not in (None, "flush", "redistribute", "reset"):
             raise ThinwireError(f"resize is 'flush', 'redistribute' or 'reset', got '{resize}'")
-        own = state if resize is None else own_of(state, self._about)
-        if own is not None:
-            self._restore(self._form.unpack(own))
+        own_state = state if resize is None else own_of(state, self._about)
+        if own_state is not None:
+            self._restore(self._form.unpack(own_state))
             return
         values, dropped = move(state, self._form, self.method, drop=resize == "reset")
         self._restore(values)
@@ -718,8 +718,9 @@ class Wire:
         # A method reads its counters; on the device, each read would make the host wait.
         host = {key for key, like in self._form.shapes.items() if like.device.type == "cpu"}
         # A tensor of zeros needs no memory before it is used.
-        kept = {key: value for key, value in values.items() if key.startswith("=") or bool(value.any())}
-        load_state(self._state, {key: value.to("cpu" if key in host else self._device) for key, value in kept.items()})
+        needed = {key: value for key, value in values.items() if key.startswith("=") or bool(value.any())}
+        placed = {key: value.to("cpu" if key in host else self._device) for key, value in needed.items()}
+        load_state(self._state, placed)
         self.method.state_changed()
 
     def _counts(self) -> dict[str, Tensor]:

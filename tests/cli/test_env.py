@@ -14,7 +14,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import EXTRAS
 from thinwire.base.version import NEWEST_TORCH
 from thinwire.cli import environment
-from thinwire.cli.environment import PURPOSE, facts, main, network_notes, shown
+from thinwire.cli.environment import facts, main, network_notes, shown
 
 BROKEN = """
 import sys
@@ -40,10 +40,6 @@ def test_json_and_text_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for word in (thinwire.__version__, torch.__version__, "lo: ", "gloo"):
         assert word in text
-
-
-def test_every_optional_package_has_a_purpose() -> None:
-    assert set(PURPOSE) == set(EXTRAS)
 
 
 def test_what_is_missing_is_said_with_its_reason_and_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 from breadth import ALL
 from ranks import run
 from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.cli import program
 from thinwire.cli.selftest import Selftest, main
 from thinwire.methods import Int8
 
@@ -68,7 +69,7 @@ def test_a_rank_that_was_left_alone_says_so_without_a_traceback() -> None:
 
 
 def test_help_and_unknown_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert program.main(["selftest", "--help"]) == 0
     assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
     with pytest.raises(ThinwireError, match="takes no options, got 'now'"):
         main(["now"])

@@ -13,7 +13,8 @@ import torch
 
 from thinwire.base.errors import ThinwireError
 from thinwire.cli.program import main
-from thinwire.cli.simulate import load_model, read_rate
+from thinwire.cli.simulate import load_model
+from thinwire.lab.link import bit_rate
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job
 from thinwire.train.model.decoder import Decoder
@@ -85,7 +86,7 @@ def test_what_cannot_be_read_is_one_line(by_hand: None, words: list[str], messag
 
 
 def test_rates_of_links() -> None:
-    assert [read_rate(text) for text in ("200mbit", "1.5Gbit/s", " 10gbit ")] == [25e6, 187.5e6, 1.25e9]
+    assert [bit_rate(text, "1gbit")[1] for text in ("200mbit", "1.5Gbit/s", " 10gbit ")] == [2e8, 1.5e9, 1e10]
 
 
 def test_a_preset_is_made_as_train_makes_it_without_first_values() -> None:

@@ -306,7 +306,7 @@ def test_refuses_what_it_cannot_do(kind: Kind) -> None:
         make(kind, rounding="up")
     codec, rows = make(kind, rounding="stochastic"), gaussian(1, 512)
     for seed in (None, Seeds(()), Seeds(((0, 384, 1),))):
-        with pytest.raises(ThinwireError, match="hand in a seed for all 512 columns"):
+        with pytest.raises(ThinwireError, match="pass seeds for all 512 columns"):
             codec.encode(rows, torch.empty(1, codec.wire_numel(512), dtype=torch.uint8), seed=seed)
     with pytest.raises(ThinwireError, match="multiple of"):
         codec.encode(gaussian(1, 516), torch.empty(1, codec.wire_numel(516), dtype=torch.uint8))

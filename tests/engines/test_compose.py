@@ -435,7 +435,7 @@ def _twice(rank, world, kind):
 
 @pytest.mark.parametrize("kind", ["ddp"])
 def test_a_schedule_that_exchanges_while_accumulating_is_told(kind):
-    with pytest.raises(AssertionError, match=r"give one schedule.step\(\) all micro-batches"):
+    with pytest.raises(AssertionError, match=r"all micro-batches of an optimizer step to one schedule"):
         ranks.run(_twice, 4, kind)
 
 

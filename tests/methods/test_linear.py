@@ -194,7 +194,7 @@ def test_the_printed_update_overflows_and_ours_is_bounded(ratio):
 
 
 def test_an_unstable_weight_is_refused_with_the_bound():
-    with pytest.raises(ThinwireError, match=r"diverges from 2 / \(1 \+ w\) = 0.117 .*take beta above 0.883"):
+    with pytest.raises(ThinwireError, match=r"be below 2 / \(1 \+ w\) = 0.117 .*take beta above 0.883"):
         SEPARATE(estimator="paper", beta=0.80)
     assert methods.resolve("separate:paper").beta == 0.95
 
@@ -269,7 +269,7 @@ def test_selection():
      ("radius(residual_scale=2)", "residual_scale is a share"),
          ("radius(start=-1)", "start is a share"), ("radius(start=1.5)", "start is a share"),
      ("radius:none", "has no preset 'none'; there are: radius:paper"),
-     ("bf16:paper", "has no preset 'paper'; there are: none"), ("separate(ratio=3)", "cannot be sent"),
+     ("bf16:paper", "has no preset 'paper'; there are: none"), ("separate(ratio=3)", "that ratio divides"),
      ("separate(estimator='x')", "estimator is cyclic_srht or paper"), ("separate(reset=-1)", "reset is a number"),
      ("tagc(theta=1)", "share of values zeroed"), ("tagc(mask='shared')", "no knob .mask."),
      ("topk(density=2)", "density is the share"), ("dgc(momentum=1)", "momentum is"),

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused():
         mask.scatter(torch.zeros(1, 1), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 64))
     with pytest.raises(ThinwireError, match="not tiles of 8 x 16"):
         projection.srht_reconstruct(torch.zeros(1, 8), torch.ones(8), torch.arange(1), torch.zeros(1, 64))
-    with pytest.raises(ThinwireError, match="cannot be sent as block / ratio"):
+    with pytest.raises(ThinwireError, match="a power of two that ratio divides"):
         Estimator("cyclic_srht", 3, 64)
     with pytest.raises(ThinwireError, match="float32 or bfloat16"):
         Masked(torch.zeros(1, 1, dtype=torch.int64), 1, dtype=torch.float16)

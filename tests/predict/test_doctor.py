@@ -26,7 +26,7 @@ from thinwire.predict.layouts import timeline_of
 from thinwire.predict.links import Sample, curves, fall_with_nodes, fit
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
-from thinwire.predict.timeline import Group, Message
+from thinwire.predict.timeline import Group, Message, Pass
 from thinwire.train.job import examination
 from thinwire.train.job.trial import StepTimes
 from thinwire.train.model.decoder import Decoder
@@ -172,8 +172,9 @@ def test_every_kernel_of_a_recording_is_timed_under_its_name(method: str) -> Non
     kernels = kernels_of([time_kernels(model, method, "ddp", CPU)], 1e9)
     timeline = timeline_of(model, method, engine="ddp", nodes=2, per_node=1, gloo=True)
     nbytes: dict[str, float] = {}
-    for event in (event for step in timeline.steps for stretch in step.stretches for event in stretch.passes):
-        nbytes[event.kernel] = nbytes.get(event.kernel, 0.0) + event.nbytes
+    for event in (event for step in timeline.steps for stretch in step.stretches for event in stretch.events):
+        if isinstance(event, Pass):
+            nbytes[event.kernel] = nbytes.get(event.kernel, 0.0) + event.nbytes
     unmeasured = sum(size for name, size in nbytes.items() if name not in kernels)
     assert unmeasured < 0.05 * sum(nbytes.values()), [name for name in nbytes if name not in kernels]
 
@@ -272,8 +273,8 @@ def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
     monkeypatch.setattr(examination, "slowest", lambda ranks, steps: list(steps))
     stats = {"wire_ms": 0.0, "exposed_ms": 0.0}
     trial = SimpleNamespace(
-        begin=lambda method: None, step=lambda apart=False: next(taken), end=lambda: None,
-        wire=SimpleNamespace(stats=lambda: stats),
+        begin=lambda method: None, time_step=lambda apart=False: next(taken),
+        wire=SimpleNamespace(stats=lambda: stats, close=lambda: None),
     )  # fmt: skip
     doctor_of_one = object.__new__(examination.Examination)
     doctor_of_one._ranks = None

@@ -222,7 +222,7 @@ def test_a_method_without_a_dry_run_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = torch.nn.Linear(256, 256)
         profile = profile_of(model, (torch.zeros(1, 256),))
-    with pytest.raises(ThinwireError, match="has no dry run, so nobody knows what it would send"):
+    with pytest.raises(ThinwireError, match="cannot be simulated: its dry run failed"):
         Job("linear", model, profile, read_cluster("l40s-1g"), "ddp", 2, 1).record(Reader())  # type: ignore[arg-type]
 
 

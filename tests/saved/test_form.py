@@ -175,7 +175,7 @@ def test_a_state_that_is_not_of_this_form_is_refused_by_its_key():
         ("residual/w", torch.zeros(3, 6), "residual/w' is torch.float32 (3, 6), this run needs torch.float32 (2, 6)"),
         ("=mask/w", torch.zeros(4, 7), "=mask/w' is torch.float32 (4, 7), this run needs torch.float32 (3, 8)"),
         ("residual/w", torch.zeros(2, 6).double(), "is torch.float64 (2, 6), this run needs torch.float32 (2, 6)"),
-        ("residual/u", torch.zeros(1), "this run keeps no 'rank-0001-of-0004/residual/u', which"),
+        ("residual/u", torch.zeros(1), "the state has 'rank-0001-of-0004/residual/u', unknown to"),
         ("residual/w", torch.full((2, 6), torch.inf), "residual/w' holds values that are not finite"),
     ):
         with pytest.raises(ThinwireError) as error:

@@ -149,7 +149,7 @@ SAID = {
     "of another rank": "the state is that of rank {other} of 2, and this is rank {rank} of 2",
     "of all ranks": "the state is that of rank {other} of 2, and this is rank {rank} of 2",
     "without a residual": "the state lacks 'rank-000{rank}-of-0002/residual/blocks.0.up.weight'",
-    "with something else": "this run keeps no 'rank-000{rank}-of-0002/residual/nobody', which the state holds",
+    "with something else": "the state has 'rank-000{rank}-of-0002/residual/nobody', unknown to this run",
     "of another shape": "residual/blocks.0.up.weight' is torch.float32 (1, 5), this run needs torch.float32 (1, 1296)",
     "of another dtype": "is torch.float64 (1, 1296), this run needs torch.float32 (1, 1296)",
     "not finite": "residual/blocks.0.up.weight' holds values that are not finite",

@@ -409,7 +409,7 @@ def test_what_no_host_has_is_named(tmp_path):
     lost = tmp_path / "b/checkpoints/step-000004/rank-0001.safetensors"
     lost.unlink()
     for error in run_on(hosts, lambda run: run.resume()):
-        assert "step-000004 is not whole: rank-0001.safetensors is missing" in str(error)
+        assert "step-000004 is incomplete: rank-0001.safetensors is missing" in str(error)
 
 
 def test_a_host_that_lacks_the_checkpoint_of_another_run_begins_a_run_of_its_own_too(tmp_path, monkeypatch):
@@ -542,10 +542,10 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_as_such(tmp_path):
 def test_a_foreign_file_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(3)}, path)
-    with pytest.raises(ThinwireError, match="foreign"):
+    with pytest.raises(ThinwireError, match="not of Thinwire"):
         list(read_tensors(path))
     path.write_bytes(b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(ThinwireError, match="damaged or foreign"):
+    with pytest.raises(ThinwireError, match="damaged, or no safetensors file"):
         list(read_tensors(path))
 
 
@@ -721,7 +721,7 @@ def test_other_data_need_a_word_and_other_rates_are_told():
     fewer = described() | {"world_size": 2, "mesh": "1 x 2", "layers": 3}
     with pytest.raises(ThinwireError, match=r"made by 2 ranks, this run has 4; .* with --resize redistribute"):
         run_settings.compare(fewer, described())
-    with pytest.raises(ThinwireError, match=r"another kind of run: layers was 3 and is 2 now$"):
+    with pytest.raises(ThinwireError, match=r"does not fit this run: layers was 3 and is 2 now$"):
         run_settings.compare(fewer, described(), resize="flush")
     assert "world_size was 2" in run_settings.compare(fewer | {"layers": 2}, described(), resize="flush")
 
@@ -745,7 +745,7 @@ def one_rank(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
         assert dist.group.WORLD is not None
         ranks = setup.Ranks(GroupComm(dist.group.WORLD, Ledger()), 1, torch.device("cpu"))
         config = from_arguments([*small, "--out", f"{tmp_path}/run", *words]).check()
-        return loop._train(config, ranks)
+        return loop.train_on(config, ranks)
 
     try:
         yield train
@@ -878,7 +878,7 @@ def test_a_model_is_read_from_the_newest_checkpoint_that_is_whole(tmp_path, one_
     path = tmp_path / "run/checkpoints/step-000004"
     HARMS["model truncated"](path)
     assert trained_model.read(tmp_path / "run").step == 2
-    assert f"thinwire: {path}/model.safetensors is damaged or foreign: " in capsys.readouterr().err
+    assert f"thinwire: {path}/model.safetensors is damaged, or no safetensors file: " in capsys.readouterr().err
     with pytest.raises(format.Damaged):
         trained_model.read(path)
 
@@ -1120,6 +1120,6 @@ def test_metadata_whose_checksum_fits_and_whose_fields_do_not_are_told_in_a_line
             assert not any("/" in name or ".." in name for name in checkpoint.meta["files"])
             said["taken"] += 1
         except ThinwireError as error:
-            assert "meta.json is not as Thinwire writes it" in str(error)
+            assert "meta.json was not written by Thinwire" in str(error)
             said["refused"] += 1
     assert said["taken"] > 50 and said["refused"] > 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -11,7 +13,7 @@ import torch
 
 import pretrained_models
 from thinwire.cli import program as cli
-from thinwire.train.checkpoint import evaluation
+from thinwire.train.checkpoint import evaluation, trained_model
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.hf_export import export
@@ -101,7 +103,7 @@ def test_a_run_is_evaluated_as_its_export_is(task, tmp_path, monkeypatch):
             exported.append(folder)
             pretrained_models.make(folder)
 
-    monkeypatch.setattr(evaluation.trained_model, "read", lambda place: Run())
+    monkeypatch.setattr(trained_model, "read", lambda place: Run())
     both = [
         evaluation.evaluate(evaluation.Options(tmp_path / name, ("sevens",), include=tmp_path / "tasks", limit=4))
         for name in ("run", "hub")
@@ -111,5 +113,40 @@ def test_a_run_is_evaluated_as_its_export_is(task, tmp_path, monkeypatch):
 
 def test_without_the_harness_the_command_that_installs_it_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
+    (tmp_path / "config.json").touch()
     assert cli.main(["eval", str(tmp_path), "--tasks", "sevens"]) == 2
     assert "pip install 'thinwire[eval]'" in capsys.readouterr().err
+
+
+REFUSED = {
+    "nowhere is not a checkpoint": ["nowhere", "--tasks", "sevens"],
+    "has no task 'sixes'": ["model", "--tasks", "sixes", "--include", "tasks"],
+    "takes a folder with tasks": ["model", "--tasks", "sevens", "--include", "tasks/sevens.yaml"],
+    "must be 1 or more": ["model", "--tasks", "sevens", "--limit", "0"],
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_evaluated_is_refused_before_torch_and_the_harness_are_loaded(said, tmp_path):
+    """Together they take half a minute on a busy machine, and the index of the harness's own tasks as long."""
+    harness = tmp_path / "site/lm_eval"
+    (harness / "tasks").mkdir(parents=True)
+    (harness / "__init__.py").write_text("raise RuntimeError('the harness was loaded')")
+    (harness / "tasks/nines.yaml").write_text("task: nines")
+    (tmp_path / "site/torch").mkdir()
+    (tmp_path / "site/torch/__init__.py").write_text("raise RuntimeError('torch was loaded')")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/sevens.yaml").write_text(TASK)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    paths = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+
+    def thinwire(*words):
+        command = [sys.executable, "-m", "thinwire", "eval", *words]
+        environment = os.environ | {"PYTHONPATH": paths}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    refused = thinwire(*REFUSED[said])
+    assert refused.returncode == 2 and said in refused.stderr and len(refused.stderr.splitlines()) == 1, refused
+    if said.startswith("has no task"):
+        assert "was loaded" in thinwire("model", "--tasks", "sevens", "nines", "--include", "tasks").stderr

@@ -27,6 +27,7 @@ from thinwire.train.config import Config
 from thinwire.train.data.corpus import read_corpus, split
 from thinwire.train.data.token_files import find_token_files
 from thinwire.train.data.windows import IGNORED, batches
+from thinwire.train.job.held_out import positions
 from thinwire.train.job.setup import make_optimizers
 
 needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -148,7 +149,7 @@ def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(plac
     weights = trained_model.read(tmp_path / "run").weights
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-4, atol=1e-6)
-    inputs, targets = batches(held.spread(4), 4)[0]
+    inputs, targets = batches([held.window(i) for i in positions(held, 4)], 4)[0]
     with torch.no_grad():
         expected = float(model(inputs, targets))
     assert json.loads((tmp_path / "run/summary.json").read_text())["valid_loss"] == pytest.approx(expected, rel=1e-4)
@@ -255,7 +256,7 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     with pytest.raises(ThinwireError, match="is not JSONL"):
         instruction_rows.read_rows([str(tmp_path / "b.jsonl")], (), tokenizer, 20, 0, warns=False)
     tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "loop.length|string + m['content']")
-    with pytest.raises(ThinwireError, match="writes earlier turns anew"):
+    with pytest.raises(ThinwireError, match="changes earlier turns"):
         rows({"messages": talk})
     tokenizer.chat_template = None
     with pytest.raises(ThinwireError, match="no chat template"):
@@ -318,5 +319,5 @@ def test_folders_that_hold_no_such_model_are_refused(place, tmp_path):
         pretrained.load(str(broken), None)
     ours = Tokenizer(f"folder:{place / 'llama'}", (), tmp_path / "kept")
     token_files.tokenize([str(place / "text.txt")], "bytes", tmp_path / "bytes")
-    with pytest.raises(ThinwireError, match="was tokenized with bytes, not as --init does"):
+    with pytest.raises(ThinwireError, match="was tokenized with bytes, not with the tokenizer of --init"):
         token_files.find_token_files([str(tmp_path / "bytes")], (), "bytes", model=(ours, 304))

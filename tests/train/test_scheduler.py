@@ -93,7 +93,7 @@ def test_srun_with_pmi_is_srun():
         (f"{SBATCH} {TASK} SLURM_STEP_TASKS_PER_NODE=many", "SLURM_STEP_TASKS_PER_NODE is 'many'"),
         (f"{SBATCH} {TASK} SLURM_PROCID=x", "SLURM_PROCID is 'x', which is not a number"),
         (f"{SBATCH} {TASK} SLURM_STEP_NODELIST=[", "cannot read Slurm's list of nodes"),
-        ("PMI_RANK=1 PMI_SIZE=2", "nothing says which one on its node"),
+        ("PMI_RANK=1 PMI_SIZE=2", "no variable has its number on its node"),
         ("SLURM_STEP_NUM_TASKS=4", "SLURM_PROCID is ''"),
     ],
 )

@@ -75,7 +75,7 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ThinwireError, match="holds token files already"):
         token_files.tokenize([str(corpus)], "bytes", out)
     np.array([1, 2, 9], "<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(ThinwireError, match="token number 9, and the tokenizer knows 9"):
+    with pytest.raises(ThinwireError, match="token 9, but the tokenizer has only 9"):
         token_files.find_token_files([str(tmp_path / "a.bin")], (), "ids:9").train[0:3]
     (out / "train.bin").write_bytes(b"short")
     with pytest.raises(ThinwireError, match="is damaged: it has 5 bytes"):
@@ -83,5 +83,5 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     (out / "tokens.json").write_text(json.dumps([1]))
     with pytest.raises(ThinwireError, match="is damaged: tokenize the text anew"):
         token_files.find_token_files([str(out)], (), "bytes")
-    with pytest.raises(ThinwireError, match="numbers and no text"):
+    with pytest.raises(ThinwireError, match="numbers without text"):
         Tokenizer("ids:9", (), tmp_path).decode([1])

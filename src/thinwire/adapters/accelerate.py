@@ -8,6 +8,7 @@ The training loop stays as it is: ``accumulate``, ``backward``, ``clip_grad_norm
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -85,21 +86,15 @@ def _connect_clipping(accelerator: Any, model: nn.Module, wire: Wire) -> None:
 
 
 def _connect_schedules(accelerator: Any, optimizer: Any, wire: Wire) -> None:
-    """Tell the accelerator's wrappers of ``optimizer`` which steps are skipped."""
+    """Tell the accelerator's wrappers of ``optimizer`` which steps are skipped: they ask none but their GradScaler."""
+
+    def tell(wrapper: Any, *step: Any) -> None:
+        wrapper._is_overflow = wire.step_was_skipped
+        if wire.step_was_skipped:
+            wrapper._accelerate_step_called = False  # so it takes the step for one that its GradScaler skipped
+
     inner = {id(opened) for opened in unwrapped(optimizer)}
     for wrapper in accelerator._optimizers:
         for opened in unwrapped(wrapper):
             if id(opened) in inner:
-                opened.register_step_post_hook(_SkipTeller(wrapper, wire))
-
-
-class _SkipTeller:
-    """A hook behind the wire's own. ``wrapper`` is an ``AcceleratedOptimizer``, which asks none but its GradScaler."""
-
-    def __init__(self, wrapper: Any, wire: Wire) -> None:
-        self.wrapper, self.wire = wrapper, wire
-
-    def __call__(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        self.wrapper._is_overflow = self.wire.step_was_skipped
-        if self.wire.step_was_skipped:
-            self.wrapper._accelerate_step_called = False  # so it takes the step for one that its GradScaler skipped
+                opened.register_step_post_hook(functools.partial(tell, wrapper))  # behind the wire's own

@@ -33,7 +33,7 @@ def start() -> None:
     watch = _Watch()
     sys.meta_path.insert(0, watch)
     _hooks.append(register_module_forward_pre_hook(_compress_trained))
-    _hooks.append(register_module_parameter_registration_hook(lambda *made: watch.look()))
+    _hooks.append(register_module_parameter_registration_hook(lambda *registered: watch.look()))
 
 
 _hooks: list[Any] = []
@@ -55,10 +55,10 @@ class _Watch(MetaPathFinder):
 
     def look(self) -> None:
         """Look at the modules that are there and whole."""
-        for name, (last, then) in list(self.awaited.items()):
+        for name, (last, act) in list(self.awaited.items()):
             if hasattr(sys.modules.get(name), last):
                 del self.awaited[name]
-                then(sys.modules[name])
+                act(sys.modules[name])
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in self.awaited:
@@ -119,7 +119,7 @@ def _compress_trained(module: Any, inputs: Any) -> None:
     ):
         return
     if isinstance(inner, FSDPModule):  # perhaps a part of a model whose own forward() is not called
-        whole = (outer for outer in _alive(FSDPModule) if any(part is inner for part in outer.modules()))
+        whole = (outer for outer in _alive(FSDPModule) if any(inner_part is inner for inner_part in outer.modules()))
         inner = max(whole, key=lambda outer: len(list(outer.modules())))
     _compress(inner)
 
@@ -134,9 +134,9 @@ def _compress(model: Any) -> None:
     from thinwire.wire import Wire, compress
 
     gc.collect()
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # an evaluation leaves weights whole, and the optimizer has the shards
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves weights whole, and the optimizer has the shards
     weights = {id(weight) for weight in model.parameters()}
     opened = [optimizer for outer in _alive(torch.optim.Optimizer) for optimizer in unwrapped(outer)]
     holders = {id(o): o for o in opened if any(id(w) in weights for group in o.param_groups for w in group["params"])}
@@ -155,7 +155,7 @@ def _compress(model: Any) -> None:
     method, optimizers = os.environ[VARIABLE], list(holders.values())
     library = sys.modules.get("accelerate")
     accelerators = [] if library is None else _alive(library.Accelerator)
-    accelerator = next((each for each in accelerators if _has(each, inner)), None)
+    accelerator = next((candidate for candidate in accelerators if _has(candidate, inner)), None)
     if accelerator is not None:
         from thinwire.adapters import accelerate
 
@@ -176,7 +176,7 @@ def _compress(model: Any) -> None:
 def _has(accelerator: Any, model: Any) -> bool:
     """Did ``accelerator`` prepare ``model``? Of what it wraps in DDP, it keeps the inside."""
     bare = getattr(model, "module", model)
-    return any(getattr(known, "_orig_mod", known) in (model, bare) for known in accelerator._models)
+    return any(getattr(prepared, "_orig_mod", prepared) in (model, bare) for prepared in accelerator._models)
 
 
 def _alive(kind: type) -> list[Any]:

@@ -135,7 +135,7 @@ class ThinwireModelParallelStrategy(_Compressed, ModelParallelStrategy):
     def _wrapped(self) -> nn.Module:
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        inside = {id(part) for module in sharded for part in list(cast(nn.Module, module).modules())[1:]}
+        inside = {id(submodule) for module in sharded for submodule in list(cast(nn.Module, module).modules())[1:]}
         roots = [cast(nn.Module, module) for module in sharded if id(module) not in inside]
         if len(roots) != 1:
             raise ThinwireError(

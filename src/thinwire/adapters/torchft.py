@@ -260,14 +260,14 @@ class ManagerMembers:
         row = torch.frombuffer(text, dtype=torch.uint8)
         rows = torch.zeros(size, len(row), dtype=torch.uint8, device="cpu")
         comm.all_gather(rows, row)
-        late = tuple(rank for rank, flag in enumerate(rows[:, -1].tolist()) if flag)
+        late_ranks = tuple(rank for rank, flag in enumerate(rows[:, -1].tolist()) if flag)
         pairs = [bytes(row).decode().strip().split(" ", 1) for row in rows[:, :-1].tolist()]
-        if unlike := sorted({place for _, place in pairs} - {self._place}):
+        if unlike := sorted({seat for _, seat in pairs} - {self._place}):
             raise ThinwireError(
                 f"all replicas must have the same number of ranks: this is rank {self._place}, and another replica's "
                 f"is {unlike[0]}"
             )
-        return membership._replace(names=tuple(name for name, _ in pairs), late=late)
+        return membership._replace(names=tuple(name for name, _ in pairs), late=late_ranks)
 
     def vote(self, counts: bool) -> bool:
         """Return whether the step counts for this replica; another may vote otherwise, and one is then behind."""

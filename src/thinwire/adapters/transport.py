@@ -96,9 +96,9 @@ def completed(tree: Any, stock: Held | None, fetch: Callable[[Sequence[Missing]]
     for number, (path, leaf) in enumerate(pairs):
         if not isinstance(leaf, Missing):
             continue
-        ours, older = equal.get(path), apart.get(path)
-        if isinstance(ours, Tensor) and ours.dtype == leaf.dtype and digest_of(ours) == leaf.digest:
-            leaves[number] = ours.view(leaf.shape)
+        equal_leaf, older = equal.get(path), apart.get(path)
+        if isinstance(equal_leaf, Tensor) and equal_leaf.dtype == leaf.dtype and digest_of(equal_leaf) == leaf.digest:
+            leaves[number] = equal_leaf.view(leaf.shape)
         elif isinstance(older, Tensor) and older.shape == leaf.shape and older.dtype == leaf.dtype:
             leaves[number] = older
         else:
@@ -213,21 +213,21 @@ class Transport:
 
     def answer(self, path: str, body: bytes) -> Iterator[bytes | memoryview] | None:
         """Yield the answer to a request; None: there is none."""
-        word, _, rest = path.strip("/").partition("/")
+        word, _, argument = path.strip("/").partition("/")
         if word == "state":
-            step, _, kind = rest.partition("/")
+            step, _, kind = argument.partition("/")
             with self._changed:
                 came, state = self._changed.wait_for(lambda: self._state[0] == step, self._timeout), self._state[1]
             return self._made(f"state-{step}-{kind}", state, kind) if came else None
-        if word == "tensors" and (offer := self._offers.get(rest)) is not None:
+        if word == "tensors" and (offer := self._offers.get(argument)) is not None:
             digests = body.decode(errors="replace").split("\n")
-            return self._read(rest, [offer[1][key] for key in digests]) if offer[1].keys() >= {*digests} else None
+            return self._read(argument, [offer[1][key] for key in digests]) if offer[1].keys() >= {*digests} else None
         if word == "now" and self.tape is not None:
             return iter([str(self.tape.clock).encode()])
         if word == "snapshot" and self.tape is not None:
-            return self._snapshot(self.tape, int(rest))
+            return self._snapshot(self.tape, int(argument))
         if word == "tape" and self.tape is not None:
-            begun, first = map(int, rest.split("/"))
+            begun, first = map(int, argument.split("/"))
             entries = self.tape.since(begun, first)
             return iter([_dump(entries and [vars(entry) for entry in entries])])
         return None
@@ -277,12 +277,12 @@ class _Server(ThreadingHTTPServer):
 
 def _server_at(host: str, handler: type[BaseHTTPRequestHandler]) -> _Server:
     """Listen at ``host`` alone if it is an address of this machine, else on all interfaces."""
-    places = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
+    addresses = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
     with suppress(ValueError):
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        places.insert(0, (family, host))
+        addresses.insert(0, (family, host))
     errors = []
-    for family, address in places:
+    for family, address in addresses:
         try:
             return type("Server", (_Server,), {"address_family": family})((address, 0), handler)
         except OSError as error:  # an address by which others know this machine, but not this machine itself

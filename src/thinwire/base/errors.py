@@ -102,6 +102,11 @@ def first_line(error: object) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def in_words(error: object) -> str:
+    """Return the class of ``error`` and what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _listed(ranks: Sequence[int], limit: int = 8) -> str:
     suffix = f" and {len(ranks) - limit} others" if len(ranks) > limit else ""
     return ", ".join(map(str, ranks[:limit])) + suffix

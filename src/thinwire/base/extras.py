@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import sysconfig
@@ -12,29 +13,30 @@ from typing import Any
 
 from thinwire.base.errors import ThinwireError
 
-EXTRAS = {
-    "numba": "cpu",
-    "xxhash": "cpu",
-    "triton": "gpu",
-    "rich": "train",
-    "markdown_it": "train",
-    "tyro": "train",
-    "yaml": "train",
-    "safetensors": "train",
-    "tokenizers": "train",
-    "matplotlib": "plots",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-    "datasets": "hub",
-    "accelerate": "hf",
-    "peft": "hf",
-    "transformers": "hf",
-    "lightning": "lightning",
-    "lm_eval": "eval",
-    "torchft": "elastic",
+PACKAGES = {
+    "numba": ("cpu", "fast kernels on CPUs; without it they run as plain torch"),
+    "xxhash": ("cpu", "fast checksums of messages and checkpoints"),
+    "triton": ("gpu", "fast kernels on GPUs"),
+    "rich": ("train", "plans, reports and `thinwire train`"),
+    "markdown_it": ("train", "report.html of `thinwire compare`"),
+    "tyro": ("train", "options of `thinwire train` and most other commands"),
+    "yaml": ("train", "config.yaml of `thinwire train`"),
+    "safetensors": ("train", "checkpoints"),
+    "tokenizers": ("train", "tokenizers other than bytes"),
+    "matplotlib": ("plots", "pictures of `thinwire compare`"),
+    "wandb": ("wandb", "`thinwire train --track wandb`"),
+    "trackio": ("trackio", "`thinwire train --track trackio`"),
+    "mlflow": ("mlflow", "`thinwire train --track mlflow`"),
+    "datasets": ("hub", "text from the Hugging Face hub"),
+    "accelerate": ("hf", "the adapter for Accelerate"),
+    "peft": ("hf", "fine-tuning with LoRA"),
+    "transformers": ("hf", "the adapter for the Trainer, and fine-tuning"),
+    "lightning": ("lightning", "the adapter for Lightning"),
+    "lm_eval": ("eval", "`thinwire eval`"),
+    "torchft": ("elastic", "the adapter for replicas that come and go"),
 }
-"""Package, by the name that is imported -> extra."""
+"""Package, by the name that is imported -> the extra that brings it, and its use."""
+EXTRAS = {package: extra for package, (extra, _) in PACKAGES.items()}
 
 
 def load(module: str) -> ModuleType:
@@ -47,6 +49,21 @@ def load(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise missing(error) from None
+
+
+def found(package: str) -> Path:
+    """Return the folder of ``package`` without importing it, which may take seconds.
+
+    Raises:
+        ThinwireError: as :func:`load`.
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # it stands in sys.modules without one, as None
+        spec = None
+    if spec is None or spec.origin is None:
+        raise missing(ModuleNotFoundError(name=package))
+    return Path(spec.origin).parent
 
 
 def missing(error: ModuleNotFoundError) -> Exception:

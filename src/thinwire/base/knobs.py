@@ -120,8 +120,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _ranges(hint: Any) -> list[Within]:
     """List the ranges in ``hint`` and its arguments."""
-    own = [bounds for bounds in getattr(hint, "__metadata__", ()) if isinstance(bounds, Within)]
-    return own + [bounds for argument in get_args(hint) for bounds in _ranges(argument)]
+    bounds_here = [bounds for bounds in getattr(hint, "__metadata__", ()) if isinstance(bounds, Within)]
+    return bounds_here + [bounds for argument in get_args(hint) for bounds in _ranges(argument)]
 
 
 def _fits(value: Any, hint: Any) -> bool:

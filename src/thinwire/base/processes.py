@@ -1,9 +1,12 @@
-"""Helpers for processes of one machine: ending with the parent, waiting, free ports, bytes counted by the kernel."""
+"""Helpers for processes of one machine: their environment, ending with the parent, waiting, what the kernel counts."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import platform
+import re
 import signal
 import socket
 import subprocess
@@ -50,6 +53,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def processor() -> str:
+    """Name this machine's processor."""
+    with contextlib.suppress(OSError):
+        if model_line := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return model_line[1]
+    return platform.machine()
+
+
+def rank_variables(rank: int, ranks: int, local_rank: int, local_ranks: int, address: str, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for ``rank``, number ``local_rank`` of ``local_ranks`` on its node."""
+    values = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_ranks}
+    return {name: str(value) for name, value in (values | {"MASTER_ADDR": address, "MASTER_PORT": port}).items()}
 
 
 def die_with_parent() -> None:

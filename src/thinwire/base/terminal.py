@@ -68,13 +68,13 @@ def begin_line(stream: TextIO) -> None:
 def ends_at_once() -> Iterator[None]:
     """Let Ctrl-C end the process inside, where nothing is to be cleaned up: imports may swallow a KeyboardInterrupt."""
     main = threading.current_thread() is threading.main_thread()
-    mine = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if mine:
+    replaces = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if replaces:
         signal.signal(signal.SIGINT, _end)
     try:
         yield
     finally:
-        if mine and signal.getsignal(signal.SIGINT) is _end:
+        if replaces and signal.getsignal(signal.SIGINT) is _end:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -26,9 +26,9 @@ FLAGS = re.compile(r"^[\s│]*(?:-h, )?(--[a-z][\w-]*(?:, --[a-z][\w-]*)*)(?: \{
 
 def main(argv: list[str]) -> int:
     """Print the script. Return the exit status."""
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv:
         print(HELP)
-        return 0 if argv else 2
+        return 2
     if len(argv) > 1 or argv[0] not in SHELLS:
         raise ThinwireError(f"completion is for {' or '.join(SHELLS)}, got '{' '.join(argv)}'")
     print(script(argv[0]))

@@ -61,7 +61,7 @@ def doctor_main(argv: list[str]) -> int:
     options, extra = split(argv)
     settings = read_options(Doctor, options, "thinwire doctor", after="[-- options of thinwire train]")
     if any(word.partition("=")[0] in ("--method", "--out", "--preset") for word in extra):
-        raise ThinwireError("write --methods, --out and --preset before --: they are the doctor's own")
+        raise ThinwireError("write --methods, --out and --preset before --: they are options of thinwire doctor")
     config = from_arguments(["--preset", settings.preset, *extra])
     if not under_torchrun():
         note(f"loading torch, starting the ranks, then measuring: {settings.seconds:g} s in all")

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thinwire.base.errors import ThinwireError
-from thinwire.base.extras import EXTRAS, missing_for_triton
+from thinwire.base.errors import ThinwireError, in_words
+from thinwire.base.extras import PACKAGES, missing_for_triton
+from thinwire.base.processes import processor
 from thinwire.base.version import __version__, torch_warning
 
 HELP = """usage: thinwire env [--json]
@@ -31,29 +32,6 @@ reason why it may matter. Attach it to a bug report.
 
   --json    one JSON object, for programs"""
 
-PURPOSE = {
-    "numba": "fast kernels on CPUs; without it they run as plain torch",
-    "xxhash": "fast checksums of messages and checkpoints",
-    "triton": "fast kernels on GPUs",
-    "rich": "plans, reports and `thinwire train`",
-    "markdown_it": "report.html of `thinwire compare`",
-    "tyro": "options of `thinwire train` and most other commands",
-    "yaml": "config.yaml of `thinwire train`",
-    "safetensors": "checkpoints",
-    "tokenizers": "tokenizers other than bytes",
-    "matplotlib": "pictures of `thinwire compare`",
-    "wandb": "`thinwire train --track wandb`",
-    "trackio": "`thinwire train --track trackio`",
-    "mlflow": "`thinwire train --track mlflow`",
-    "datasets": "text from the Hugging Face hub",
-    "accelerate": "the adapter for Accelerate",
-    "peft": "fine-tuning with LoRA",
-    "transformers": "the adapter for the Trainer, and fine-tuning",
-    "lightning": "the adapter for Lightning",
-    "lm_eval": "`thinwire eval`",
-    "torchft": "the adapter for replicas that come and go",
-}
-"""The use of each optional package, by the name that is imported."""
 DISTRIBUTIONS = {"yaml": "PyYAML", "markdown_it": "markdown-it-py"}
 """Names of packages on an index, where they are others than those that are imported."""
 TOOLS = {"ip": "emulated networks (`thinwire compare`, `thinwire lab`): apt-get install iproute2"}
@@ -67,22 +45,19 @@ UP = 1
 
 def main(argv: list[str]) -> int:
     """Print the facts. Return the exit status."""
-    if argv in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
     if argv not in ([], ["--json"]):
         raise ThinwireError(f"thinwire env takes --json or nothing, got '{' '.join(argv)}'")
-    found = facts()
-    print(json.dumps(found, indent=2) if argv else shown(found))
+    known_facts = facts()
+    print(json.dumps(known_facts, indent=2) if argv else shown(known_facts))
     return 0
 
 
 def facts() -> dict[str, Any]:
     """Collect what `thinwire env --json` prints."""
-    packages = {package: installed(DISTRIBUTIONS.get(package, package)) for package in EXTRAS}
+    packages = {package: installed(DISTRIBUTIONS.get(package, package)) for package in PACKAGES}
     missing = {
-        package: f"{PURPOSE[package]}: pip install 'thinwire[{extra}]'"
-        for package, extra in EXTRAS.items()
+        package: f"{purpose}: pip install 'thinwire[{extra}]'"
+        for package, (extra, purpose) in PACKAGES.items()
         if not packages[package]
     }
     missing |= {tool: purpose for tool, purpose in TOOLS.items() if not shutil.which(tool)}
@@ -108,28 +83,21 @@ def installed(distribution: str) -> str | None:
     return None
 
 
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return found[1]
-    return platform.machine()
-
-
 def of_torch() -> tuple[dict[str, Any], list[str]]:
     """Return torch's version, devices and backends, and notes on them."""
     try:
         import torch
         import torch.distributed as dist
     except Exception as error:  # a broken installation fails in many ways
-        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        line = in_words(error)
         return {"version": installed("torch"), "error": line}, [f"torch cannot be imported, so nothing runs: {line}"]
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    found = {
+    torch_facts = {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        "gpus": [f"{of.name}, sm{of.major}{of.minor}, {of.total_memory / 2**30:.0f} GiB" for of in gpus],
+        "gpus": [f"{gpu.name}, sm{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
         "backends": backends,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in backends else None,
     }
@@ -140,7 +108,7 @@ def of_torch() -> tuple[dict[str, Any], list[str]]:
         notes.append(lacks)
     if gpus and "nccl" not in backends:
         notes.append("this torch has no NCCL: GPUs exchange through gloo, by way of the CPU")
-    return found, notes
+    return torch_facts, notes
 
 
 def network_interfaces() -> Iterator[dict[str, Any]]:
@@ -169,7 +137,7 @@ def network_notes(interfaces: list[dict[str, Any]]) -> list[str]:
     """Say where gloo will listen, if other hosts cannot reach it there."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
-        missing = [name for name in chosen.split(",") if name not in {of["name"] for of in interfaces}]
+        missing = [name for name in chosen.split(",") if name not in {interface["name"] for interface in interfaces}]
         return [f"GLOO_SOCKET_IFNAME names {name}, which is no interface here" for name in missing]
     try:
         address = socket.gethostbyname(socket.gethostname())
@@ -180,28 +148,28 @@ def network_notes(interfaces: list[dict[str, Any]]) -> list[str]:
     return []
 
 
-def shown(found: dict[str, Any]) -> str:
+def shown(facts: dict[str, Any]) -> str:
     """Write the facts as text, in lines that fit the terminal."""
-    torch = found["torch"]
+    torch = facts["torch"]
     if "error" in torch:
         devices = "torch cannot be imported"
     else:
         gpus = ", ".join(torch["gpus"]) or "no GPU"
-        devices = f"{found['cpu']['cores']} cores ({found['cpu']['model']}), {gpus}"
+        devices = f"{facts['cpu']['cores']} cores ({facts['cpu']['model']}), {gpus}"
     rows = [
-        ("thinwire", f"{found['thinwire']['version']} in {found['thinwire']['folder']}"),
-        ("python", f"{found['python']}, {found['system']}"),
+        ("thinwire", f"{facts['thinwire']['version']} in {facts['thinwire']['folder']}"),
+        ("python", f"{facts['python']}, {facts['system']}"),
         ("torch", torch["version"] or "not installed"),
         ("devices", devices),
         (
             "backends",
             ", ".join([*torch.get("backends", []), *([f"NCCL {torch['nccl']}"] if torch.get("nccl") else [])]),
         ),
-        *column("network", list(map(interface_line, found["interfaces"]))),
-        ("variables", " ".join(f"{name}={value}" for name, value in found["variables"].items()) or "none that matter"),
-        ("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)),
-        *column("missing", [f"{name}: {purpose}" for name, purpose in found["missing"].items()]),
-        *column("notes", found["notes"]),
+        *column("network", list(map(interface_line, facts["interfaces"]))),
+        ("variables", " ".join(f"{name}={value}" for name, value in facts["variables"].items()) or "none that matter"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)),
+        *column("missing", [f"{name}: {purpose}" for name, purpose in facts["missing"].items()]),
+        *column("notes", facts["notes"]),
     ]
     width = max(60, shutil.get_terminal_size().columns)
     return "\n".join(
@@ -216,8 +184,8 @@ def column(name: str, lines: list[str]) -> list[tuple[str, str]]:
     return list(zip([name, *[""] * len(lines)], lines, strict=False))
 
 
-def interface_line(of: dict[str, Any]) -> str:
-    parts = ["up" if of["up"] else "down", of["address"] or "no IPv4 address", f"MTU {of['mtu']}"]
-    if of["mbit_per_s"]:
-        parts.append(f"{of['mbit_per_s']} Mbit/s")
-    return f"{of['name']}: {', '.join(parts)}"
+def interface_line(interface: dict[str, Any]) -> str:
+    words = ["up" if interface["up"] else "down", interface["address"] or "no IPv4 address", f"MTU {interface['mtu']}"]
+    if interface["mbit_per_s"]:
+        words.append(f"{interface['mbit_per_s']} Mbit/s")
+    return f"{interface['name']}: {', '.join(words)}"

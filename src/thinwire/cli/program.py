@@ -33,7 +33,7 @@ COMMANDS = {
     "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands, for bash or zsh"),
 }
-LOADS_TORCH = ("inspect", "tokenize", "sample", "export", "eval")
+LOADS_TORCH = ("compare", "inspect", "tokenize", "sample", "export")
 """Commands that load torch before they can say anything, which takes seconds."""
 USAGE = "usage: thinwire COMMAND [options]      (thinwire COMMAND --help: its options)"
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -90,11 +90,14 @@ def run_command(argv: list[str]) -> int:
         raise ThinwireError(f"unknown command '{word}'; {guess}")
     if word in LOADS_TORCH and arguments and not {"-h", "--help"} & set(arguments):
         note("loading torch")
-    module, function = COMMANDS[word][0].split(":")
+    name, function = COMMANDS[word][0].split(":")
     try:
         with ends_at_once():
-            run = getattr(importlib.import_module(module), function)
-        return run(arguments)
+            module = importlib.import_module(name)
+        if hasattr(module, "HELP") and {"-h", "--help"} & set(arguments):
+            print(module.HELP)
+            return 0
+        return getattr(module, function)(arguments)
     except ModuleNotFoundError as error:
         raise extras.missing(error) from None
 

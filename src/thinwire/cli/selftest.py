@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, in_words
 from thinwire.base.terminal import say
 from thinwire.train.cli import start_ranks, under_torchrun
 
@@ -29,7 +29,7 @@ HELP = """usage: thinwire selftest
 Try this installation on two ranks of this machine, on its CPU, for about half a
 minute (longer the first time, when kernels are compiled): dense against torch's
 own engines, each method beside dense, and the laws that methods obey.
-A line each. Exit status: 0 if all is well, else 1.
+Prints a line for each. Exit status: 0 if all is well, else 1.
 For GPUs: make test-gpu, in a checkout."""
 STEPS = 16
 TIMEOUT_S = 60
@@ -39,9 +39,6 @@ LEAST_FALL = 0.2
 
 def main(argv: list[str]) -> int:
     """Start two ranks, or be one of them. Return the exit status."""
-    if argv in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
     if argv:
         raise ThinwireError(f"thinwire selftest takes no options, got '{' '.join(argv)}'")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -113,8 +110,7 @@ class Selftest:
         except (AssertionError, ThinwireError) as error:
             outcome = False, str(error)
         except Exception as error:
-            outcome = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
-            trace = traceback.format_exc()
+            outcome, trace = (False, in_words(error)), traceback.format_exc()
         outcomes = self.ranks.share(outcome)  # raises where the other rank has gone, which explains the error
         if trace:
             print(trace, file=sys.stderr)
@@ -168,7 +164,7 @@ def train(engine: str, method: Any, steps: int = STEPS) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = torch.cat([local(of.detach()).flatten() for of in model.parameters()])
+    weights = torch.cat([local(weight.detach()).flatten() for weight in model.parameters()])
     if wire is None:
         return Trained(losses, weights)
     trained = Trained(losses, weights, wire.plan.wire_bytes / wire.plan.dense_bytes, wire.skipped)
@@ -206,9 +202,9 @@ def obeys(cls: Any) -> str:
     from thinwire.proof.record import Setup
 
     setups = [Setup("all_reduce", 3), Setup("reduce_scatter", 3)]
-    mine = [of for at, of in enumerate(setups) if at == dist.get_rank() and of.engine in cls.engines]
-    if mine:
-        check_laws(cls, setups=mine)
+    chosen = [setup for setup in setups[dist.get_rank() :][:1] if setup.engine in cls.engines]
+    if chosen:
+        check_laws(cls, setups=chosen)
     return "ranks alike, promise kept, bytes as planned"
 
 

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.lab.compare import method_names
-from thinwire.lab.link import UNITS
+from thinwire.lab.link import bit_rate
 from thinwire.predict.cluster import read_cluster
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, at_scale, simulate
@@ -50,8 +50,8 @@ class SimulateOptions:
     cluster: str
     """A TOML file as `thinwire doctor` writes it, or the name of one that Thinwire brings; a wrong name lists them."""
     model: str = "gpt-125m"
-    """A preset, a Hugging Face config.json, or file.py:function: your own, called under torch.device("meta"), returns a
-    module and a tuple of example inputs; what is not token ids counts as one token each."""
+    """A preset, a Hugging Face config.json, or file.py:function. Your function is called under torch.device("meta") and
+    returns a module and a tuple of example inputs. Without token ids, a sequence counts as one token."""
     method: str = "bf16,int8,sdp4bit,trickle"
     """Comma-separated methods, with or without knobs. Dense is always added."""
     engine: str = "ddp"
@@ -144,7 +144,7 @@ def make_job(options: SimulateOptions) -> Job:
     """Read the cluster, make and profile the model."""
     cluster = read_cluster(options.cluster)
     if options.link is not None:
-        cluster = cluster.with_link(read_rate(options.link))
+        cluster = cluster.with_link(bit_rate(options.link, "200mbit or 10gbit")[1] / 8)
     ranks = options.ranks or options.nodes * cluster.per_node
     bf16 = options.dtype == "bf16" or (options.dtype == "auto" and not cluster.codec_on_core)
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -160,18 +160,6 @@ def make_job(options: SimulateOptions) -> Job:
         options.engine, ranks, tokens / (options.micro_batches * length), options.micro_batches, dtype,
         options.two_level, options.intra,
     )  # fmt: skip
-
-
-def read_rate(text: str) -> float:
-    """Read ``"10gbit"`` as bytes/s."""
-    word = text.strip().lower().removesuffix("/s")
-    for unit, size in UNITS.items():
-        try:
-            if word.endswith(unit) and (rate := float(word.removesuffix(unit)) * size / 8) > 0:
-                return rate
-        except ValueError:
-            break
-    raise ThinwireError(f"cannot read the link rate '{text}': write 200mbit or 10gbit")
 
 
 def load_model(text: str, sequence: int | None) -> tuple[nn.Module, Sequence[Tensor], int]:
@@ -206,8 +194,7 @@ def _hub_model(path: Path) -> nn.Module:
         with torch.device("meta"), _Uninitialized():
             return _Masked(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ThinwireError(f"cannot make a causal language model of {path}: {reason}") from None
+        raise ThinwireError(f"cannot make a causal language model of {path}: {first_line(error)}") from None
 
 
 def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Module, Sequence[Tensor], int]:
@@ -215,7 +202,7 @@ def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Modu
         raise ThinwireError(f"write {path}:FUNCTION, which returns a module and a tuple of example inputs")
     if sequence is not None:
         raise ThinwireError(
-            f"--sequence is for presets and a config.json; the inputs of {path}:{function} have their own"
+            f"--sequence is for presets and a config.json; here the example inputs of {path}:{function} set it"
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
@@ -224,11 +211,11 @@ def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Modu
     try:
         spec.loader.exec_module(module)
         with torch.device("meta"):
-            made = getattr(module, function)()
+            result = getattr(module, function)()
     except Exception as error:  # anything may go wrong in it
         reason = next(iter(str(error).strip().splitlines()), "")
         raise ThinwireError(f"{path}:{function} failed with {type(error).__name__}: {reason}") from None
-    match made:
+    match result:
         case (nn.Module() as model, (Tensor(), *_) as inputs):
             tokens = inputs[0].ndim > 1 and not inputs[0].is_floating_point()
             return model, tuple(inputs), inputs[0].shape[1] if tokens else 1

@@ -60,11 +60,11 @@ def links(simulation: Simulation, path: Path) -> Path:
     return path
 
 
-def _mark_links(axes: Axes, own: float, limit: float) -> None:
+def _mark_links(axes: Axes, own_rate: float, limit: float) -> None:
     """Mark the user's ``own`` link, and grey the links faster than ``limit``, on which no method pays."""
-    at_right = own > math.sqrt(RATES[0] * RATES[-1])
-    axes.axvline(8 * own, color=INK, linestyle="--", linewidth=1.5)
-    axes.annotate(f"your link, {bits(own)}", (8 * own, 1), xycoords=("data", "axes fraction"), va="top",
+    at_right = own_rate > math.sqrt(RATES[0] * RATES[-1])
+    axes.axvline(8 * own_rate, color=INK, linestyle="--", linewidth=1.5)
+    axes.annotate(f"your link, {bits(own_rate)}", (8 * own_rate, 1), xycoords=("data", "axes fraction"), va="top",
                   xytext=(-5 if at_right else 5, -4), textcoords="offset points", ha="right" if at_right else "left",
                   color=INK, fontweight="bold")  # fmt: skip
     if limit < RATES[-1]:

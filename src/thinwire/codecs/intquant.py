@@ -75,7 +75,7 @@ class Integers(GroupedBytes):
             return None
         drawn = None if seed is None else seed.over(n)
         if drawn is None:
-            raise ThinwireError(f"{self}: stochastic rounding draws: hand in a seed for all {n} columns")
+            raise ThinwireError(f"{self}: stochastic rounding needs random numbers: pass seeds for all {n} columns")
         return drawn
 
 

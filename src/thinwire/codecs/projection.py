@@ -38,7 +38,7 @@ class Estimator:
         block, ratio = self.block, self.ratio
         if ratio < 1 or block < 2 or block & (block - 1) or block % ratio:
             raise ThinwireError(
-                f"a block of {block} values (a power of two) cannot be sent as block / ratio = {block}/{ratio} of them"
+                f"block must be a power of two that ratio divides, got block={block} and ratio={ratio}"
             )
 
     @property

@@ -38,7 +38,9 @@ class Positions:
     def __post_init__(self) -> None:
         for width, k in self.segments:
             if width % mask.WORD or not 0 <= k <= width:
-                raise ThinwireError(f"top-k: {k} values of {width} columns, which are not a multiple of 64, or too few")
+                raise ThinwireError(
+                    f"top-k: cannot send {k} of {width} values: the length must be a multiple of 64, and k at most that"
+                )
 
     @functools.cached_property
     def lists(self) -> tuple[sparse.ListSegment, ...]:
@@ -104,7 +106,7 @@ class Sparse(Codec):
     def __post_init__(self) -> None:
         Positions(self.segments)  # refuses segments that cannot be sent
         if self.integers is not None and (self.integers.draws or self.integers.hadamard):
-            raise ThinwireError(f"top-k: values are rounded to the nearest, without a transform, not {self.integers}")
+            raise ThinwireError(f"top-k: integers must round to the nearest, without a transform, got {self.integers}")
 
     @functools.cached_property
     def _layout(self) -> Positions:

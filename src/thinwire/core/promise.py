@@ -37,9 +37,9 @@ class Promise:
         kind: "exact": the mean, bit for bit the stock engine's.
             "conserves": summed over the N ranks, inputs + what waited before = N means + what waits after, up to the
             rounding of float32.
-            "rounds": the same up to ``rounding``: what is rounded off is not returned.
+            "rounds": the same up to ``rounding``: what is rounded off is lost.
             "lossy": a part of the input never arrives.
-        lost: what is not returned, and what returns it, in one plain phrase; "" if nothing is lost.
+        lost: what is lost, and what keeps it, in one plain phrase; "" if nothing is lost.
         waits: kinds of state that wait -> how often a value of each counts. For a moving average e' = beta e +
             (1 - beta) (what was left out), which is added to every input, e / (1 - beta) is still to come. A kind with
             one row where the bucket has N belongs to that row's owner, and stands for all N ranks.

@@ -47,9 +47,10 @@ class Safety:
         times = self.outlier_clip
         if times is not None and (times is True or not isinstance(times, int | float) or not 1 <= times < math.inf):
             raise ThinwireError(
-                f"outlier_clip is how many times as large as usual a gradient may be, 1 or more, or None, got {times!r}"
+                "outlier_clip must be 1 or more (how many times its usual norm a gradient may have), or None; "
+                f"got {times!r}"
             )
         for name in ("max_skipped", "check_every"):
             steps = getattr(self, name)
             if steps is not None and (steps is True or not isinstance(steps, int) or steps < 1):
-                raise ThinwireError(f"{name} is a number of optimizer steps, 1 or more, or None, got {steps!r}")
+                raise ThinwireError(f"{name} must be a number of optimizer steps, 1 or more, or None; got {steps!r}")

@@ -102,8 +102,8 @@ class StepLoop:
             raise ThinwireError(ENDED.format(what="gradients were exchanged"))
         if self.closed:
             raise ThinwireError(
-                "gradients were exchanged inside accumulate(last=False), as at the end of a pipeline schedule's "
-                "step(): give one schedule.step() all micro-batches of the optimizer step"
+                "gradients were exchanged inside accumulate(last=False), as a pipeline schedule's step() does at its "
+                "end: give all micro-batches of an optimizer step to one schedule.step()"
             )
         for name in names:
             if name not in self.weights:

@@ -116,8 +116,8 @@ class Replicas(Engine):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        done = self._exchanged and self._exchanged == [id(weight.grad) for weight in self._weights]
-        if done or self.failed is not None or all(weight.grad is None for weight in self._weights):
+        exchanged_already = self._exchanged and self._exchanged == [id(weight.grad) for weight in self._weights]
+        if exchanged_already or self.failed is not None or all(weight.grad is None for weight in self._weights):
             return
         with self._attempt():
             stale = self._meet() if not self._alone or not self.attempts.met else False

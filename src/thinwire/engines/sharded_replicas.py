@@ -7,11 +7,7 @@ as the optimizer steps (``replicas.py``). What one rank of a replica sees fail h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
-
-from torch import Tensor
 
 from thinwire.core.bucket import Layout
 from thinwire.core.engine import Meet
@@ -46,6 +42,9 @@ class ShardedReplicas(Replicas):
         self.inside, self.comms = self.sharded.comms, [*self.sharded.comms, across]
         self.hops = (*self.sharded.hops, AllReduce(across, divide="after"))
         self._prepare()
+        for call in ("accumulate", "dropped", "accumulated", "stepping", "stepped", "send_weights", "wait_for_weights",
+                     "weights_changed", "close"):  # fmt: skip
+            setattr(self, call, getattr(self.sharded, call))  # these are about the replica's own ranks alone
 
     @property
     def replicas(self) -> list[Replica]:
@@ -63,33 +62,6 @@ class ShardedReplicas(Replicas):
         super().attach(step_loop, road)
         self.sharded.attach(step_loop, Road(road.stages[:1]))
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        return self.sharded.accumulate(last)
-
-    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        return self.sharded.dropped(weights, look=look)
-
-    def accumulated(self) -> bool:
-        return self.sharded.accumulated()
-
     def end_step(self) -> None:
         super().end_step()
         self.sharded.end_step()
-
-    def stepping(self) -> None:
-        self.sharded.stepping()
-
-    def stepped(self) -> None:
-        self.sharded.stepped()
-
-    def send_weights(self, step: int) -> None:
-        self.sharded.send_weights(step)
-
-    def wait_for_weights(self) -> None:
-        self.sharded.wait_for_weights()
-
-    def weights_changed(self) -> None:
-        self.sharded.weights_changed()
-
-    def close(self) -> None:
-        self.sharded.close()

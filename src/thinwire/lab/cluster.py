@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.processes import Bytes, die_with_parent, free_port, interface_bytes
+from thinwire.base.processes import Bytes, die_with_parent, free_port, interface_bytes, rank_variables
 from thinwire.lab.link import Link
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
@@ -137,18 +137,12 @@ class Cluster:
     def environment(self, rank: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the variables that torchrun sets for ``rank``, with gloo bound to the node's interface, one thread."""
         local = self.ranks_per_node
-        return dict(os.environ if base is None else base) | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % local),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(local),
-            "GROUP_RANK": str(rank // local),
-            "GROUP_WORLD_SIZE": str(self.nodes),
-            "MASTER_ADDR": self.address(0),
-            "MASTER_PORT": str(self._port),
-            "GLOO_SOCKET_IFNAME": INTERFACE if self.emulated else "lo",
-            "OMP_NUM_THREADS": "1",
-        }
+        return {
+            **(os.environ if base is None else base),
+            **rank_variables(rank, self.world_size, rank % local, local, self.address(0), self._port),
+            "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(self.nodes),
+            "GLOO_SOCKET_IFNAME": INTERFACE if self.emulated else "lo", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
 
     def new_port(self) -> None:
         """Choose the rendezvous port of the next run."""

@@ -76,8 +76,8 @@ class Comparison(Network):
     'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists the names.
     """
     preset: str = "net20m"
-    """The model and its settings; see thinwire train --help. Tensors of the smallest, tiny and small, are mostly too
-    small to be worth compressing."""
+    """The model and its settings; see thinwire train --help. In tiny and small, most tensors are
+    too small to be worth compressing."""
     steps: int = 20
     """Optimizer steps of every run. Times need at least 5, since the first two are left out; local-steps needs whole
     rounds."""
@@ -87,7 +87,7 @@ class Comparison(Network):
     fail_if_loss_worse_than: str | None = None
     """End with status 3 if a method's mean loss is above dense's by more than this: 1% or 0.01 (lower: stricter)."""
     out: Path = Path("runs/compare")
-    """A new directory for the report; each method's run lies in a directory of its own beneath."""
+    """A new folder for the report, with a folder for each run."""
     limit_minutes: float = 60.0
     """A method fails when one of its runs takes longer than this."""
     extra: Suppress[Fixed[tuple[str, ...]]] = ()
@@ -206,11 +206,11 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     """Return the report's entries without its runs, with an empty verdict."""
-    own = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
+    settings_told = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
     link = cluster.link
     return {
         "verdict": "",
-        **{name: getattr(settings, name) for name in own},
+        **{name: getattr(settings, name) for name in settings_told},
         "seeds": list(settings.seed_numbers),
         "extra": list(settings.extra),
         "machine": describe_machine(),

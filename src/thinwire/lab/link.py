@@ -50,10 +50,7 @@ class Link:
         """Read ``"200mbit"`` (also kbit, gbit, decimals), ``"unlimited"``, ``"loopback"``; ``"30ms"``; ``"1%"``."""
         word, rate = text.strip().lower(), None
         if word not in ("unlimited", "loopback"):
-            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", word)
-            if match is None:
-                raise ThinwireError(f"cannot read the link rate '{text}': write 200mbit, 1gbit, unlimited or loopback")
-            word, rate = match[1] + match[2], float(match[1]) * UNITS[match[2]]
+            word, rate = bit_rate(text, "200mbit, 1gbit, unlimited or loopback")
             if not SLOWEST <= rate <= FASTEST:
                 raise ThinwireError(f"a link of {text} cannot be emulated: choose 64kbit to 40gbit, or 'unlimited'")
         link = cls(
@@ -124,11 +121,11 @@ class Network:
     link: str = "200mbit"
     """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
     mtu: int = 1500
-    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less of the processors (see docs/lab.md)."""
+    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less CPU time (see docs/lab.md)."""
     delay: str = "0ms"
     """Delay of a packet from one node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
     jitter: str = "0ms"
-    """Each packet's delay lies evenly within the delay plus or minus this; so packets change places."""
+    """Vary each packet's delay by up to this, up or down, evenly; packets then overtake each other."""
     loss: str = "0%"
     """Share of the packets that never arrive: 1% or 0.01. TCP sends them again."""
     reorder: str = "0%"
@@ -136,6 +133,14 @@ class Network:
 
     def parse_link(self) -> Link:
         return Link.parse(self.link, self.mtu, self.delay, self.jitter, self.loss, self.reorder)
+
+
+def bit_rate(text: str, examples: str) -> tuple[str, float]:
+    """Read ``"10 Gbit/s"`` as ("10gbit", 1e10), bits per second. ``examples``: of what to write, for the error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", text.strip().lower())
+    if match is None:
+        raise ThinwireError(f"cannot read the link rate '{text}': write {examples}")
+    return match[1] + match[2], float(match[1]) * UNITS[match[2]]
 
 
 def duration(text: str, label: str) -> float:

@@ -106,19 +106,19 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
 def save(figure: Figure, path: Path, note: str | None = None) -> None:
     """Write an SVG with ``note`` as its description, and close the figure."""
     buffer = io.StringIO()
-    about = {"Date": None, "Creator": None, "Description": note}
-    figure.savefig(buffer, format="svg", bbox_inches="tight", facecolor=PAPER, metadata=about)
+    metadata = {"Date": None, "Creator": None, "Description": note}
+    figure.savefig(buffer, format="svg", bbox_inches="tight", facecolor=PAPER, metadata=metadata)
     plt.close(figure)
-    head, rest = buffer.getvalue().split("<defs>", 1)
-    path.write_text(f"{head}{_dark_mode()}\n <defs>{rest}", encoding="utf-8")
+    head, body = buffer.getvalue().split("<defs>", 1)
+    path.write_text(f"{head}{_dark_mode()}\n <defs>{body}", encoding="utf-8")
 
 
 def _dark_mode() -> str:
     """Write a style that turns colours into those of DARK: stronger than those that Matplotlib gives each element."""
     rules = [
-        f'[style*="{part}: {light.lower()}"] {{ {part}: {dark} !important }}'
+        f'[style*="{property_name}: {light.lower()}"] {{ {property_name}: {dark} !important }}'
         for light, dark in DARK.items()
-        for part in ("fill", "stroke")
+        for property_name in ("fill", "stroke")
     ]
     return "<style>@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>"
 

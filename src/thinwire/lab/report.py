@@ -40,8 +40,8 @@ def _faster(run: Run) -> str:
     span = run["faster"]
     if span is None or run["method"] == DENSE:
         return "-"
-    known = math.isfinite(span.high)
-    return f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})" if known else f"{span.mean:.2f}x (not known)"
+    is_bounded = math.isfinite(span.high)
+    return f"{span.mean:.2f}x ({span.low:.2f} to {span.high:.2f})" if is_bounded else f"{span.mean:.2f}x (not known)"
 
 
 def _final(run: Run) -> str:

@@ -18,7 +18,7 @@ from typing import IO
 
 from thinwire.base import terminal
 from thinwire.base.errors import ThinwireError
-from thinwire.base.processes import POLL_S, Bytes, wait
+from thinwire.base.processes import POLL_S, Bytes, processor, wait
 from thinwire.base.version import __version__
 from thinwire.lab.cluster import Cluster, NoNamespaces, kill_group
 from thinwire.lab.link import Link
@@ -156,11 +156,5 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 def describe_machine() -> str:
     """Describe processor, operating system, and the versions of Python, torch and Thinwire."""
-    model = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
-    return f"{os.cpu_count()} x {model}, {system}, torch {metadata.version('torch')}, Thinwire {__version__}"
+    return f"{os.cpu_count()} x {processor()}, {system}, torch {metadata.version('torch')}, Thinwire {__version__}"

@@ -113,27 +113,27 @@ def text_error(pairs: Pairs) -> float | None:
     The differences of both runs on the same windows are averaged over seeds and over ``BLOCKS`` stretches of the text,
     as neighbours are alike; what these means scatter around their own mean says how far that is to be trusted.
     """
-    common = set.intersection(*(set(part.get("windows", ())) for pair in pairs for part in pair))
+    common = set.intersection(*(set(seed_run.get("windows", ())) for pair in pairs for seed_run in pair))
     if len(common) < 2:
         return None
     order = sorted(common)
     excess, weights = [0.0] * len(order), [0.0] * len(order)
     for run, dense in pairs:
-        mine, base = run["windows"], dense["windows"]
+        losses, base = run["windows"], dense["windows"]
         total = sum(base[window][0] for window in order)
         level = sum(math.prod(base[window]) for window in order) / total
-        ratio = sum(mine[window][0] * mine[window][1] for window in order) / total / level
-        for at, window in enumerate(order):
+        ratio = sum(losses[window][0] * losses[window][1] for window in order) / total / level
+        for index, window in enumerate(order):
             targets, loss = base[window]
-            excess[at] += targets * (mine[window][1] - ratio * loss) / level / len(pairs)
-            weights[at] = targets
+            excess[index] += targets * (losses[window][1] - ratio * loss) / level / len(pairs)
+            weights[index] = targets
     return block_error(excess, weights)
 
 
 def block_error(excess: Sequence[float], weights: Sequence[float]) -> float:
     """Return the standard error of sum(excess) / sum(weights), where the sum is 0, from up to ``BLOCKS`` stretches."""
     count = min(BLOCKS, len(excess))
-    cuts = [len(excess) * at // count for at in range(count + 1)]
+    cuts = [len(excess) * number // count for number in range(count + 1)]
     sums = [sum(excess[begin:end]) for begin, end in pairwise(cuts)]
     return math.sqrt(count / (count - 1) * sum(value * value for value in sums)) / sum(weights)
 
@@ -201,8 +201,8 @@ def _loss(gap: Span) -> str:
 
 
 def _loss_words(gap: Span, seeds: int) -> str:
-    known = gap.half > 0 or seeds > 1
-    if not known or not gap.low <= 0 <= gap.high:
+    has_interval = gap.half > 0 or seeds > 1
+    if not has_interval or not gap.low <= 0 <= gap.high:
         return f"loss {_loss(gap)}"
     if gap.half <= SAME:
         return f"same loss ({_loss(gap)})"

@@ -148,9 +148,6 @@ List the methods. With NAME: what that method does, and each of its knobs.
 def main(argv: list[str]) -> int:
     """Print all methods, or one with what its knobs do: ``thinwire methods [NAME] [--json]``."""
     arguments = [word for word in argv if word != "--json"]
-    if {"-h", "--help"} & set(arguments):
-        print(HELP)
-        return 0
     if len(arguments) > 1 or any(word.startswith("-") for word in arguments):
         raise ThinwireError(f"'thinwire methods' takes the name of one method, or none, got '{' '.join(arguments)}'")
     cls = type(resolve(arguments[0])) if arguments else None

@@ -201,8 +201,8 @@ class Ledger:
             "weight_bytes_per_step": total.weight_bytes / divisor,
             "dense_bytes_per_step": total.dense_bytes / divisor,
             **{
-                f"{kind}_ms": 1e3 * statistics.median(whole_rounds([step.seconds[kind] for step in of], round_steps))
-                for kind, of in zip(KINDS, (timed, timed, timed, steps), strict=True)
+                f"{kind}_ms": 1e3 * statistics.median(whole_rounds([step.seconds[kind] for step in kept], round_steps))
+                for kind, kept in zip(KINDS, (timed, timed, timed, steps), strict=True)
             },
         }
 

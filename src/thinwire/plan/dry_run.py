@@ -144,8 +144,8 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
                         state[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     except NotImplementedError:
         raise ThinwireError(
-            f"{road.last.method.name} reads values on the host, so nobody knows what its state will be: it cannot be "
-            "saved"
+            f"{road.last.method.name} reads tensor values on the host, so a dry run cannot tell its state, and the "
+            "state cannot be saved"
         ) from None
     return state
 
@@ -226,7 +226,7 @@ def separate_buffers(parameters: Collection[Parameter], road: Road, dtype: torch
     return Layout(buffers, [dtype or parameter.dtype for parameter in parameters])
 
 
-def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exchange, steps: int = 10_000) -> Run:
+def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exchange) -> Run:
     """Make a run of ``method`` for plans without a user's model and optimizer."""
     by_name = {parameter.name: parameter for parameter in parameters}
     weights = {
@@ -234,7 +234,7 @@ def stand_in_run(method: Method, parameters: Iterable[Parameter], exchange: Exch
         for name, parameter in by_name.items()
     }
     optimizers = (method.OPTIMIZER(list(weights.values()), lr=1e-3),) if weights else ()
-    return Run(by_name, exchange, steps, optimizers=optimizers, weights=weights)
+    return Run(by_name, exchange, 10_000, optimizers=optimizers, weights=weights)
 
 
 def steps_of(card: Card, *, watched: bool = True) -> list[int]:

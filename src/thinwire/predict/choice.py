@@ -11,7 +11,6 @@ No rank chooses from its own clock: a trial's time is that of its slowest rank, 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import inspect
 import json
@@ -238,9 +237,8 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
 
 def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
     """Choose from what was measured. ``dense``: seconds of its step."""
-    tried = [option for option in options if option.measured is not None]
-    best = min(tried, key=lambda option: option.measured or math.inf, default=None)
     method, baseline, reason = DENSE, 1e3 * dense, "nothing could be tried"
+    best = min(options, key=lambda option: option.measured or math.inf, default=None)
     if best is not None and best.measured:
         gain = baseline / best.measured
         if gain >= WORTH:
@@ -262,7 +260,7 @@ def candidates(auto: Auto, training: Training, ranks: int) -> Iterator[Option]:
             if row.dense != "Muon":  # auto takes AdamW, or its kin, for all parameters
                 rows[str(resolve(row.method))].append(row)
     for name, measured in rows.items():
-        comparable = [row for row in measured if is_comparable(row, auto, training.steps)]
+        comparable = [row for row in measured if _is_comparable(row, auto, training.steps)]
         worst = max(comparable, key=lambda row: row.gap_percent, default=None)
         option = Option(name)
         if worst is not None:
@@ -271,12 +269,10 @@ def candidates(auto: Auto, training: Training, ranks: int) -> Iterator[Option]:
         yield option.dropped(_why_not(resolve(name), worst, auto, training, ranks))
 
 
-def is_comparable(row: MeasuredLoss, auto: Auto, steps: int | None) -> bool:
+def _is_comparable(row: MeasuredLoss, auto: Auto, steps: int | None) -> bool:
     """Does a measured run speak of a run of ``steps``, from scratch or not?"""
-    same_start = (row.regime in ("going-on", "finetune")) == auto.finetune
-    if steps is None or math.isinf(auto.max_loss):
-        return same_start
-    return same_start and row.steps / LENGTH <= steps <= row.steps * LENGTH
+    any_length = steps is None or math.isinf(auto.max_loss) or row.steps / LENGTH <= steps <= row.steps * LENGTH
+    return any_length and (row.regime in ("going-on", "finetune")) == auto.finetune
 
 
 def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: Training, ranks: int) -> str:
@@ -363,8 +359,8 @@ class Trials:
                     note.remove()
         del wire
         gc.collect()  # an engine and its buckets are a circle
-        own = torch.tensor([_mean_over_cycle(card, times[opening:])], dtype=torch.float64, device=self.comm.device)
-        return float(self.comm.all_reduce(own, "max"))
+        seconds = torch.tensor([_mean_over_cycle(card, times[opening:])], dtype=torch.float64, device=self.comm.device)
+        return float(self.comm.all_reduce(seconds, "max"))
 
     def _time(self, wire: Any) -> float:
         began = time.perf_counter()
@@ -376,8 +372,7 @@ class Trials:
         """Note what a profile of ``model`` needs: its arguments, in the order of its signature, and how many passes."""
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
         bound.apply_defaults()
-        to_meta = functools.partial(tree_map_only, Tensor, lambda tensor: tensor.detach().to("meta"))
-        self.inputs = to_meta(bound.args)
+        self.inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), bound.args)
         self._forwards += 1
 
     def memory_left(self) -> float:
@@ -385,11 +380,11 @@ class Trials:
         device = self._training.device
         if device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-            left = float(torch.cuda.mem_get_info(device)[0] + unused)
+            free_bytes = float(torch.cuda.mem_get_info(device)[0] + unused)
         else:
             free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-            left = 1024.0 * int(free[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else math.inf
-        lowest = torch.tensor([-left], dtype=torch.float64, device=self.comm.device)
+            free_bytes = 1024.0 * int(free[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else math.inf
+        lowest = torch.tensor([-free_bytes], dtype=torch.float64, device=self.comm.device)
         return -float(self.comm.all_reduce(lowest, "max"))
 
     def from_rank_0(self, work: Callable[[], Any]) -> Any:

@@ -103,14 +103,14 @@ _MAY_BE_ZERO = ("intra_latency", "inter_latency", "launch_seconds", "host_second
 
 
 def _check(cluster: str, name: str, constant: Constant) -> None:
-    value, source, where = constant.value, constant.source, f"cluster {cluster}: {name}"
+    value, source, label = constant.value, constant.source, f"cluster {cluster}: {name}"
     if not (math.isfinite(value) and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))):
-        raise ThinwireError(f"{where} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}, got {value:g}")
+        raise ThinwireError(f"{label} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}, got {value:g}")
     if source not in SOURCES[:-1] and not (source.startswith(SOURCES[-1]) and source != SOURCES[-1]):
-        raise ThinwireError(f"{where}: source is {', '.join(SOURCES[:-1])} or fitted:ROW, got '{source}'")
+        raise ThinwireError(f"{label}: source is {', '.join(SOURCES[:-1])} or fitted:ROW, got '{source}'")
     if not 0 < constant.low <= 1 <= constant.high < math.inf:
         raise ThinwireError(
-            f"{where}: low and high are factors with low <= 1 <= high, got {constant.low:g} and {constant.high:g}"
+            f"{label}: low and high are factors with low <= 1 <= high, got {constant.low:g} and {constant.high:g}"
         )
 
 
@@ -144,8 +144,8 @@ def read_cluster(name: str | Path) -> Cluster:
 
 
 def _from_table(table: Mapping[str, Any], name: str) -> Cluster:
-    known = {field.name: field for field in fields(Cluster)}
-    _refuse_names(name, table, known, [key for key, entry in known.items() if _required(entry)])
+    known_fields = {field.name: field for field in fields(Cluster)}
+    _refuse_names(name, table, known_fields, [key for key, entry in known_fields.items() if _required(entry)])
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key in CONSTANTS:
@@ -164,17 +164,17 @@ def _from_table(table: Mapping[str, Any], name: str) -> Cluster:
     return Cluster(**values)
 
 
-def _read_entry(where: str, value: Any, kind: type[Constant] | type[Kernel]) -> Any:
+def _read_entry(label: str, value: Any, kind: type[Constant] | type[Kernel]) -> Any:
     """Read a ``kind`` from the inline table ``value``; a bare number has no source, so it is refused."""
-    known = {field.name: field for field in fields(kind)}
+    known_fields = {field.name: field for field in fields(kind)}
     if not isinstance(value, dict):
         example = "{ value = 1.0, source = 'measured' }" if kind is Constant else "{ seconds = 1e-5, rate = 1e9 }"
-        raise ThinwireError(f"{where} is a table like {example}, got {value!r}")
-    required = ["value", "source"] if kind is Constant else list(known)
-    _refuse_names(where, value, known, required)
+        raise ThinwireError(f"{label} is a table like {example}, got {value!r}")
+    required = ["value", "source"] if kind is Constant else list(known_fields)
+    _refuse_names(label, value, known_fields, required)
     for key, entry in value.items():
         if type(entry) not in ((str,) if key == "source" else (int, float)):
-            raise ThinwireError(f"{where}: {key} is {'a word' if key == 'source' else 'a number'}, got {entry!r}")
+            raise ThinwireError(f"{label}: {key} is {'a word' if key == 'source' else 'a number'}, got {entry!r}")
     return kind(**value)
 
 
@@ -182,11 +182,11 @@ def _required(entry: Any) -> bool:
     return entry.default is MISSING and entry.default_factory is MISSING
 
 
-def _refuse_names(where: str, table: Iterable[str], known: Iterable[str], required: Iterable[str]) -> None:
-    if unknown := sorted(set(table) - set(known)):
-        raise ThinwireError(f"{where}: unknown field {unknown[0]}: known are {', '.join(known)}")
+def _refuse_names(label: str, table: Iterable[str], known_fields: Iterable[str], required: Iterable[str]) -> None:
+    if unknown := sorted(set(table) - set(known_fields)):
+        raise ThinwireError(f"{label}: unknown field {unknown[0]}: known are {', '.join(known_fields)}")
     if missing := [key for key in required if key not in table]:
-        raise ThinwireError(f"{where}: {missing[0]} is missing")
+        raise ThinwireError(f"{label}: {missing[0]} is missing")
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:

@@ -85,8 +85,8 @@ def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
         job = _with(job, kernels={**job.cluster.kernels, OPTIMIZER: Kernel(0.0, rate)})
     prediction = _with(silent, kernels=job.cluster.kernels).play(timeline)
     computing = prediction.split["computing"]
-    left = max(none.seconds - (prediction.seconds - computing), 0.1 * none.seconds)
-    share = spread(computing / left, none.seconds / np.array(none.steps), 1 + RUNS[job.cluster.codec_on_core])
+    computing_s = max(none.seconds - (prediction.seconds - computing), 0.1 * none.seconds)
+    share = spread(computing / computing_s, none.seconds / np.array(none.steps), 1 + RUNS[job.cluster.codec_on_core])
     job = _with(job, compute_share=replace(share, source="fitted:the step of none"))
     if dense is None or dense.seconds < SHOWS * none.seconds or job.ranks == job.per_node:
         return job
@@ -141,19 +141,18 @@ def verdict(parts: Mapping[str, float], hidden: float | None, simulation: Simula
     if hidden is not None:
         bound += f"; {hidden:.0%} of the exchange is hidden"
     best, dense = simulation.best, simulation.dense.prediction
-    made = best.prediction
+    step = best.prediction
     if best is simulation.dense:
-        others = [outcome for outcome in simulation.outcomes[1:] if simulation.fits(outcome) != "does not fit"]
-        rival = min(others, key=lambda outcome: outcome.prediction.seconds, default=None)
-        why = "" if rival is None else f"; {rival.method} would be {simulation.gain(rival)} as fast"
+        rival = min(simulation.rivals, key=lambda outcome: outcome.prediction.seconds, default=None)
+        rival_words = "" if rival is None else f"; {rival.method} would be {simulation.gain(rival)} as fast"
         return [
-            bound, f"helps:    do not compress{why}; rather {REMEDIES[first]}: up to {seconds(parts[first])}",
+            bound, f"helps:    do not compress{rival_words}; rather {REMEDIES[first]}: up to {seconds(parts[first])}",
             f"type:     {command} {DENSE}",
         ]  # fmt: skip
-    between = f"{seconds(made.low)} to {seconds(made.high)}"
+    between = f"{seconds(step.low)} to {seconds(step.high)}"
     return [
         bound,
-        f"helps:    {best.method}: {seconds(made.seconds)} a step ({between}) in place of {seconds(dense.seconds)}, "
+        f"helps:    {best.method}: {seconds(step.seconds)} a step ({between}) in place of {seconds(dense.seconds)}, "
         f"{simulation.gain(best)} as fast",
         f"type:     {command} {shlex.quote(best.method)}",
     ]

@@ -75,7 +75,8 @@ class Forecast:
         self._sequences, profile = 1.0, _by_size(self.double)
         with suppress(ThinwireError):  # a model that reads values is taken by its parameters
             profile = profile_of(self.double, trials.inputs, self._gathers)
-            self._sequences = next((float(leaf.shape[0]) for leaf in tree_leaves(trials.inputs) if is_batch(leaf)), 1.0)
+            tensors = (leaf for leaf in tree_leaves(trials.inputs) if isinstance(leaf, torch.Tensor))
+            self._sequences = next((float(tensor.shape[0]) for tensor in tensors if tensor.ndim), 1.0)
         modules = (replace(module, parameters=tuple(map(clean_name, module.parameters))) for module in profile.modules)
         self._profile = replace(profile, modules=tuple(modules))
 
@@ -95,13 +96,10 @@ class Forecast:
     def fit(self, cluster: Cluster, silent: float | None, dense: float) -> None:
         """Fit the constants that only training shows. ``silent``, ``dense``: seconds of steps."""
         baseline = self.record(DENSE)
-        if silent is None:
-            self.cluster = self._solve(cluster, "compute_share", baseline, dense, 1e-5, 10.0)
-            return
-        computing = self._solve(cluster, "compute_share", self.record(SILENT), silent, 1e-5, 10.0)
-        if self._trials.comm.size > self.per_node:
-            computing = self._solve(computing, "inter_share", baseline, dense, 0.5, 1.5)
-        self.cluster = computing
+        timeline, seconds = (baseline, dense) if silent is None else (self.record(SILENT), silent)
+        self.cluster = self._solve(cluster, "compute_share", timeline, seconds, 1e-5, 10.0)
+        if silent is not None and self._trials.comm.size > self.per_node:
+            self.cluster = self._solve(self.cluster, "inter_share", baseline, dense, 0.5, 1.5)
 
     def _solve(
         self, cluster: Cluster, name: str, timeline: Timeline, seconds: float, low: float, high: float
@@ -168,10 +166,6 @@ def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> An
         name: None if child is None else on_meta(child, sharded, doubles) for name, child in children.items()
     }
     return double
-
-
-def is_batch(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
 
 
 def _by_size(model: nn.Module) -> ModelProfile:

@@ -125,9 +125,9 @@ def time_each(
 
 
 def _play(model: nn.Module, method: str, engine: str, device: torch.device, ranks: int) -> Times:
-    made = resolve(method)
-    virtual = virtual_of(model, made, engine=engine, nodes=ranks, per_node=1, gloo=device.type == "cpu")
-    road, run = virtual.road(made, intra=None, optimizer=None, steps=10_000)
+    resolved = resolve(method)
+    virtual = virtual_of(model, resolved, engine=engine, nodes=ranks, per_node=1, gloo=device.type == "cpu")
+    road, run = virtual.road(resolved, intra=None, steps=10_000)
     layout, run = _some(virtual.layout, run)
     play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def _some(layout: Layout, run: Run) -> tuple[Layout, Run]:
 def kernels_of(times: Iterable[Times], memory_rate: float) -> dict[str, Kernel]:
     """Fit seconds per launch and bytes/s to each kernel; one too short to show a rate has the memory's."""
     joined: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, launches in ((name, pairs) for each in times for name, pairs in each.items()):
+    for name, launches in ((name, pairs) for of_method in times for name, pairs in of_method.items()):
         for nbytes, seconds in launches:
             joined[name][nbytes].append(seconds)
     kernels = {}

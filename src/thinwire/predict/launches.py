@@ -95,7 +95,7 @@ def torch_bytes(function: Any, args: Any, kwargs: Any, result: Any) -> float:
 def _written(function: Any) -> list[tuple[int, str]]:
     """List position and name of each argument that an operation of torch writes."""
     arguments = enumerate(function._schema.arguments)
-    return [(i, of.name) for i, of in arguments if of.alias_info is not None and of.alias_info.is_write]
+    return [(i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
 
 
 # Our own operations, with the arguments of their modules; what a kernel changes counts twice.
@@ -106,8 +106,8 @@ def _copied(table: CopyTable) -> int:
 
     def values(segment: CopySegment) -> int:
         full = min(segment.rows, max((segment.numel - segment.span) // max(segment.step, 1) + 1, 0))
-        rest = (segment.numel - row * segment.step for row in range(full, min(segment.rows, full + 2)))
-        return full * segment.span + sum(min(max(left, 0), segment.span) for left in rest)
+        lengths = (segment.numel - row * segment.step for row in range(full, min(segment.rows, full + 2)))
+        return full * segment.span + sum(min(max(length, 0), segment.span) for length in lengths)
 
     return sum(map(values, table.segments))
 
@@ -121,9 +121,9 @@ def _unpack(rows: Tensor, table: CopyTable, flat: Tensor, add: bool) -> float:
     return _copied(table) * (rows.element_size() + (1 + add) * flat.element_size())
 
 
-def _write(own: Tensor, resident: Any, encoded: Any, copied: CopyTable, format: Any, codes: Tensor, scales: Tensor,
+def _write(shard: Tensor, resident: Any, encoded: Any, copied: CopyTable, format: Any, codes: Tensor, scales: Tensor,
            message: Tensor, drawn: Any) -> float:  # fmt: skip
-    return nbytes_of(own, resident, codes, scales) + _copied(copied) * message.element_size()
+    return nbytes_of(shard, resident, codes, scales) + _copied(copied) * message.element_size()
 
 
 def _read(codes: Tensor, scales: Tensor, messages: Tensor, encoded: Any, copied: CopyTable, format: Any, rows: Tensor,

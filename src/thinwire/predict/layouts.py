@@ -26,7 +26,6 @@ from thinwire.methods import resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
-from thinwire.optim import AdamS
 from thinwire.plan.plan import MB, plan_of
 from thinwire.predict.record import Recording, Surroundings, record
 from thinwire.predict.timeline import Memory, Timeline
@@ -34,9 +33,6 @@ from thinwire.predict.timeline import Memory, Timeline
 Wrap = Callable[[str, nn.Module], bool]
 """(name, module) -> is it an FSDP module of its own?"""
 
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW, "adams": AdamS, "sgd": torch.optim.SGD,
-}  # fmt: skip
 STATES = {"AdamS": 1, "SGD": 0}
 """float32 values that an optimizer keeps of each weight; others keep as many as Adam, 2."""
 PADDED = 0.05
@@ -59,17 +55,17 @@ class Virtual:
     shapes: Mapping[str, tuple[int, ...]]
     held: float
 
-    def road(self, method: Method, intra: Method | str | None, optimizer: str | None, steps: int) -> tuple[Road, Run]:
+    def road(self, method: Method, intra: Method | str | None, steps: int) -> tuple[Road, Run]:
         """Make the road of ``method`` and begin it, as ``compress()`` does."""
-        make = method.OPTIMIZER if optimizer is None else OPTIMIZERS[optimizer]
         parameters, hops = {p.name: p for p in self.way.parameters.values()}, self.way.hops
         weights = {
             name: nn.Parameter(torch.empty(shape, dtype=parameters[name].dtype, device="meta"))
             for name, shape in self.shapes.items()
         }
+        optimizer = method.OPTIMIZER(list(weights.values()), lr=1e-3)
         run = Run(
-            parameters, hops[-1], steps, optimizers=(make(list(weights.values()), lr=1e-3),), weights=weights,
-            hop=len(hops), chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
+            parameters, hops[-1], steps, optimizers=(optimizer,), weights=weights, hop=len(hops),
+            chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
             inside=hops[0] if len(hops) > 1 else None,
         )  # fmt: skip
         method.begin(run)
@@ -88,9 +84,9 @@ class Virtual:
         ranks, shards = 1 if self.layout.comm is None else self.layout.comm.size, self.layout.shards
         gathered = sorted((ranks * shard.numel * shard.dtype.itemsize for shard in shards), reverse=True)
         reduced = max((4 * ranks * shard.numel for shard in shards), default=0)
-        own = sum(map(math.prod, self.shapes.values()))
+        own_values = sum(map(math.prod, self.shapes.values()))
         weights = self.held + sum(gathered[:2] if reshards else gathered)
-        return Memory(weights, 4.0 * own + reduced, 4.0 * states * own, recording.method_peak)
+        return Memory(weights, 4.0 * own_values + reduced, 4.0 * states * own_values, recording.method_peak)
 
     def notes(self) -> tuple[str, ...]:
         """Tell of padding, if it is much."""
@@ -98,8 +94,8 @@ class Virtual:
             return ()
         ranks, parameters = self.layout.comm.size, self.way.parameters.values()
         padding = ranks * sum(p.local for p in parameters) / sum(p.numel for p in parameters) - 1
-        told = f"FSDP2 pads dim 0 of each parameter to a multiple of {ranks} ranks: {padding:.0%} more bytes"
-        return (told,) if padding > PADDED else ()
+        note = f"FSDP2 pads dim 0 of each parameter to a multiple of {ranks} ranks: {padding:.0%} more bytes"
+        return (note,) if padding > PADDED else ()
 
 
 def replicated(
@@ -111,8 +107,8 @@ def replicated(
     way = ddp.way(model, whole, method, two_level)
     trained: list[Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
     layout = ddp.buckets(trained, way.parameters, None if bucket_cap_mb is None else int(bucket_cap_mb * MB))
-    held = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return Virtual("ddp", way, layout, [whole], {p.name: p.shape for p in way.parameters.values()}, held)
+    held_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return Virtual("ddp", way, layout, [whole], {p.name: p.shape for p in way.parameters.values()}, held_bytes)
 
 
 def sharded(
@@ -123,24 +119,24 @@ def sharded(
     names = {id(weight): clean_name(name) for name, weight in model.named_parameters()}
     sizes = {id(w): (tuple(w.shape), (-(-w.shape[0] // shard.size), *w.shape[1:])) for w in model.parameters()}
     way = fsdp2.way(describe(model, sizes), shard, shard, inter, method, two_level)
-    buffers, shards, held = [], [], 0
+    buffers, shards, held_bytes = [], [], 0
     for members in reversed(list(_modules(model, wrap or _blocks(model)))):
         pieces = columns({names[id(member)]: math.prod(sizes[id(member)][1]) for member in members}, shard.size)
         trained = {piece.name: piece.numel // shard.size for piece, of in zip(pieces, members, strict=True)
                    if of.requires_grad}  # fmt: skip
         if trained:
             buffers.append(columns(trained, shard.size))
-        own = shard_of(pieces)
-        numel = sum(piece.numel for piece in own)
+        own_pieces = shard_of(pieces)
+        numel = sum(piece.numel for piece in own_pieces)
         shards.append(Shard(
-            tuple(piece for piece in own if piece.name in trained),
-            tuple(piece for piece in own if piece.name not in trained), numel, gather_dtype or members[0].dtype,
+            tuple(piece for piece in own_pieces if piece.name in trained),
+            tuple(piece for piece in own_pieces if piece.name not in trained), numel, gather_dtype or members[0].dtype,
         ))  # fmt: skip
-        held += numel * members[0].element_size()
+        held_bytes += numel * members[0].element_size()
     layout = Layout(buffers, [torch.float32] * len(buffers), shards, shard)
     shapes = {names[key]: padded for key, (_, padded) in sizes.items() if key in way.parameters}
     comms = [shard] if inter is None else [shard, inter]
-    return Virtual("fsdp2" if inter is None else "hsdp", way, layout, comms, shapes, held)
+    return Virtual("fsdp2" if inter is None else "hsdp", way, layout, comms, shapes, held_bytes)
 
 
 def virtual_of(
@@ -167,7 +163,7 @@ def timeline_of(
     model: nn.Module, method: Method | str, *, engine: str, nodes: int, per_node: int, two_level: bool | None = None,
     intra: Method | str | None = None, bucket_cap_mb: float | None = None, broadcast_buffers: bool = True,
     gather_dtype: torch.dtype | None = None, reshard: bool = True, wrap: Wrap | None = None, steps: int = 10_000,
-    optimizer: str | None = None, gloo: bool = False,
+    gloo: bool = False,
 ) -> Timeline:  # fmt: skip
     """Record the steady state of ``method`` on ``model``, on ``nodes`` of ``per_node`` ranks each.
 
@@ -179,7 +175,6 @@ def timeline_of(
         gather_dtype: of weights and gradients in computing, on sharded engines; None: that of the parameters.
         reshard: gathered weights are freed after the forward pass. wrap: None: the members of the longest list of
             modules are FSDP modules, and the root.
-        optimizer: "adamw", "adams" or "sgd"; None: the one that the method is made for.
         gloo: the network is gloo's, whose reduce-scatter moves as many bytes as an all-reduce.
 
     Raises:
@@ -190,7 +185,7 @@ def timeline_of(
         model, method, engine=engine, nodes=nodes, per_node=per_node, two_level=two_level, bucket_cap_mb=bucket_cap_mb,
         gather_dtype=gather_dtype, wrap=wrap, gloo=gloo,
     )  # fmt: skip
-    road, run = virtual.road(method, intra, optimizer, steps)
+    road, run = virtual.road(method, intra, steps)
     stored = next(model.parameters()).dtype
     buffers = model.buffers() if engine == "ddp" and broadcast_buffers else ()
     around = Surroundings(
@@ -217,7 +212,7 @@ def _blocks(model: nn.Module) -> Wrap:
 def _modules(model: nn.Module, wrap: Wrap) -> Iterator[list[Tensor]]:
     """Yield the parameters of each FSDP module, in the order of ``model.modules()``: the root's first."""
     wrapped = {id(module) for name, module in model.named_modules() if module is model or wrap(name, module)}
-    taken: set[int] = set()
+    listed: set[int] = set()
 
     def own(module: nn.Module) -> Iterator[Tensor]:
         """Yield as ``fully_shard`` does: those of children first."""
@@ -228,7 +223,7 @@ def _modules(model: nn.Module, wrap: Wrap) -> Iterator[list[Tensor]]:
 
     by_module = []
     for module in reversed([module for module in model.modules() if id(module) in wrapped]):  # inner ones first
-        members = [parameter for parameter in dict.fromkeys(own(module)) if id(parameter) not in taken]
-        taken |= {id(parameter) for parameter in members}
+        members = [parameter for parameter in dict.fromkeys(own(module)) if id(parameter) not in listed]
+        listed |= {id(parameter) for parameter in members}
         by_module.append(members)
     yield from (members for members in reversed(by_module) if members)

@@ -93,20 +93,20 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
     samples: list[Sample] = []
     for kind, (comm, group) in kinds.items():
         for verb in VERBS:
-            left = seconds / len(kinds) / len(VERBS)
+            seconds_left = seconds / len(kinds) / len(VERBS)
             size = SMALLEST
             timed(job, _call(comm, verb, size), 1)  # connections are made at the first message
             while size <= LARGEST:
                 began = time.perf_counter()
                 call = _call(comm, verb, size)
-                timings, repeats = TIMINGS if timed(job, call, 1) < left / 8 else 1, 1
+                timings, repeats = TIMINGS if timed(job, call, 1) < seconds_left / 8 else 1, 1
                 elapsed = statistics.median(timed(job, call, repeats) for _ in range(timings))
                 while (needed := _repeats(size, elapsed)) > repeats:
                     repeats = min(MOST_REPEATS, max(needed, 2 * repeats))
                     elapsed = statistics.median(timed(job, call, repeats) for _ in range(timings))
                 samples.append(Sample(kind, _message(comm, verb, size, group), size, elapsed))
-                left -= agree(job, time.perf_counter() - began)
-                if left < GROWTH * elapsed * (1 + TIMINGS):
+                seconds_left -= agree(job, time.perf_counter() - began)
+                if seconds_left < GROWTH * elapsed * (1 + TIMINGS):
                     break
                 size *= GROWTH
         if comm is not job:
@@ -116,8 +116,8 @@ def sweep(job: GroupComm, per_node: int, seconds: float) -> list[Sample]:
 
 def _repeats(size: int, seconds: float) -> int:
     """Return how often a message of ``size`` bytes that takes ``seconds`` is sent in a timing."""
-    least = max(TIMED_S / seconds, min(TIMED_BYTES / size, SLOW_S / seconds))
-    return min(MOST_REPEATS, math.ceil(least))
+    repeats = max(TIMED_S / seconds, min(TIMED_BYTES / size, SLOW_S / seconds))
+    return min(MOST_REPEATS, math.ceil(repeats))
 
 
 def _message(comm: GroupComm, verb: str, size: int, group: Group) -> Message:

@@ -14,14 +14,15 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.base.errors import ThinwireError
 from thinwire.predict.cluster import Cluster, Constant
+from thinwire.predict.profile import ModelProfile, ModuleProfile
 from thinwire.predict.timeline import RING, Message, Pass, RecordedStep, Stretch, Timeline
 
 DRAWS = 100
@@ -40,26 +41,6 @@ OPTIMIZER = "optimizer"
 
 Times = NDArray[np.float64]
 """Seconds: the prediction, then one value per draw."""
-
-
-class Module(Protocol):
-    """A module of the model. FLOPs and bytes are per sequence. ``parameters``: their names, as in the timeline."""
-
-    @property
-    def parameters(self) -> Sequence[str]: ...
-    @property
-    def forward_flops(self) -> float: ...
-    @property
-    def backward_flops(self) -> float: ...
-    @property
-    def activation_bytes(self) -> float: ...
-
-
-class Profile(Protocol):
-    """A model's computing. ``modules``: in the order of the forward pass."""
-
-    @property
-    def modules(self) -> Sequence[Module]: ...
 
 
 class Span(NamedTuple):
@@ -104,7 +85,7 @@ class Prediction:
 
 
 def play(
-    timeline: Timeline, profile: Profile, cluster: Cluster, *, sequences: float, micro_batches: int = 1
+    timeline: Timeline, profile: ModelProfile, cluster: Cluster, *, sequences: float, micro_batches: int = 1
 ) -> Prediction:
     """Predict a step of ``sequences`` per rank and micro-batch.
 
@@ -143,7 +124,7 @@ def play(
     }
     total = total * costs.model
     low, high = np.quantile(total, [0.1, 0.9])
-    messages = [(step.share, message) for step in timeline.steps for s in step.stretches for message in s.messages]
+    sent = [(step.share, costs.as_sent(m)) for step in timeline.steps for s in step.stretches for m in s.messages]
     return Prediction(
         seconds=float(total[0]),
         low=min(float(low), float(total[0])),
@@ -151,10 +132,9 @@ def play(
         split=split,
         busy=uses,
         rank_bytes={
-            link: sum(share * costs.rank_bytes(message, link) for share, message in messages)
-            for link in ("inter", "intra")
+            link: sum(share * message.rank_bytes(link) for share, message in sent) for link in ("inter", "intra")
         },
-        nic_bytes=sum(share * costs.nic_bytes(message) for share, message in messages),
+        nic_bytes=sum(share * message.nic_bytes for share, message in sent),
         memory=_memory(timeline, profile, sequences),
         bound_by=max(uses, key=lambda name: uses[name]),
         assumed=costs.assumed,
@@ -163,7 +143,7 @@ def play(
     )
 
 
-def _memory(timeline: Timeline, profile: Profile, sequences: float) -> dict[str, float]:
+def _memory(timeline: Timeline, profile: ModelProfile, sequences: float) -> dict[str, float]:
     """Return the bytes on one device, by use."""
     memory = timeline.memory
     return {
@@ -229,8 +209,7 @@ class Costs:
             return rounds * hop + message.nbytes / rate
         far, nic = self["inter_latency"], self["inter_rate"] * self["inter_share"]
         if not self.on_ring(message):
-            inside = self.rank_bytes(message, "intra") / rate
-            return rounds * far + np.maximum(inside, self.nic_bytes(message) / nic)
+            return rounds * far + np.maximum(message.rank_bytes("intra") / rate, message.nic_bytes / nic)
         rate = np.minimum(rate, nic / group.beside)
         ring = rounds * (far + (local - 1) * hop) / local + message.nbytes / rate
         if message.verb != "all_reduce" or self.cluster.codec_on_core:
@@ -243,14 +222,9 @@ class Costs:
         """Does ``message`` cross each NIC once? NCCL gathers on a ring, too; on CPUs we gather from peer to peer."""
         return message.verb in (*RING, "broadcast") or (message.verb == "all_gather" and not self.cluster.codec_on_core)
 
-    def rank_bytes(self, message: Message, link: str) -> float:
-        """Return the bytes that the mean rank of the group sends on ``link``, "inter" or "intra"."""
-        verb = RING[0] if self.on_ring(message) else message.verb
-        return Message(verb, message.nbytes, message.group).rank_bytes(link)
-
-    def nic_bytes(self, message: Message) -> float:
-        """Return the bytes that leave one node."""
-        return self.rank_bytes(message, "inter") * message.group.per_node * message.group.beside
+    def as_sent(self, message: Message) -> Message:
+        """Return ``message``, or one on a ring that puts the same bytes on each link."""
+        return replace(message, verb=RING[0]) if self.on_ring(message) else message
 
 
 class _Computing(NamedTuple):
@@ -261,7 +235,7 @@ class _Computing(NamedTuple):
     backward: Times
 
     @classmethod
-    def on(cls, costs: Costs, module: Module, sequences: float) -> _Computing:
+    def on(cls, costs: Costs, module: ModuleProfile, sequences: float) -> _Computing:
         forward, backward = (costs.computing(sequences * f) for f in (module.forward_flops, module.backward_flops))
         return cls(frozenset(module.parameters), forward, backward)
 
@@ -325,7 +299,7 @@ def _play_step(
     """Play one step up to the optimizer's."""
     clock, count = _Clock(costs, network), len(modules)
     gathers = _by_module(step.forward, modules, min)
-    again = _by_module(step.again, modules, max)
+    second_gathers = _by_module(step.again, modules, max)
     gradients = _by_module(step.gradients, modules, min, in_order=True)
     for micro_batch in range(micro_batches):
         for stretch in step.forward if micro_batch == 0 else ():
@@ -334,7 +308,7 @@ def _play_step(
         _pass_over(clock, "forward", {i: modules[i].forward for i in range(count)}, gathers, {})
         is_last = micro_batch == micro_batches - 1
         backward = {i: modules[i].backward for i in reversed(range(count))}
-        _pass_over(clock, "backward", backward, again, gradients if is_last else {})
+        _pass_over(clock, "backward", backward, second_gathers, gradients if is_last else {})
     clock.wait(clock.free["gradients"])
     clock.wait(clock.run("gradients", step.update))
     return clock

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 
 
-def _grouped_mm_flops(left: Sequence[int], right: Sequence[int], *others: Any, **options: Any) -> int:
-    groups = left[0] if len(left) == len(right) == 3 else 1  # else the rows of one matrix are divided among groups
-    return 2 * groups * left[-2] * left[-1] * right[-1]
+def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options: Any) -> int:
+    groups = a[0] if len(a) == len(b) == 3 else 1  # else the rows of one matrix are divided among groups
+    return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
 MORE_FLOPS = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
@@ -76,8 +76,8 @@ class ModelProfile:
             blocks.setdefault(module.block, []).append(module)
         whole = [sum(module.activation_bytes for module in modules) for modules in blocks.values()]
         inputs = [modules[0].input_bytes for modules in blocks.values()]
-        again = sum(min(pair) for pair in zip(whole, inputs, strict=True)) + max(whole, default=0.0)
-        return min(again, sum(whole)), sum(whole)
+        recomputed = sum(min(pair) for pair in zip(whole, inputs, strict=True)) + max(whole, default=0.0)
+        return min(recomputed, sum(whole)), sum(whole)
 
 
 def profile_of(model: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> ModelProfile:
@@ -103,9 +103,9 @@ def profile_of(model: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | 
         try:
             functional_call(_Step(model), weights, (inputs, count))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            name, reason = type(model).__name__, first_line(error)
             raise ThinwireError(
-                f"cannot profile {type(model).__name__} on the meta device (it must not read values): {first_line}"
+                f"cannot profile {name} on the meta device (it must not read values): {reason}"
             ) from None
     parameters = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     return ModelProfile(

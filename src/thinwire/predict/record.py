@@ -165,7 +165,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             forward = engine.weights(recorder.take("weights"))
             if around.reshards:
                 play.gather(number)
-            again = engine.weights(recorder.take("weights")) if around.reshards else []
+            regathered = engine.weights(recorder.take("weights")) if around.reshards else []
             play.exchange(number)
             gradients = engine.gradients(recorder.take("gradients"))
             recorder.begin("update")
@@ -178,7 +178,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             share = card.steady_steps.get(number, 0.0)
             opening = [*engine.broadcast(), *reversed(forward)]
             steps.append((share, RecordedStep(
-                share, tuple(opening), (*again[-1:], *again[:-1]), gradients, update, beside, card.delay
+                share, tuple(opening), (*regathered[-1:], *regathered[:-1]), gradients, update, beside, card.delay
             )))  # fmt: skip
             peak = max(peak, recorder.peak) if number >= card.steady else 0
             recorder.end_step(share)

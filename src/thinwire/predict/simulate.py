@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.terminal import columns
 from thinwire.plan.plan import human, in_text
 from thinwire.predict.cluster import Cluster
@@ -80,10 +80,8 @@ class Job:
                 gather_dtype=None if self.dtype == torch.float32 else self.dtype, gloo=self.cluster.codec_on_core,
             )  # fmt: skip
         except RuntimeError as error:  # NotImplementedError included
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ThinwireError(
-                f"{method} has no dry run, so nobody knows what it would send (it must not read values): {reason}"
-            ) from None
+            line = f"{method} cannot be simulated: its dry run failed, in which no tensor has values"
+            raise ThinwireError(f"{line}: {first_line(error)}") from None
 
     def play(self, timeline: Timeline) -> Prediction:
         """Predict a step of ``timeline``."""
@@ -140,7 +138,7 @@ class Simulation:
 
     def memory(self, outcome: Outcome) -> dict[str, tuple[float, float]]:
         """Return bytes on one device by use, from the least to the most: every block computed again, or none."""
-        low, high = (self.job.sequences * kept for kept in self.job.profile.activations)
+        low, high = (self.job.sequences * per_sequence for per_sequence in self.job.profile.activations)
         fixed = {name: size for name, size in outcome.prediction.memory.items() if name != "activations"}
         total = sum(fixed.values())
         return {
@@ -157,14 +155,14 @@ class Simulation:
     @cached_property
     def best(self) -> Outcome:
         """The fastest that fits, is worth it, and is faster than dense in its whole range; dense if there is none."""
-        gains = {outcome.method: self.gain(outcome) for outcome in self._rivals}
+        gains = {outcome.method: self.gain(outcome) for outcome in self.rivals}
         return min(
-            (o for o in self._rivals if gains[o.method].low > 1 and gains[o.method].middle >= WORTH),
+            (o for o in self.rivals if gains[o.method].low > 1 and gains[o.method].middle >= WORTH),
             key=lambda outcome: outcome.prediction.seconds, default=self.dense,
         )  # fmt: skip
 
     @property
-    def _rivals(self) -> list[Outcome]:
+    def rivals(self) -> list[Outcome]:
         """The methods beside dense that train, and fit."""
         return [o for o in self.outcomes[1:] if o.method != SILENT and self.fits(o) != "does not fit"]
 
@@ -179,14 +177,14 @@ class Simulation:
         )
         if best is not dense:
             yield f"gain:     {self.gain(best)} as fast as dense, {seconds(dense.prediction.seconds)}"
-        elif self._rivals:
-            rival = min(self._rivals, key=lambda outcome: outcome.prediction.seconds)
+        elif self.rivals:
+            rival = min(self.rivals, key=lambda outcome: outcome.prediction.seconds)
             yield f"gain:     do not compress: {rival.method} would be {self.gain(rival)} as fast as dense"
         else:
             yield "gain:     no other method was asked for that fits"
         exposed = dense.prediction.split["exposed communication"] / dense.prediction.seconds
-        then = "" if best is dense else f"; with {best.method}, {best.prediction.bound_by}"
-        yield f"bound by: {dense.prediction.bound_by}; {exposed:.0%} of dense's step waits for the network{then}"
+        best_words = "" if best is dense else f"; with {best.method}, {best.prediction.bound_by}"
+        yield f"bound by: {dense.prediction.bound_by}; {exposed:.0%} of dense's step waits for the network{best_words}"
 
     def __str__(self) -> str:
         return "\n".join([*self.verdict(), "", self.details()])

@@ -93,10 +93,6 @@ class Stretch:
     def messages(self) -> Iterator[Message]:
         return (event for event in self.events if isinstance(event, Message))
 
-    @property
-    def passes(self) -> Iterator[Pass]:
-        return (event for event in self.events if isinstance(event, Pass))
-
 
 @dataclass(frozen=True)
 class RecordedStep:
@@ -153,18 +149,3 @@ class Timeline:
     memory: Memory
     optimizer_bytes: float
     notes: tuple[str, ...] = ()
-
-    def rank_bytes(self, link: str) -> float:
-        """Return the bytes per step that the mean rank sends on ``link``, "inter" or "intra"."""
-        return sum(step.share * message.rank_bytes(link) for step, message in self._messages())
-
-    @property
-    def nic_bytes(self) -> float:
-        """Bytes per step that leave one node."""
-        return sum(step.share * message.nic_bytes for step, message in self._messages())
-
-    def _messages(self) -> Iterator[tuple[RecordedStep, Message]]:
-        for step in self.steps:
-            for stretch in step.stretches:
-                for message in stretch.messages:
-                    yield step, message

@@ -150,9 +150,9 @@ class Header:
             if saved_value != value:
                 return f"it was saved with {knob}={saved_value} of {self.method}, this run has {knob}={value}"
         arguments = (("seed", saved.seed, self.seed), ("outlier_clip", saved.bound, self.bound))
-        for argument, given_then, given in arguments:
-            if given_then != given:
-                return f"it was saved with {argument}={given_then}, this run has {argument}={given}"
+        for argument, given_then, value_now in arguments:
+            if given_then != value_now:
+                return f"it was saved with {argument}={given_then}, this run has {argument}={value_now}"
         for name, (shape, _) in self.parameters.items():
             if name not in saved.parameters:
                 return f"it does not hold {name}, which this run trains"
@@ -279,7 +279,7 @@ def _check_keys(prefix: str, values: Mapping[str, Tensor], shapes: Mapping[str, 
         raise ThinwireError(f"the state lacks '{prefix}/{missing[0]}'{_and_others(missing)}, which this run needs")
     unknown = [key for key in values if key not in shapes]
     if unknown:
-        raise ThinwireError(f"this run keeps no '{prefix}/{unknown[0]}'{_and_others(unknown)}, which the state holds")
+        raise ThinwireError(f"the state has '{prefix}/{unknown[0]}'{_and_others(unknown)}, unknown to this run")
     for key, like in shapes.items():
         value = values[key]
         if value.shape != like.shape or value.dtype != like.dtype:
@@ -319,8 +319,8 @@ def split(state: Iterable[str]) -> dict[tuple[int, int], dict[str, str]]:
 def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | None:
     """Return the entries of ``header``'s rank in ``state``; None if other ranks or another engine saved it."""
     own_keys = split(state).get((header.rank, header.ranks), {})
-    about = own_keys.get("about")
-    if about is None or header.unlike_place(Header.load(about, state[about])):
+    header_key = own_keys.get("about")
+    if header_key is None or header.unlike_place(Header.load(header_key, state[header_key])):
         return None
     return {key: state[key] for key in own_keys.values()}
 

@@ -70,7 +70,7 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
     sizes = {ranks for _, ranks in keys_by_rank}
     if len(sizes) != 1:
         counts = " and ".join(map(str, sorted(sizes))) or "no"
-        raise ThinwireError(f"resize needs the states of one run, and was given those of {counts} ranks")
+        raise ThinwireError(f"resize needs the states of one run, but these are of runs with {counts} ranks")
     size = sizes.pop()
     if missing := [rank for rank in range(size) if (rank, size) not in keys_by_rank]:
         raise ThinwireError(f"resize needs the states of all {size} ranks that saved: rank {missing[0]}'s is missing")
@@ -82,7 +82,7 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
         ranks.append(_Saved(Header.load(keys["about"], state[keys["about"]]), keys, state))
         if ranks[-1].keys.keys() != ranks[0].keys.keys():
             key = sorted(ranks[-1].keys.keys() ^ ranks[0].keys.keys())[0]
-            raise ThinwireError(f"'{key}' is not in the states of all ranks: one of them is not whole")
+            raise ThinwireError(f"'{key}' is not in the states of all ranks: one of them is incomplete")
     for header in (*(saved.header for saved in ranks), form.header):
         unlike = form.header.unlike_run(header)
         if unlike:
@@ -263,6 +263,6 @@ def _same_shard(ranks: list[_Saved], form: Form, kind: str) -> list[int]:
     if saved_shards != shards or (shards > 1 and ranks[0].header.engine != form.header.engine):
         raise ThinwireError(
             f"'{kind}' belongs to one of {saved_shards} shards on {ranks[0].header.engine}, and this run has {shards} "
-            f"on {form.header.engine}: keep as many"
+            f"on {form.header.engine}: use as many shards as before"
         )
     return [rank for rank, saved in enumerate(ranks) if saved.header.shard[0] == inside]

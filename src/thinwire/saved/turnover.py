@@ -344,10 +344,10 @@ class Turnover:
         """Go on from ``saved()``, with the weights and moments that are here, unless others turn out to be ahead."""
         values = dict(saved)
         step, skipped, flush = (int(values.pop(key)) for key in ("step", "skipped", "flush"))
-        about = values.pop("about")
+        header = values.pop("about")
         bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
         self._resumed = self.give() | {
-            "about": about, "history": [], "step": step, "skipped": skipped, "flush": None if flush < 0 else flush,
+            "about": header, "history": [], "step": step, "skipped": skipped, "flush": None if flush < 0 else flush,
             "bound": bound, "values": values,
         }  # fmt: skip
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.base.processes import POLL_S, die_with_parent, free_port, wait
+from thinwire.base.processes import POLL_S, die_with_parent, free_port, rank_variables, wait
 from thinwire.base.terminal import SHOW_CURSOR, begin_line, columns, ends_at_once, note, say
 
 if TYPE_CHECKING:
@@ -28,7 +28,12 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def train_on_ranks(argv: list[str], config: Config) -> int:
     """Train: as one rank of a job that somebody started (torchrun, srun, mpirun), or on ranks started here."""
+    from thinwire.train.job.run_folder import refuse
+    from thinwire.train.job.scheduler import torchrun_variables
+
     if not under_torchrun():
+        if not torchrun_variables(os.environ):
+            refuse(config.out, anew=config.overwrite, goes_on=config.resume is not None)
         note("loading torch, then starting the ranks: some seconds")
     with ends_at_once():
         config.check()
@@ -75,11 +80,11 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], object]) ->
 _format_usually = warnings.formatwarning
 
 
-def _one_line(message: Warning | str, category: type[Warning], *place: Any, **named_place: Any) -> str:
+def _one_line(message: Warning | str, category: type[Warning], *context: Any, **named_place: Any) -> str:
     """Format our warnings without file and line, which are in our own code; others as usual."""
     if issubclass(category, ThinwireWarning):
         return f"thinwire: {message}\n"
-    return _format_usually(message, category, *place, **named_place)
+    return _format_usually(message, category, *context, **named_place)
 
 
 def _default_ranks(device: str) -> int:
@@ -103,20 +108,14 @@ def start_ranks(words: list[str], ranks: int, per_node: int) -> int:
     Ctrl-C is passed on to the ranks, which save and end; a second one ends them. When a rank fails or this process ends
     in any way, the other ranks are ended, and a cursor that a progress bar has hidden is shown again.
     """
-    port = str(free_port())
+    port = free_port()
     command = [sys.executable, "-m", "thinwire", *words]
     with Children() as children:
         for rank in range(ranks):
             children.start(command, {
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),  # on this machine, not on a node of per_node: it chooses the GPU
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(per_node),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ,
+                # Its number on this machine, not on a node of per_node, chooses its GPU.
+                **rank_variables(rank, ranks, rank, per_node, "127.0.0.1", port),
             })  # fmt: skip
         return _wait(children)
 

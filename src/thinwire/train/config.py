@@ -204,9 +204,9 @@ class Config:
     resume_anyway: bool = False
     """Continue although the text, its order or the batch differs from the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """Fate of what the old ranks had not sent yet, when a run goes on with other ranks or another engine: handed to
-    the new ones (redistribute), dropped (reset), or sent whole in the next step (flush: far too large a step in the
-    middle of a run). refuse: do not go on.
+    """With other ranks or another engine, what becomes of values that the old ranks had not sent yet: they are handed
+    to the new ranks (redistribute), dropped (reset), or all sent in the next step (flush: far too large a step in
+    the middle of a run). refuse: do not resume then.
     """
 
     guard: bool = True
@@ -311,7 +311,7 @@ class Config:
         if not (self.corpus and all(self.corpus)):
             raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
         if self.checkpoint_every and not self.checkpoints:
-            raise ThinwireError("--checkpoint-every is not for --no-checkpoints")
+            raise ThinwireError("--checkpoint-every does not go with --no-checkpoints")
         if self.overwrite and self.resume:
             raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
         if self.muon_lr is not None and self.optimizer != "muon":
@@ -323,7 +323,7 @@ class Config:
                 raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
         for name in SHAPE:
             if self.init and getattr(self, name) is not None:
-                raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has a shape")
+                raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has its own shape")
         if self.init and self.tokenizer != "bytes":
             raise ThinwireError(f"--tokenizer {self.tokenizer} does not go with --init, whose folder has one")
         if self.data and self.corpus != Config.corpus:
@@ -345,11 +345,11 @@ class Config:
             "--check-every": bool(self.check_every), "--device cuda": self.device == "cuda",
             "--compile": self.compile,
         }  # fmt: skip
-        for option, given in refused.items():
-            if given:
+        for option, is_set in refused.items():
+            if is_set:
                 raise ThinwireError(f"{option} does not go with --elastic, whose replicas are one rank each, on a CPU")
-        own = LIGHTHOUSE not in os.environ
-        if own and self.min_replicas > self.local_replicas:
+        own_lighthouse = LIGHTHOUSE not in os.environ
+        if own_lighthouse and self.min_replicas > self.local_replicas:
             raise ThinwireError(
                 f"--min-replicas {self.min_replicas} is more than the {self.local_replicas} replicas that are started; "
                 f"others can join only if {LIGHTHOUSE} names a lighthouse"

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import resource
 import signal
 import statistics
@@ -23,7 +22,7 @@ from thinwire.base.processes import interface_bytes
 from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
-from thinwire.network.comm import is_of_the_network, local, network_words
+from thinwire.network.comm import local
 from thinwire.network.ledger import settled_rounds
 from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
@@ -31,24 +30,14 @@ from thinwire.train.checkpoint.run_settings import describe_run
 from thinwire.train.checkpoint.state import ResumedState
 from thinwire.train.checkpoint.store import Checkpoints
 from thinwire.train.config import Config
-from thinwire.train.data.windows import IGNORED
 from thinwire.train.job import held_out
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
-from thinwire.train.job.setup import (
-    Inputs,
-    Ranks,
-    join_ranks,
-    make_optimizers,
-    read_inputs,
-    rebuild_buckets,
-    set_rate,
-    wrap,
-)
+from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizers, read_inputs, rebuild_buckets, wrap
 from thinwire.train.job.signals import note_signals
-from thinwire.train.model.decoder import Decoder
+from thinwire.train.job.stepper import Stepper
 from thinwire.wire import Wire, compress
 
 TIMES = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
@@ -64,60 +53,46 @@ def train(config: Config) -> dict[str, Any]:
         ThinwireError: input cannot be used, or another rank is gone (LostRank, if a collective of ours has noticed).
     """
     config.check()
-    try:
-        with join_ranks(config) as ranks:
-            if ranks.comm.rank == 0:
-                note(f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)} joined; reading {config.text_name}")
-            return _train(config, ranks)
-    except RuntimeError as error:  # raised by torch's own collectives
-        if is_of_the_network(error):
-            raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
-        raise
-
-
-def _train(config: Config, ranks: Ranks) -> dict[str, Any]:
-    collective = Collective(ranks.comm.patient(config.file_timeout))
-    with open_run_folder(config.out, collective) as folder:
-        trainer = _make_trainer(config, ranks, folder)
-        return trainer.run() if trainer else {}
-
-
-def _make_trainer(config: Config, ranks: Ranks, folder: RunFolder) -> Trainer | None:
-    """Read the run's inputs, and the checkpoint to resume from; None: nothing is left to do. Collective."""
-    if not config.resume and not config.overwrite:
-        folder.check_free()
-    start = prepare(config, ranks, folder, read_inputs(config, folder))
-    if start.ended:  # no error: a scheduler may start the run again and again until it has ended
+    with join_ranks(config) as ranks:
         if ranks.comm.rank == 0:
-            say(start.ended)
-        return None
-    trainer = Trainer(start.config, ranks, start.inputs, start.checkpoints, start.bf16)
-    if start.resumed is not None:
-        trainer.restore(start.resumed)
-    else:
-        folder.clear()
-    return trainer
+            note(f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)} joined; reading {config.text_name}")
+        return train_on(config, ranks)
+
+
+def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
+    """Train on ``ranks`` that have joined; return as ``train``. Collective."""
+    with open_run_folder(config.out, Collective(ranks.comm.patient(config.file_timeout))) as folder:
+        if not config.resume and not config.overwrite:
+            folder.check_free()
+        start = prepare(config, ranks, folder, read_inputs(config, folder))
+        if start.ended:  # no error: a scheduler may start the run again and again until it has ended
+            if ranks.comm.rank == 0:
+                say(start.ended)
+            return {}
+        trainer = Trainer(start, ranks)
+        if start.resumed is None:
+            folder.clear()
+        return trainer.run()
 
 
 class Start(NamedTuple):
-    """The beginning of a trainer. bf16: the dtype of the computation. ended: why nothing is left to do, or ""."""
+    """The beginning of a trainer. ended: why nothing is left to do, or ""."""
 
     config: Config
     inputs: Inputs
     checkpoints: Checkpoints
-    bf16: bool
     resumed: ResumedState | None
     ended: str = ""
 
 
 def prepare(config: Config, ranks: Ranks, folder: RunFolder, inputs: Inputs) -> Start:
     """Describe the run, and read the checkpoint to resume from. Collective."""
-    bf16 = config.dtype == "bf16" or (config.dtype == "auto" and ranks.device.type == "cuda")
     init, tokens = inputs.hashes(folder.collective)
     shape = inputs.pretrained.shape if inputs.pretrained else config.shape(inputs.tokenizer.vocabulary)
     description = describe_run(
         config, shape, tokens=tokens, world_size=ranks.comm.size, per_node=ranks.per_node,
-        device=ranks.device.type, dtype="bf16" if bf16 else "fp32", init=init, order=inputs.train.order,
+        device=ranks.device.type, dtype="bf16" if ranks.computes_in_bf16(config) else "fp32", init=init,
+        order=inputs.train.order,
     )  # fmt: skip
     checkpoints = Checkpoints(
         folder, description, keep=config.keep, resume_anyway=config.resume_anyway,
@@ -128,12 +103,12 @@ def prepare(config: Config, ranks: Ranks, folder: RunFolder, inputs: Inputs) -> 
         line = f"the checkpoint is at step {step}, the run ends at {config.steps}: nothing is left to do"
         if config.resume != "auto":
             raise ThinwireError(f"{line}; raise --steps")
-        return Start(config, inputs, checkpoints, bf16, resumed, line)
+        return Start(config, inputs, checkpoints, resumed, line)
     if resumed is not None:  # it has chosen, if its run had to
         about = resumed.checkpoint.meta["about"]
         checkpoints.description |= {"method": about["method"], "choice": about.get("choice")}
         config = dataclasses.replace(config, method=about["method"] if config.chooses else config.method)
-    return Start(config, inputs, checkpoints, bf16, resumed)
+    return Start(config, inputs, checkpoints, resumed)
 
 
 class StepOutcome(NamedTuple):
@@ -145,12 +120,10 @@ class StepOutcome(NamedTuple):
     write_failed: float
 
 
-class Trainer:
+class Trainer(Stepper):
     """The run of one rank: its model, what trains the model, and its progress.
 
     Attributes:
-        step: optimizer steps that are done.
-        sequences: sequences of the shuffled text that all ranks together have trained on.
         unshared: of each step that ranks took alone and have not told each other of: this rank's loss and flags (5,),
             and the step's row of metrics.jsonl.
         steps_alone: how many steps ranks take alone, at most, before they tell each other of them.
@@ -164,24 +137,22 @@ class Trainer:
 
     diverged: tuple[int, int] | None = None
 
-    def __init__(self, config: Config, ranks: Ranks, inputs: Inputs, checkpoints: Checkpoints, bf16: bool) -> None:
-        self.config, self.ranks, self.inputs, self.checkpoints = config, ranks, inputs, checkpoints
-        self.collective = checkpoints.collective
-        self.autocasts = bf16 and config.engine == "ddp"  # FSDP2 has its own mixed precision
-        torch.manual_seed(config.seed)
-        net = (inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))).to(ranks.device)
-        self.parameters = sum(parameter.numel() for parameter in net.parameters())
+    def __init__(self, start: Start, ranks: Ranks) -> None:
+        """Begin as ``start`` says, or where its checkpoint has ended. Collective."""
+        super().__init__(start.config, ranks, start.inputs)
+        config, self.checkpoints, self.collective = start.config, start.checkpoints, start.checkpoints.collective
+        self.parameters = sum(parameter.numel() for parameter in self.net.parameters())
         self.patience = fit_timeout(ranks.comm, self.parameters, config.timeout)
-        self.trained_parameters = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
-        self.bf16, self.net = bf16, net if config.engine == "ddp" else wrap(net, config, ranks, bf16)
+        self.trained_parameters = sum(weight.numel() for weight in self.net.parameters() if weight.requires_grad)
+        if config.engine != "ddp":
+            self.net = wrap(self.net, config, ranks)
         self.optimizers = make_optimizers(self.net, config)
-        self.step, self.sequences, self.streak, self.wall_s = 0, 0, 0, 0.0
-        self.trained = 0
+        self.streak, self.wall_s, self.trained = 0, 0.0, 0
         self.unshared: list[tuple[Tensor, dict[str, Any]]] = []
         self.steps_alone = 1
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
-        description = checkpoints.description
+        description = self.checkpoints.description
         if config.chooses:
             choice = self._choose()
             self.config = dataclasses.replace(config, method=choice.method)
@@ -189,15 +160,8 @@ class Trainer:
         self.start(self.config.method)
         if description.get("choice"):
             self.wire.note(Choice.from_plain(description["choice"]))
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank's number among those that share the text of a step, and how many they are."""
-        return self.ranks.comm.rank, self.ranks.comm.size
-
-    @property
-    def sequences_per_step(self) -> int:
-        return self.place[1] * self.config.batch_size * self.config.accumulate
+        if start.resumed is not None:
+            self.restore(start.resumed)
 
     @property
     def tokens_per_step(self) -> int:
@@ -210,11 +174,9 @@ class Trainer:
     def start(self, method: str) -> Wire:
         """Begin to exchange gradients with ``method``, on DDP in buckets that suit it. Collective."""
         config = dataclasses.replace(self.config, method=method)
-        self.model: Any = self.net  # an earlier wire and its buckets go before others are made
-        self.wire: Any = None
-        self.runner: Any = None
+        self.model, self.wire, self.runner = self.net, None, None  # an earlier wire and its buckets go first
         if config.engine == "ddp":
-            self.model = wrap(self.net, config, self.ranks, self.bf16)
+            self.model = wrap(self.net, config, self.ranks)
             rebuild_buckets(self.model, self.inputs.train, config, self.ranks, self.cast)
         self.wire = compress(
             self.model,
@@ -237,10 +199,6 @@ class Trainer:
         training = Training(self.net, config.engine, self.optimizers, config.steps, *knobs)
         choice, self.sequences = choose(auto, training, self.start, predictor), 0
         return choice
-
-    def cast(self) -> torch.autocast:
-        """Return the context in which the model computes: autocast to bf16, or none."""
-        return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.autocasts)
 
     def restore(self, resumed: ResumedState) -> None:
         """Restore weights, moments, the method's state and the place in the text. Collective."""
@@ -297,11 +255,11 @@ class Trainer:
         comm, valid = self.ranks.comm, self.inputs.valid
         indices = held_out.positions(valid, max(1, number // comm.size) * comm.size)[comm.rank :: comm.size]
         self.runner.eval()
-        own = held_out.window_losses(
+        own_losses = held_out.window_losses(
             self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
         )  # fmt: skip
         self.runner.train()
-        shared = self.collective.share([list(row) for row in own])
+        shared = self.collective.share([list(row) for row in own_losses])
         return [held_out.WindowLoss(*row) for rows in shared for row in rows]
 
     def train_step(self, signals: list[int]) -> StepOutcome | None:
@@ -357,37 +315,6 @@ class Trainer:
         """Average ``row`` over the ranks that took the step. Collective."""
         return self.ranks.comm.all_reduce(row, "mean")
 
-    def _take_step(self) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step; return this rank's loss and the gradients' norm."""
-        set_rate(self.optimizers, self.config.learning_rate(self.step))
-        loss = self._accumulate_gradients()
-        norm = self.wire.clip_grad_norm_(self.config.clip or math.inf)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        return loss, norm
-
-    def _accumulate_gradients(self) -> Tensor:
-        """Run forward and backward passes over this rank's micro-batches; return the loss, (1,) fp32."""
-        config, device, windows = self.config, self.ranks.device, self.inputs.train
-        rank, size = self.place
-        loss = torch.zeros(1, device=device)
-        learnt = windows.count_learnt(self.sequences, self.sequences_per_step)
-        for micro in range(config.accumulate):
-            first = self.sequences + rank * config.batch_size
-            inputs, targets = windows.batch(first, config.batch_size)
-            if self.inputs.pretrained:  # its dropout, if any, draws by the place in the text alone
-                torch.manual_seed(config.seed * 1_000_003 + first)
-            self.sequences += size * config.batch_size
-            share = _count_learnt(targets) * self.sequences_per_step / (learnt * config.batch_size)  # 1: all learnt
-            with self.wire.accumulate(last=micro == config.accumulate - 1):
-                with self.cast():
-                    micro_loss = self.runner(inputs.to(device), targets.to(device)) * share / config.accumulate
-                micro_loss.backward()
-            loss += micro_loss.detach()
-        return loss
-
     def _log_unshared(self) -> None:
         """Log steps of which ranks have not told each other, as an error ends the run: with this rank's own loss."""
         for report, row in self.unshared:
@@ -402,7 +329,7 @@ class Trainer:
             (first, last), latest = self.diverged, self.checkpoints.latest
             raise ThinwireError(
                 f"the run diverges: steps {first} to {last} were skipped, or had a loss that is not finite; "
-                f"{_last_good(latest)}. A lower --lr may help; with --max-skipped 0 a run never ends for it"
+                f"{_last_good(latest)}. A lower --lr may help; --max-skipped 0 lets such a run go on"
             )
 
     def _save_checkpoint(self, outcome: StepOutcome) -> None:
@@ -551,10 +478,6 @@ class Trainer:
                 "report.txt", *[held_out.FILE] * bool(losses),
             ],
         }  # fmt: skip
-
-
-def _count_learnt(targets: Tensor) -> int:
-    return int((targets != IGNORED).sum())
 
 
 def _is_finite(model: nn.Module) -> bool:

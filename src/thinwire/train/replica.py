@@ -96,18 +96,14 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
 
 
 def _open_manager(connect: Connect, config: Config, name: str) -> Any:
-    longest = max(config.timeout, config.file_timeout)
     try:
         return connect(
             name, os.environ["MASTER_ADDR"], min_replicas=config.min_replicas, timeout_s=config.timeout,
-            longest_s=longest,
+            longest_s=max(config.timeout, config.file_timeout),
         )  # fmt: skip
     except (RuntimeError, TimeoutError) as error:
-        raise _lighthouse_is_silent(error) from None
-
-
-def _lighthouse_is_silent(error: Exception) -> ThinwireError:
-    return Unanswered(f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer: {first_line(error)}")
+        line = f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer"
+        raise Unanswered(f"{line}: {first_line(error)}") from None
 
 
 class ReplicaTrainer(Trainer):
@@ -124,9 +120,7 @@ class ReplicaTrainer(Trainer):
         self.manager, self.log, self._compress, self._restarted = manager, log, compress, restarted
         self.dropped, self.first_loss = 0, math.nan
         self._begin_counts()
-        super().__init__(start.config, ranks, start.inputs, start.checkpoints, start.bf16)
-        if start.resumed is not None:
-            self.restore(start.resumed)
+        super().__init__(start, ranks)
 
     def _begin_counts(self) -> None:
         self._keeps = self._reopen = False  # the run's files
@@ -215,12 +209,12 @@ class ReplicaTrainer(Trainer):
         loss, norm = self._take_step()
         self._stepping = False
         self._time_round(time.perf_counter() - began)
-        late = self._alone and self._take_news()
-        if late:  # as a round ended, in a step that the others count, too
+        came_late = self._alone and self._take_news()
+        if came_late:  # as a round ended, in a step that the others count, too
             self.step, self._rows = self.step - 1, []
         if self._alone:
-            self._note_members(new=late)
-        skipped = self.wire.skipped > skipped_before and not late
+            self._note_members(new=came_late)
+        skipped = self.wire.skipped > skipped_before and not came_late
         if skipped and self.wire.engine.uncounted:
             self.sequences = first
             self._drop(began)
@@ -240,8 +234,8 @@ class ReplicaTrainer(Trainer):
         if len(self._round_seconds) == min(every, TIMED) and round_s > timeout:
             raise ThinwireError(
                 f"a round of {every} steps takes about {round_s:.0f} s, longer than --timeout {timeout:g}: "
-                "replicas that come back could begin the run anew without those in a round; take fewer steps in a "
-                f"round, or --timeout {2 * round_s:.0f} (and a lighthouse of yours a --join_timeout_ms as long)"
+                "replicas that come back could begin the run anew without those in a round. Take fewer steps in a "
+                f"round, or --timeout {2 * round_s:.0f} (a lighthouse of your own: also --join_timeout_ms)"
             )
 
     def _join_round(self) -> None:
@@ -259,8 +253,8 @@ class ReplicaTrainer(Trainer):
         """Take over the counts of a replica that turned out to be ahead, if the wire has taken over its state."""
         assert self.wire.turnover is not None
         news, healed = self._news, self.wire.turnover.healed
-        taken, self._news, self._healed = healed > self._healed, None, healed
-        if not taken or news is None:
+        took_over, self._news, self._healed = healed > self._healed, None, healed
+        if not took_over or news is None:
             return False
         for name in COMMON:
             setattr(self, name, news[name])
@@ -288,8 +282,8 @@ class ReplicaTrainer(Trainer):
             self._beside = ManagedComm(self.manager._pg, Ledger(), self.manager._timeout)  # its bytes are nobody's
             self._beside.take(membership)
             alone = self.wire.method.card.alone(self.wire.step - self.wire.skipped)
-            late = alone and (new or self._number >= 0)  # not as the run begins
-            self._newcomers = {membership.names[rank] for rank in membership.late if late}
+            counts_late = alone and (new or self._number >= 0)  # not as the run begins
+            self._newcomers = {membership.names[rank] for rank in membership.late if counts_late}
             self._number = membership.number
             losses = [(_short(loss.name), loss.step, loss.norm) for loss in self.wire.turnover.losses.values()]
             names = [_short(member) for member in membership.names]

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
-from thinwire.base.processes import POLL_S, free_port
+from thinwire.base.processes import POLL_S, free_port, rank_variables
 from thinwire.base.terminal import begin_line, note, say
 from thinwire.train.cli import Children, prepare_child, show_cursor
 from thinwire.train.config import LIGHTHOUSE
@@ -101,10 +101,10 @@ def supervise(words: list[str], config: Config) -> int:
         facts = {"lighthouse": url, "min_replicas": config.min_replicas, "host": socket.gethostname()}
         write(config.out / ELASTIC, json.dumps(facts) + "\n")
         note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {url}")
-        interface = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(address) else {}
+        loopback = address.startswith("127.") or address == "::1"
+        interface = {"GLOO_SOCKET_IFNAME": "lo"} if loopback else {}
         environment = {
-            "OMP_NUM_THREADS": "1", **interface, **os.environ,
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address,
+            "OMP_NUM_THREADS": "1", **interface, **os.environ, **rank_variables(0, 1, 0, 1, address, 0),
             LIGHTHOUSE: url,
         }  # fmt: skip
         return Supervisor(words, config, [Replica(name) for name in names], environment, lighthouse).run()
@@ -133,10 +133,6 @@ def _own_address(lighthouse: str | None) -> str:
             return probe.getsockname()[0]
     except (OSError, ValueError) as error:
         raise ThinwireError(f"{LIGHTHOUSE} is '{lighthouse}', which cannot be reached: {error}") from None
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 @contextmanager
@@ -185,7 +181,7 @@ class Supervisor:
             while not all(replica.away for replica in self.replicas):
                 children.check()
                 if self._lighthouse is not None and self._lighthouse.poll() is not None:
-                    raise ThinwireError("torchft's lighthouse has ended, and so does the run: --resume auto goes on")
+                    raise ThinwireError("torchft's lighthouse has ended, so the run ends: --resume auto continues it")
                 for replica in self.replicas:
                     self._look_at(replica)
                 self._end_late_ones()
@@ -240,8 +236,8 @@ class Supervisor:
         present = sum(not replica.away for replica in self.replicas)
         too_few = self._lighthouse is not None and present < self._config.min_replicas and not self.completed
         if too_few and present and not self._children.number:
-            least = self._config.min_replicas
-            say(f"thinwire: too few replicas are left for --min-replicas {least}: the run ends", sys.stderr)
+            fewest = self._config.min_replicas
+            say(f"thinwire: too few replicas are left for --min-replicas {fewest}: the run ends", sys.stderr)
             self._children.pass_on(signal.SIGTERM, None)
         if self.completed and self._deadline == inf and summary_time(self._config.out) > self._began:
             self._deadline = time.monotonic() + PATIENCE_S

@@ -170,11 +170,11 @@ class LocalSteps(Method):
         if not self.delay:
             refuse_idle(self, "delay=0", "mix")
         if self.fragments > self.every:
-            raise ThinwireError(f"{self.name}: fragments is at most every={self.every}, got {self.fragments}")
+            raise ThinwireError(f"{self.name}: fragments must be at most every={self.every}, got {self.fragments}")
         if self.delay > (longest := self.every // self.fragments):
             raise ThinwireError(
-                f"{self.name}: delay is at most every / fragments, {longest}, as one fragment at a time is under way, "
-                f"got {self.delay}"
+                f"{self.name}: delay must be at most every / fragments = {longest}, because one fragment at a time is "
+                f"under way; got {self.delay}"
             )
         # Other objects than the user's, which a dry run would share.
         self._outer, self._starter = replace(resolve(self.outer)), replace(resolve(self.start_with))
@@ -265,7 +265,7 @@ class LocalSteps(Method):
             "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
         of_start = {**start.state_kinds, "*": StateKind()}
-        kinds |= {f"{START}{kind}": replace(of, one_row=start.summed_by_network) for kind, of in of_start.items()}
+        kinds |= {f"{START}{kind}": replace(entry, one_row=start.summed_by_network) for kind, entry in of_start.items()}
         shared = {kind: replace(word, rank_equal=False) for kind, word in outer.state_kinds.items()}
         return replace(
             outer, promise=self._promise(outer.promise), group=start.group,

@@ -43,8 +43,8 @@ class Bf16(Lossy):
         return Rounding("bfloat16", value=2.0**-8)
 
     def _promise(self) -> Promise:
-        what = "what bfloat16 cannot hold, of sums too, is not returned: int8(feedback='gradients') returns it"
-        return Promise("rounds", what, rounding=self.rounding)
+        lost = "the error of rounding values and sums to bfloat16 is lost: int8(feedback='gradients') keeps it"
+        return Promise("rounds", lost, rounding=self.rounding)
 
     def make_codec(self) -> Codec:
         return Bf16Codec()

@@ -102,15 +102,15 @@ class Trickle(TopK):
         return Integers(self.group, self.bits)
 
     def describe(self) -> Card:
-        own, promise, instead = self.mask == "own", self.conserves, ""
+        by_own_masks, promise, instead = self.mask == "own", self.conserves, ""
         if self.mask == "merged":
             promise = replace(promise, waits={"residual": 1.0, "server": 1.0})
-        if own:  # merged by servers it has no ``delivered_share``
+        if by_own_masks:  # merged by servers it has no ``delivered_share``
             feedback = self.feedback if self.updates is None else replace(self.updates, delivered_share=None)
             instead = str(replace(self, mask="merged", feedback=feedback))
         return replace(
-            super().describe(), promise=promise, group=masks.WORD, summed_by_network=own,
-            grows_with_ranks=own, instead_at_scale=instead,
+            super().describe(), promise=promise, group=masks.WORD, summed_by_network=by_own_masks,
+            grows_with_ranks=by_own_masks, instead_at_scale=instead,
             encodes_weights=self._encodes_weights,
         )  # fmt: skip
 

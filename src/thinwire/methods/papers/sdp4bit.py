@@ -104,7 +104,7 @@ class SDP4Bit(Method):
 
     def __post_init__(self) -> None:
         if self.weight_rounding == "shift" and self.weight_bits != 8:
-            raise ThinwireError(f"{self.name}: weight_rounding='shift' has 8 bits, got weight_bits={self.weight_bits}")
+            raise ThinwireError(f"{self.name}: weight_rounding='shift' needs weight_bits=8, got {self.weight_bits}")
         super().__post_init__()
         self._intra_codec = self._gradients(self.intra_bits)
         self.make_weight_codec()  # refuses what no codec takes
@@ -127,11 +127,11 @@ class SDP4Bit(Method):
         fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
         if fewest == 32 and not plain:
             return CONSERVES
-        named = [f"{self.weight_bits} bits cannot hold of the weights"] if plain else []
+        named = [f"the weights to {self.weight_bits} bits"] if plain else []
         if fewest < 32:
-            named.append(f"{self._rounding().bits} cannot hold of the gradients")
-        returned = ": weights='difference' returns it" if fewest == 32 else ""
-        return Promise("rounds", f"what {' and '.join(named)} is not returned{returned}", rounding=self._rounding())
+            named.append(f"the gradients to {self._rounding().bits}")
+        end = ": weights='difference' keeps it" if fewest == 32 else ""
+        return Promise("rounds", f"the error of rounding {' and '.join(named)} is lost{end}", rounding=self._rounding())
 
     def _rounding(self) -> Rounding:
         """Return the rounding of gradients, on the coarser of the two hops."""

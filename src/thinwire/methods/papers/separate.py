@@ -89,8 +89,9 @@ class SEPARATE(Lossy):
         bound = 2 / (1 + variance)
         if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(
-                f"separate: beta={self.beta} gives the new error the weight {1 - self.beta:.3f}, which diverges from "
-                f"2 / (1 + w) = {bound:.3f} on (w = (block + 1) / m = {variance:.1f}): take beta above {1 - bound:.3f}"
+                f"separate: beta={self.beta} diverges: the new error's weight, 1 - beta = {1 - self.beta:.3f}, must "
+                f"be below 2 / (1 + w) = {bound:.3f} (w = (block + 1) / m = {variance:.1f}): "
+                f"take beta above {1 - bound:.3f}"
             )
         return self.beta
 
@@ -102,7 +103,7 @@ class SEPARATE(Lossy):
 
     def _promise(self) -> Promise:
         if self._weight_of_old == 1:
-            return Promise("lossy", "what a projection leaves out is not returned: beta below 1 returns it")
+            return Promise("lossy", "what the projection leaves out is lost: beta below 1 keeps it")
         waits = {"residual": 1 / (1 - self._weight_of_old)}
         if self.reset:
             return Promise("lossy", f"every {self.reset} steps what waits is dropped: reset=0 keeps it", waits)

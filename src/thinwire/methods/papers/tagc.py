@@ -90,7 +90,7 @@ class TAGC(Lossy):
     def describe(self) -> Card:
         card, promise = super().describe(), self.conserves
         if self.leftovers == "median" and self.theta:
-            lost = "values that cannot be recovered are guessed: leftovers='accumulate' returns them"
+            lost = "values that cannot be recovered are guessed: leftovers='accumulate' keeps them"
             promise = Promise("lossy", lost)
         counted = dict.fromkeys(("left", "peak", "union", "counts"), ANEW)
         return replace(

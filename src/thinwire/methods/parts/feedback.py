@@ -202,8 +202,8 @@ class Lossy(Method):
             return self.conserves
         if self.rounding is None:
             return Promise("lossy", "what is not sent is dropped: feedback='gradients' keeps it")
-        what = f"what {self.rounding.bits} cannot hold is not returned: feedback='gradients' returns it"
-        return Promise("rounds", what, rounding=self.rounding)
+        lost = f"the error of rounding to {self.rounding.bits} is lost: feedback='gradients' keeps it"
+        return Promise("rounds", lost, rounding=self.rounding)
 
     @property
     def conserves(self) -> Promise:

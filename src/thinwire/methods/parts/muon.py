@@ -37,11 +37,6 @@ SCALES: Mapping[str | None, Callable[[int, int], float]] = {
 """``adjust_lr_fn`` -> s of a matrix."""
 
 
-def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Is it ``torch.optim.Muon``, which older versions of torch lack?"""
-    return isinstance(optimizer, getattr(torch.optim, "Muon", ()))
-
-
 class Orthogonal:
     """Makes the steps of the matrices that the user's ``torch.optim.Muon`` holds.
 
@@ -60,7 +55,8 @@ class Orthogonal:
             ThinwireError: ``method`` cannot step them: a step of the optimizer's own, or a rank holds part of a matrix.
         """
         holders = run.holders
-        self.names = frozenset(name for name in sent if name in holders and is_muon(holders[name].optimizer))
+        muon = {name for name, holder in holders.items() if isinstance(holder.optimizer, torch.optim.Muon)}
+        self.names = frozenset(muon).intersection(sent)
         for name in sorted(self.names):
             optimizer, group = holders[name]
             if not has_step_of_torch(optimizer):
@@ -70,9 +66,9 @@ class Orthogonal:
                 )
             if group["adjust_lr_fn"] not in SCALES:
                 raise ThinwireError(f"{method} does not know torch.optim.Muon's adjust_lr_fn={group['adjust_lr_fn']!r}")
-            if why := _holds_part(run, run.parameters[name]):
+            if lack := _holds_part(run, run.parameters[name]):
                 raise ThinwireError(
-                    f"{method}: Muon takes whole matrices, and {why}: give {name} to torch.optim.AdamW, or name it in "
+                    f"{method}: Muon takes whole matrices, and {lack}: give {name} to torch.optim.AdamW, or name it in "
                     "dense="
                 )
         self._run = run

@@ -87,8 +87,7 @@ def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Is ``optimizer.step`` torch's own, not that of a subclass (cautious, schedule-free, with another decay)?"""
     # torch wraps the ``step`` of every class that is used as an optimizer.
     step = inspect.unwrap(type(optimizer).step)
-    kinds = (torch.optim.Adam, torch.optim.AdamW, getattr(torch.optim, "Muon", torch.optim.AdamW))
-    return step in [inspect.unwrap(kind.step) for kind in kinds]
+    return step in [inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)]
 
 
 def refuse_chunks(method: str, run: Run) -> None:

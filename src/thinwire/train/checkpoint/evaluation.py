@@ -21,8 +21,6 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
-from thinwire.train.checkpoint import trained_model
-from thinwire.train.model import pretrained
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,11 @@ class Options:
 
 def main(argv: list[str]) -> int:
     options: Any = read_options(Options, argv, "thinwire eval")
-    if min(options.batch_size, options.limit or 1) < 1 or (options.fewshot or 0) < 0:
+    if min(options.batch_size, 1 if options.limit is None else options.limit) < 1 or (options.fewshot or 0) < 0:
         raise ThinwireError("--batch-size and --limit must be 1 or more, --fewshot must not be negative")
-    note("loading lm-evaluation-harness and the model")
+    note("looking for the model and the tasks")
+    refuse(options)
+    note("loading torch, lm-evaluation-harness and the model")
     results = evaluate(options)
     print(extras.load("lm_eval.utils").make_table(results))
     if options.out is not None:
@@ -64,12 +64,38 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def refuse(options: Options) -> None:
+    """Refuse at once what would otherwise be found out after torch and the harness are loaded, which takes long.
+
+    Raises:
+        ThinwireError: there is no such model, folder or task, or lm_eval is not installed.
+    """
+    if not any(next(options.run.glob(name), None) for name in ("config.json", "checkpoints", "step-*", "meta.json")):
+        raise ThinwireError(f"{options.run} is not a checkpoint, nor the folder of a run or of a Hugging Face model")
+    if options.include is not None and not options.include.is_dir():
+        raise ThinwireError(f"--include takes a folder with tasks, and {options.include} is none")
+    names = {name for name in options.tasks if not _is_file(name)}
+    harness = extras.found("lm_eval") / "tasks"
+    for folder in filter(None, (options.include, harness)):
+        # A name stands as it is in the file that describes the task, or in one which that file includes.
+        for path in folder.rglob("*") if names else ():
+            if path.suffix not in (".py", ".md") and path.is_file():
+                text = path.read_bytes()
+                names = {name for name in names if name.encode() not in text}
+    for name in options.tasks:
+        if name in names:
+            raise _unknown(name)
+
+
 def evaluate(options: Options) -> dict[str, Any]:
     """Run the harness; return its results.
 
     Raises:
         ThinwireError: there is no such model or task, or lm_eval is not installed.
     """
+    from thinwire.train.checkpoint import trained_model
+    from thinwire.train.model import pretrained
+
     lm_eval = extras.load("lm_eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # The harness asks git for the working folder's commit, and git complains if the folder is not in a repository.
@@ -103,10 +129,20 @@ def evaluate(options: Options) -> dict[str, Any]:
 def _index_tasks(options: Options) -> Any:
     """Make the harness's index of tasks; include the harness's thousands of own tasks only if one is asked for."""
     folder, unknown = options.include and str(options.include), list[str]()
-    names = [name for name in options.tasks if not (name.endswith((".yaml", ".yml")) and Path(name).is_file())]
+    names = [name for name in options.tasks if not _is_file(name)]
     for defaults in (False, True):
+        if defaults:
+            note("looking through the harness's own tasks, which are thousands")
         manager = extras.load("lm_eval.tasks").TaskManager(include_path=folder, include_defaults=defaults)
         unknown = [name for name in names if name not in manager.all_tasks]
         if not unknown:
             return manager
-    raise ThinwireError(f"lm-evaluation-harness has no task '{unknown[0]}': --include FOLDER adds your own")
+    raise _unknown(unknown[0])
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml")) and Path(task).is_file()
+
+
+def _unknown(task: str) -> ThinwireError:
+    return ThinwireError(f"lm-evaluation-harness has no task '{task}': --include FOLDER adds your own")

@@ -76,9 +76,9 @@ def _has_our_fields(meta: dict[str, Any]) -> bool:
     """Check the fields of meta.json against what we write: a tool that edited it, or a bug, may have written others."""
     if any(type(meta.get(name)) is not kind for name, kind in FIELDS.items()):
         return False
-    files, about = meta["files"], meta["about"]
+    files, facts = meta["files"], meta["about"]
     counts = [meta["step"], meta["sequences"], meta["world_size"] - 1, *files.values()]
-    texts = [about.get("mesh"), about.get("method")]  # readers parse these two; they only compare and show the others
+    texts = [facts.get("mesh"), facts.get("method")]  # readers parse these two; they only compare and show the others
     return (
         all(type(count) is int and 0 <= count < 2**63 for count in counts)
         and all(isinstance(text, str) and text.split() for text in texts)
@@ -110,7 +110,7 @@ def read_meta(path: Path) -> Checkpoint:
     if meta.pop("crc32", None) != _crc_of_meta(meta):
         raise Damaged(f"{path / 'meta.json'} is damaged: its checksum does not fit")
     if not _has_our_fields(meta):
-        raise Damaged(f"{path / 'meta.json'} is not as Thinwire writes it: its checksum fits, its fields do not")
+        raise Damaged(f"{path / 'meta.json'} was not written by Thinwire: its checksum is right, its fields are not")
     return Checkpoint(path, meta)
 
 
@@ -198,7 +198,7 @@ def read_tensors(path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, "pt") as file:
             sums = json.loads((file.metadata() or {}).get("crc32", "null"))
             if not isinstance(sums, dict) or set(sums) != set(file.keys()):
-                raise Damaged(f"{path} is damaged or foreign: its list of checksums does not fit")
+                raise Damaged(f"{path} is damaged, or not of Thinwire: its list of checksums is wrong")
             for name in sorted(name for name in sums if name.startswith(prefix)):
                 tensor = file.get_tensor(name)
                 if _crc(name, tensor) != sums[name]:
@@ -209,7 +209,7 @@ def read_tensors(path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     except OSError as error:
         raise Damaged(f"cannot read {path}: {error.strerror or error}") from None
     except (SafetensorError, ValueError) as error:
-        raise Damaged(f"{path} is damaged or foreign: {' '.join(str(error).split())[:100]}") from None
+        raise Damaged(f"{path} is damaged, or no safetensors file: {' '.join(str(error).split())[:100]}") from None
 
 
 class States(Mapping[str, Tensor]):

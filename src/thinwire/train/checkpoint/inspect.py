@@ -18,7 +18,7 @@ from thinwire.plan.plan import human
 from thinwire.train.checkpoint.format import Checkpoint, Damaged, NoCheckpoint, read_newest, read_tensors
 from thinwire.train.checkpoint.run_settings import TABLE
 
-USAGE = """usage: thinwire inspect CHECKPOINT [OTHER]
+HELP = """usage: thinwire inspect CHECKPOINT [OTHER]
 
 Show a checkpoint: the settings of its run, whether every checksum fits, and,
 by parameter, the norm of what each rank has not sent yet. With OTHER: how the
@@ -33,9 +33,9 @@ _KEPT = re.compile(r"wire/(?:rank-\d+-of-\d+/)?+(?!bound/)=*([^/]*)/(.+)", re.DO
 
 
 def main(argv: list[str]) -> int:
-    if not argv or set(argv) & {"-h", "--help"}:
-        print(USAGE)
-        return 0 if argv else 2
+    if not argv:
+        print(HELP)
+        return 2
     if len(argv) > 2:
         raise ThinwireError(f"'thinwire inspect' takes one checkpoint or two, got {len(argv)}")
     console = Console(highlight=False, markup=False, width=columns() or 200)
@@ -44,8 +44,8 @@ def main(argv: list[str]) -> int:
     except Damaged as error:
         error.status = 2 if isinstance(error, NoCheckpoint) else 1
         raise
-    first, *others = [checkpoint for checkpoint, _ in results]
-    status = show_differences(first, others[0], console) if others else show(first, console)
+    first, *later = [checkpoint for checkpoint, _ in results]
+    status = show_differences(first, later[0], console) if later else show(first, console)
     return status or int(any(passed_over for _, passed_over in results))
 
 
@@ -103,23 +103,23 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
     """Print how two checkpoints differ; return 1 if they do or one is damaged, else 0."""
     say(f"{first.path} and {second.path}")
     settings = _table("setting", "one", "the other")
-    one, other = (checkpoint.meta | checkpoint.meta["about"] for checkpoint in (first, second))
-    changed = [name for name in (*TABLE, "step", "good", "run") if one.get(name) != other.get(name)]
+    first_facts, second_facts = (checkpoint.meta | checkpoint.meta["about"] for checkpoint in (first, second))
+    changed = [name for name in (*TABLE, "step", "good", "run") if first_facts.get(name) != second_facts.get(name)]
     for name in changed:
-        settings.add_row(name, str(one.get(name)), str(other.get(name)))
+        settings.add_row(name, str(first_facts.get(name)), str(second_facts.get(name)))
     if changed:
         console.print(settings)
 
     table = _table("tensor", "difference", "relative")
     equal, differ = 0, []
     for name in sorted({*first.meta["files"], *second.meta["files"]}):
-        of = "" if name.startswith("model") else f"{name.partition('.')[0]}: "
+        rank_label = "" if name.startswith("model") else f"{name.partition('.')[0]}: "
         try:
             for key, distance, relative in _distances(first.path / name, second.path / name):
                 if distance == 0:
                     equal += 1
                 else:
-                    differ.append((relative, of + key, distance))
+                    differ.append((relative, rank_label + key, distance))
         except Damaged as error:
             differ.append((float("inf"), str(error), float("nan")))
     for relative, key, distance in sorted(differ, reverse=True)[:MOST_TENSORS]:
@@ -148,7 +148,7 @@ def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
 
 
 def _table(*columns: str) -> Table:
-    first, *others = columns
+    first, *later = columns
     numbers = ("rank", "size", "least", "med", "larg", "diff", "rel")
-    right = (Column(name, overflow="fold", justify="right" if name.startswith(numbers) else "left") for name in others)
+    right = (Column(name, overflow="fold", justify="right" if name.startswith(numbers) else "left") for name in later)
     return Table(Column(first, overflow="fold"), *right, box=box.SIMPLE, pad_edge=False)

@@ -117,14 +117,14 @@ def compare(
         if saved.get("world_size") != current.get("world_size"):
             line = f"made by {saved.get('world_size')} ranks, this run has {current.get('world_size')}"
         raise ThinwireError(
-            f"the checkpoint is of another kind of run: {line}; start one like it, or allow other ranks with "
+            f"the checkpoint does not fit this run: {line}; use the same, or allow the change with "
             "--resize redistribute"
         )
     if line := describe(FITS):
-        raise ThinwireError(f"the checkpoint is of another kind of run: {line}")
+        raise ThinwireError(f"the checkpoint does not fit this run: {line}")
     if (line := describe(DATA)) and not resume_anyway:
         raise ThinwireError(
-            f"the checkpoint's run has other data or another order: {line}; --resume-anyway goes on all the same"
+            f"the checkpoint's run has other data, or reads it in another order: {line}; --resume-anyway allows it"
         )
     return describe(DATA, EXACT)
 

@@ -209,7 +209,7 @@ class Checkpoints:
         resize = self.resize if run_settings.layout_differs(saved, self.description) else None
         lost = [file for file in holders if not holders[file]]
         if lost:
-            raise Damaged(f"{checkpoint.path} is not whole: {lost[0]} is missing or has another size")
+            raise Damaged(f"{checkpoint.path} is incomplete: {lost[0]} is missing or has another size")
         needed = list(holders) if resize else [rank_file(collective.rank), *[MODEL] * (MODEL in holders)]
         path = self._fetch(checkpoint, needed)
         tensors: dict[str, Tensor] = {}

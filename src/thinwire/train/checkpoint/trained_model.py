@@ -105,7 +105,7 @@ class SampleOptions:
     temperature: float = 0.8
     """Lower: likelier tokens; 0: always the likeliest."""
     top_k: int = 50
-    """Draw among so many likeliest tokens; 0: among all."""
+    """Draw among this many of the likeliest tokens; 0: among all."""
     seed: int = 0
     """Another seed: another text."""
 

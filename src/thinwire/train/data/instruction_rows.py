@@ -134,7 +134,7 @@ def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator
         except Exception as error:  # whatever the template raises
             raise ThinwireError(f"{source}: the chat template refuses it: {first_line(error)}") from None
         if not (prompt.startswith(text) and answered.startswith(prompt)):
-            raise ThinwireError(f"{source}: the chat template writes earlier turns anew: give each answer its own row")
+            raise ThinwireError(f"{source}: the chat template changes earlier turns: give each answer its own row")
         yield prompt[len(text) :], False
         yield answered[len(prompt) :], True
         text = answered

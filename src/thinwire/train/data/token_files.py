@@ -83,7 +83,7 @@ class TokenFiles:
         if count and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             worst = tokens.max() if tokens.min() >= 0 else tokens.min()
             raise ThinwireError(
-                f"the corpus holds token number {worst}, and the tokenizer knows {self._vocabulary} tokens"
+                f"the corpus holds token {worst}, but the tokenizer has only {self._vocabulary} tokens"
             )
         return tokens
 
@@ -128,7 +128,7 @@ def find_token_files(
         tokenizer = f"ids:{model[1]}"
     if not tokenizer.startswith("ids:"):
         raise ThinwireError(
-            f"token files hold numbers: say how many there are with --tokenizer ids:SIZE (nanoGPT: ids:50304), "
+            f"token files hold numbers: pass the size of the vocabulary, --tokenizer ids:SIZE (nanoGPT: ids:50304), "
             f"not {tokenizer}"
         )
     size = Tokenizer(tokenizer, None, Path()).vocabulary
@@ -170,7 +170,7 @@ def _open_folder(
         made_with = Tokenizer(name, None, folder).as_hub()
         if model[0].as_hub().get_vocab() != made_with.get_vocab():
             raise ThinwireError(
-                f"--corpus {folder} was tokenized with {name}, not as --init does: "
+                f"--corpus {folder} was tokenized with {name}, not with the tokenizer of --init: "
                 f"thinwire tokenize --tokenizer {model[0].name}"
             )
     return TokenCorpus(name, files["train"], files["valid"], folder)
@@ -199,7 +199,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     """
     if (folder / META).exists():
         raise ThinwireError(f"{folder} holds token files already: name another folder")
-    made = not folder.exists()
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
@@ -220,7 +220,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
     except ThinwireError:
-        if made:
+        if is_new:
             shutil.rmtree(folder)
         raise
     return meta

@@ -47,9 +47,9 @@ class Tokenizer:
             raise ThinwireError(f"unknown tokenizer '{name}'; there are: {kinds}")
         path = tokenizer_file(name, folder)
         if path and train is not None and (anew or not path.exists()):
-            made = _train_bpe(argument, train) if kind == "bpe" else _load(Path(argument, "tokenizer.json"))
+            trained = _train_bpe(argument, train) if kind == "bpe" else _load(Path(argument, "tokenizer.json"))
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, made.to_str(pretty=True))
+            write(path, trained.to_str(pretty=True))
         self._tokenizer = _load(path or argument)
         self.vocabulary = self._tokenizer.get_vocab_size()
 
@@ -78,7 +78,7 @@ class Tokenizer:
 
     def _check_knows_text(self) -> None:
         if self.name.startswith("ids:"):
-            raise ThinwireError(f"--tokenizer {self.name} knows numbers and no text: it cannot read or write one")
+            raise ThinwireError(f"--tokenizer {self.name} has numbers without text: it cannot read or write any")
 
     @property
     def dtype(self) -> type[np.integer]:

@@ -75,7 +75,7 @@ class Windows:
                 yield int(_shuffled(self.count, seed)[position])
 
     def spread(self, number: int) -> list[Tensor]:
-        """Return ``number`` windows spread evenly over the text: always the same."""
+        """Return ``number`` windows spread evenly over the text, always the same (the benchmarks' held-out text)."""
         return [self.window(i * self.count // number) for i in range(number)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -13,10 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thinwire.base.errors import ThinwireError
 from thinwire.base.files import naming
 from thinwire.base.terminal import note, say
-from thinwire.network.comm import is_of_the_network, network_words
 from thinwire.predict import doctor
 from thinwire.predict.cluster import write_cluster
 from thinwire.predict.doctor import Steps
@@ -59,15 +56,10 @@ class Examination:
 
     def run(self) -> None:
         """Measure; rank 0 prints the verdict and writes the cluster. Collective."""
-        try:
-            with join_ranks(self.config) as ranks:
-                self._ranks, self._job = ranks, ranks.comm
-                self.per_node = min(ranks.per_node, ranks.comm.size)
-                self._run()
-        except RuntimeError as error:  # raised by torch's own collectives
-            if is_of_the_network(error):
-                raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
-            raise
+        with join_ranks(self.config) as ranks:
+            self._ranks, self._job = ranks, ranks.comm
+            self.per_node = min(ranks.per_node, ranks.comm.size)
+            self._run()
 
     def _run(self) -> None:
         config, job = self.config, self._job
@@ -79,7 +71,7 @@ class Examination:
             self.samples = sweep(job, self.per_node, self._left(0.2))
         self._tell("measuring the computing, and steps without any exchange")
         trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
-        self.dtype = torch.bfloat16 if trial.bf16 else torch.float32
+        self.dtype = torch.bfloat16 if self._ranks.computes_in_bf16(config) else torch.float32
         device = measure_device(job, self.dtype, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
         model, dense = on_meta(trial.net, set(), {}), None
@@ -115,13 +107,14 @@ class Examination:
     def _steps(self, trial: Trial, method: str, seconds: float) -> Steps:
         """Time steps with ``method`` for about so many seconds, one at least. Collective."""
         trial.begin(method)
-        first = slowest(self._ranks, [trial.step()])  # it also compiles and fills caches: on a GPU many times a step
-        second = slowest(self._ranks, [trial.step()]) if first[0].step < seconds else first
+        # The first also compiles and fills caches: on a GPU it takes many times as long as the others.
+        first = slowest(self._ranks, [trial.time_step()])
+        second = slowest(self._ranks, [trial.time_step()]) if first[0].step < seconds else first
         count = min(STEPS, int((seconds - first[0].step) / second[0].step) - 1)
-        times = slowest(self._ranks, [trial.step() for _ in range(count)]) or second
-        apart = slowest(self._ranks, [trial.step(apart=True) for _ in range(count // 4)]) or times
+        times = slowest(self._ranks, [trial.time_step() for _ in range(count)]) or second
+        apart = slowest(self._ranks, [trial.time_step(apart=True) for _ in range(count // 4)]) or times
         stats = trial.wire.stats()
-        trial.end()
+        trial.wire.close()
         return Steps(
             [step.step for step in times], loading=statistics.median(step.loading for step in times),
             issuing=statistics.median(step.issuing for step in times),
@@ -141,9 +134,9 @@ class Examination:
 
     def _kernels(self, model: nn.Module) -> list[Times]:
         """Time the kernels of the candidates, as many as there is time for. Collective."""
-        times, left = time_each(self._job, model, self.methods, self.config.engine, self._left(0.5))
-        if left:
-            self.notes.append(f"no time was left for the kernels of {', '.join(left)}: allow more --seconds")
+        times, untimed = time_each(self._job, model, self.methods, self.config.engine, self._left(0.5))
+        if untimed:
+            self.notes.append(f"no time was left for the kernels of {', '.join(untimed)}: allow more --seconds")
         return times
 
     def _conclude(self, model: nn.Module, device: Device, none: Steps, dense: Steps | None) -> None:
@@ -167,8 +160,8 @@ class Examination:
         total = none.seconds
         if simulation is not None:
             total = simulation.dense.prediction.seconds if dense is None else dense.seconds
-        parts = doctor.parts_of(none, total, on_gpu=not job.cluster.codec_on_core)
-        yield from doctor.verdict(parts, None if dense is None else dense.hidden, simulation, self.command)
+        step_parts = doctor.parts_of(none, total, on_gpu=not job.cluster.codec_on_core)
+        yield from doctor.verdict(step_parts, None if dense is None else dense.hidden, simulation, self.command)
         yield ""
         if simulation is not None:
             yield simulation.details()

@@ -40,7 +40,7 @@ def count_at_end(held_out: Windows, along: int, trained: int) -> int:
 
 
 def positions(held_out: Windows, number: int) -> list[int]:
-    """Return the indices of ``number`` windows spread evenly over the text, as ``Windows.spread`` takes them."""
+    """Return the indices of ``number`` windows spread evenly over the text, always the same."""
     return [i * held_out.count // number for i in range(number)]
 
 

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import remove, write
-from thinwire.train.job.collective import Collective
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS
+
+if TYPE_CHECKING:
+    from thinwire.train.job.collective import Collective
 
 _PREVIOUS, _WHOLE = ".previous", "whole"
 """The folder in which --overwrite --elastic sets an earlier run aside until the new one has begun."""
@@ -74,6 +76,24 @@ class RunFolder:
 _HOLDS_RUN = (
     "--out {path} holds a run already: --resume auto goes on with it, --overwrite removes it; or choose another --out"
 )
+
+
+def refuse(path: Path, *, anew: bool, goes_on: bool) -> None:
+    """Refuse what the ranks would refuse, before they are started; this process starts them all.
+
+    ``anew``: --overwrite. ``goes_on``: --resume.
+
+    Raises:
+        ThinwireError: ``path`` is a file, or holds a run that is neither to be removed nor to go on.
+    """
+    _check_folder(path)
+    if not (anew or goes_on) and _holds_run(path):
+        raise ThinwireError(_HOLDS_RUN.format(path=path))
+
+
+def _check_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ThinwireError(f"--out {path} is a file: name a folder")
 
 
 def _holds_run(path: Path) -> bool:
@@ -138,11 +158,10 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
     Raises:
         ThinwireError: it cannot be written to, another run is using it, or it holds one.
     """
-    if path.exists() and not path.is_dir():
-        raise ThinwireError(f"--out {path} is a file: name a folder")
+    _check_folder(path)
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        lock, first = _lock_together(path, lighthouse) if lighthouse else (_lock(path), True)
+        lock, first = _lock(path, lighthouse)
         stack.enter_context(lock)
         if first:
             _sweep(path)
@@ -168,29 +187,6 @@ def _settle_alone(path: Path, lock: IO[str]) -> None:
         settle_previous(path, over=True)
 
 
-def _lock_together(path: Path, lighthouse: str) -> tuple[IO[str], bool]:
-    """Take the folder's lock with the other machines of this ``lighthouse``'s run; return it, and whether this machine
-    is the first of them, which has it alone, and prepares the folder."""
-    lock, deadline = (path / ".lock").open("a+"), time.monotonic() + LOCK_WAIT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock, True
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads((path / ELASTIC).read_text())["lighthouse"] == lighthouse:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return lock, False
-        time.sleep(0.1)
-    raise _in_use(path, lock)
-
-
-def _in_use(path: Path, lock: IO[str]) -> ThinwireError:
-    lock.seek(0)
-    holder = " ".join(lock.read(300).split()) or "another run"
-    lock.close()
-    return ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end")
-
-
 @contextlib.contextmanager
 def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
     """Lock ``path`` for this run until the end of the block, or of this process. Collective.
@@ -200,7 +196,7 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
     """
     folder = RunFolder(path, tuple(_find_homes(path, collective)), collective)
     with contextlib.ExitStack() as stack:
-        folder.do_once(lambda: stack.enter_context(_lock(path)))
+        folder.do_once(lambda: stack.enter_context(_lock(path)[0]))
         folder.do_once(lambda: _sweep(path))
         folder.do_once(lambda: settle_previous(path, over=True))  # of a launcher of replicas that was killed
         yield folder
@@ -212,8 +208,7 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
     marks = [path / f".rank-{token}-{rank}" for rank in range(collective.size)]
 
     def leave_mark() -> None:
-        if path.exists() and not path.is_dir():
-            raise ThinwireError(f"--out {path} is a file: name a folder")
+        _check_folder(path)
         path.mkdir(parents=True, exist_ok=True)
         marks[collective.rank].touch()
 
@@ -227,27 +222,35 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
             marks[collective.rank].unlink()
 
 
-def _lock(path: Path) -> IO[str]:
-    """Take the folder's lock, which the kernel releases when this process ends."""
-    lock = (path / ".lock").open("a+")
-    deadline = time.monotonic() + LOCK_WAIT_S
+def _lock(path: Path, lighthouse: str | None = None) -> tuple[IO[str], bool]:
+    """Take the folder's lock, which the kernel releases when this process ends: alone, or with the other machines of
+    this ``lighthouse``'s run. Return it, and whether this one has it alone; the first of several then prepares the
+    folder."""
+    lock, deadline = (path / ".lock").open("a+"), time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
         except BlockingIOError:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if lighthouse is not None and json.loads((path / ELASTIC).read_text())["lighthouse"] == lighthouse:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    return lock, False
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
-            raise _in_use(path, lock) from None
+            lock.seek(0)
+            holder = " ".join(lock.read(300).split()) or "another run"
+            lock.close()
+            raise ThinwireError(f"--out {path} is in use by {holder}: choose another, or wait for its end") from None
         except OSError as error:
+            if lighthouse is not None:
+                raise
             line = f"--out {path} cannot be locked ({error.strerror}): start no second run in it"
             warnings.warn(line, ThinwireWarning, stacklevel=2)
-            break
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
-    lock.flush()
-    return lock
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        lock.flush()
+        return lock, True
 
 
 def _sweep(path: Path) -> None:

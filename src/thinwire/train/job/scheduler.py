@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Mapping
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import rank_variables
 
 MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -49,10 +50,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "number of ranks, with consecutive numbers (srun --distribution=block, mpirun --map-by core)"
         )
     job = " ".join(environment.get(name, "") for name in JOB)
-    derived = {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_node),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS),
-    }  # fmt: skip
+    port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    derived = rank_variables(rank, size, local_rank, per_node, "127.0.0.1", port)
     if size == per_node:
         derived["GLOO_SOCKET_IFNAME"] = "lo"
     elif "MASTER_ADDR" not in environment:
@@ -96,7 +95,7 @@ def _by_mpi(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     started = "PMI_RANK" in environment and "SLURM_STEP_NUM_TASKS" not in environment
     if started and "SLURM_JOB_ID" not in environment and _number(environment, "PMI_SIZE") > 1:
         raise ThinwireError(
-            "PMI_RANK says that this is one rank of several, and nothing says which one on its node: set RANK, "
+            "PMI_RANK is set, so this is one rank of several, but no variable has its number on its node: set RANK, "
             "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     return None

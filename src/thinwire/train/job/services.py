@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning, in_words
 from thinwire.base.files import write
 from thinwire.train.config import Config
 
@@ -83,7 +83,7 @@ def open_service(name: str, config: Config, last_step: int) -> Iterator[Log]:
     except ThinwireError:
         raise
     except Exception as error:
-        raise ThinwireError(f"--track {name}: {_one_line(error)}") from None
+        raise ThinwireError(f"--track {name}: {in_words(error)}") from None
     write(path, json.dumps(run_ids | {name: service.run_id}) + "\n")
     lost = False
 
@@ -94,7 +94,7 @@ def open_service(name: str, config: Config, last_step: int) -> Iterator[Log]:
                 tell(*values)
         except Exception as error:
             lost = True
-            line = f"--track {name} failed, and the run goes on without it: {_one_line(error)}"
+            line = f"--track {name} failed, and the run goes on without it: {in_words(error)}"
             warnings.warn(line, ThinwireWarning, stacklevel=2)
 
     def log(row: dict[str, float]) -> None:
@@ -108,7 +108,3 @@ def open_service(name: str, config: Config, last_step: int) -> Iterator[Log]:
         failed = False
     finally:
         call(service.finish, failed)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

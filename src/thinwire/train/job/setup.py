@@ -22,7 +22,7 @@ from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
 from thinwire.core.exchange import AllReduce
 from thinwire.core.names import describe
 from thinwire.methods import resolve
-from thinwire.network.comm import CountingComm, GroupComm
+from thinwire.network.comm import CountingComm, GroupComm, is_of_the_network, network_words
 from thinwire.network.ledger import Ledger
 from thinwire.optim import AdamS
 from thinwire.plan.plan import plan_of
@@ -50,10 +50,17 @@ class Ranks:
     def nodes(self) -> int:
         return -(-self.comm.size // self.per_node)
 
+    def computes_in_bf16(self, config: Config) -> bool:
+        return config.dtype == "bf16" or (config.dtype == "auto" and self.device.type == "cuda")
+
 
 @contextlib.contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
-    """Join the other ranks, as torchrun's environment variables say, and leave them at the end of the block."""
+    """Join the other ranks, as torchrun's environment variables say, and leave them at the end of the block.
+
+    Raises:
+        ThinwireError: another rank cannot be reached, or torch's own collectives say that one is lost.
+    """
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ThinwireError("--device cuda: torch sees no CUDA device here; use --device cpu")
@@ -72,18 +79,20 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         # Without this, a rank with nothing to do would leave before the others have reached it.
         comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
-        others = int(os.environ["WORLD_SIZE"]) - 1
+        other_ranks = int(os.environ["WORLD_SIZE"]) - 1
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ThinwireError(
-            f"rank {os.environ['RANK']} could not reach the other {others} ranks at {address} within "
+            f"rank {os.environ['RANK']} could not reach the other {other_ranks} ranks at {address} within "
             f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
         ) from None
     lost = False
     try:
         yield Ranks(comm, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)
-    except (LostRank, RuntimeError):
+    except (LostRank, RuntimeError) as error:
         lost = True  # destroying a group that lacks a rank may wait as long as its collectives did
-        raise
+        if isinstance(error, LostRank) or config.elastic or not is_of_the_network(error):
+            raise
+        raise ThinwireError(f"rank {os.environ['RANK']} lost another rank: {network_words(error)}") from None
     finally:
         if not lost:
             dist.destroy_process_group()
@@ -101,7 +110,7 @@ def _gpu_backend(device: torch.device, store: dist.Store, rank: int, size: int) 
     return store.get("gpu").decode()
 
 
-def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool, *, alike: bool = False) -> Any:
+def wrap(model: nn.Module, config: Config, ranks: Ranks, *, alike: bool = False) -> Any:
     """Wrap the model in torch's engine for data parallelism. ``alike``: ranks have the same weights, none are sent."""
     if config.engine == "ddp":
         method, bucket_mb = resolve(config.method), config.bucket_mb
@@ -120,7 +129,8 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, bf16: bool, *, alike: b
         if size % shard:
             raise ThinwireError(f"--shard-size {shard} does not divide {size} ranks")
         mesh = init_device_mesh(ranks.device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    computed = torch.bfloat16 if ranks.computes_in_bf16(config) else None
+    policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
     return fully_shard(model, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy)
@@ -143,13 +153,11 @@ def make_optimizers(model: nn.Module, config: Config) -> tuple[torch.optim.Optim
     """Make the optimizer of ``config``: for "muon" two, Muon of the hidden matrices and AdamW of the rest.
 
     Raises:
-        ThinwireError: this torch has no Muon, or the model no hidden matrices.
+        ThinwireError: the model has no hidden matrices.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.optimizer_name != "muon":
         return (_one_optimizer(parameters, config),)
-    if not hasattr(torch.optim, "Muon"):
-        raise ThinwireError(f"--optimizer muon needs torch.optim.Muon, which torch {torch.__version__} lacks")
     roles = describe(model)
     hidden = [weight for weight in parameters if weight.dim() == 2 and roles[id(weight)].role == "matrix"]
     if not hidden:

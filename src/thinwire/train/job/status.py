@@ -39,9 +39,6 @@ WIDTH = 80
 
 def main(argv: list[str]) -> int:
     """Print the status of a run. Return the exit status."""
-    if argv in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
     if len(argv) != 1:
         raise ThinwireError(f"thinwire status takes the folder of a run, got '{' '.join(argv)}'")
     run = read_run(Path(argv[0]))
@@ -73,11 +70,9 @@ class Run:
     def losses(self) -> list[tuple[str, int, float]]:
         """(name, step, norm) of what waited on each replica that left, as those who take part know it: one that has
         come since does not know of those before."""
-        events = [event for name in self.members.get("names", []) for event in self._members_of(name)[-1:]]
+        logs = [self.logs.get(name, []) for name in self.members.get("names", [])]
+        events = [event for log in logs for event in [e for e in log if e["event"] == "members"][-1:]]
         return sorted({tuple(loss) for event in events for loss in event["losses"]}, key=lambda loss: loss[1])
-
-    def _members_of(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.logs.get(name, []) if event["event"] == "members"]
 
     def _all(self, kind: str) -> list[dict[str, Any]]:
         return [event for log in self.logs.values() for event in log if event["event"] == kind]

@@ -46,21 +46,21 @@ def export(shape: ModelConfig, weights: dict[str, Tensor], tokenizer: Any, folde
 
 def _config(shape: ModelConfig) -> dict[str, Any]:
     if shape.family == "gpt":
-        own = {
+        settings = {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": shape.layers, "n_embd": shape.width,
             "n_head": shape.heads, "n_inner": shape.hidden, "n_positions": shape.context, "layer_norm_epsilon": EPSILON,
             "activation_function": "gelu_new", "tie_word_embeddings": True, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
             "resid_pdrop": 0.0,
         }  # fmt: skip
     else:
-        own = {
+        settings = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": shape.layers,
             "hidden_size": shape.width, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
             "intermediate_size": shape.hidden, "max_position_embeddings": shape.context, "rms_norm_eps": EPSILON,
             "rope_theta": ROPE_THETA, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
         }  # fmt: skip
     common = {"vocab_size": shape.vocabulary, "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": None}
-    return own | common
+    return settings | common
 
 
 _NAMES = {
@@ -85,7 +85,7 @@ _NAMES = {
 def _rename(weights: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Rename weights for the architecture; transpose GPT-2's matrices, and join its queries, keys and values."""
     gpt, renamed = family == "gpt", {}
-    names = {ours: theirs[0 if gpt else 1] for ours, theirs in _NAMES.items()}
+    names = {module_name: hub_names[0 if gpt else 1] for module_name, hub_names in _NAMES.items()}
     for name, weight in weights.items():
         module, _, kind = name.rpartition(".")
         if not module.startswith("blocks."):
@@ -94,7 +94,7 @@ def _rename(weights: dict[str, Tensor], family: str) -> dict[str, Tensor]:
         _, layer, role = module.split(".", 2)
         if gpt:
             if role == "attention.query":
-                weight = torch.cat([weights[name.replace("query", each)] for each in ("query", "key", "value")])
+                weight = torch.cat([weights[name.replace("query", role_)] for role_ in ("query", "key", "value")])
             weight = weight.t()  # a vector is its own transpose
         if names[role]:
             renamed[f"{names['blocks']}.{layer}.{names[role]}.{kind}"] = weight

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, first_line
 
 HUB_FOLDER = "hf"  # folder in --out of the model's files that hold no tensors
 GENERATION = "generation_config.json"
@@ -53,7 +53,7 @@ class Pretrained(nn.Module):
         classes = {name for module in self.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         blocks = [module for module in self.modules() if type(module).__name__ in classes]
         if not blocks:
-            raise ThinwireError(f"{type(self.hub).__name__} does not say what its layers are: take --engine ddp")
+            raise ThinwireError(f"{type(self.hub).__name__} does not name its layers: use --engine ddp")
         return blocks
 
     @property
@@ -116,7 +116,7 @@ def save_hub_files(init: str, run: Path) -> None:
     if (source := Path(init, GENERATION)).exists():
         shutil.copyfile(source, folder / GENERATION)
     if not (folder / "tokenizer.json").exists():
-        raise ThinwireError(f"the tokenizer in {init} has no tokenizer.json, nor can one be made")
+        raise ThinwireError(f"the tokenizer in {init} has no tokenizer.json, and none can be made from it")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -156,7 +156,7 @@ def export(model: Pretrained, run: Path, folder: Path, *, adapter: bool) -> None
     """
     merges = hasattr(model.hub, "merge_and_unload")
     if adapter and not merges:
-        raise ThinwireError("--adapter: the run trained all weights (no --lora), there is no adapter")
+        raise ThinwireError("--adapter is for runs with --lora: this run trained all weights")
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
             raise ThinwireError(f"{folder} holds a model already: name another folder")
@@ -188,4 +188,4 @@ def _quiet(trouble: str) -> Iterator[None]:
     except (ThinwireError, ModuleNotFoundError):
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ThinwireError(f"{trouble}: {next(iter(str(error).strip().splitlines()), type(error).__name__)}") from None
+        raise ThinwireError(f"{trouble}: {first_line(error)}") from None
