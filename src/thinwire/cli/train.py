@@ -34,8 +34,7 @@ def main(argv: list[str]) -> int:
         return supervise(["train", *argv], config)
 
     def work() -> int:
-        from thinwire.adapters.manager import open_manager
-        from thinwire.adapters.torchft import compress
+        from thinwire.adapters.torchft import compress, open_manager
         from thinwire.train.replica import train_replica
 
         return train_replica(config, os.environ[REPLICA], open_manager, compress)
