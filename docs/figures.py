@@ -105,10 +105,10 @@ WITH_STEPS = ("trickle", "topk", "tagc", "radius", "powersgd", "scape", "separat
 """The methods in the picture of the small model's losses."""
 
 CHOICES = (
-    ("any engine and optimizer, and a first try", "int8", SPEED[0], MAIN),
-    ("FSDP2 on several nodes, where weights travel too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
-    ("AdamW, and a network for which 4 bits a value are too many", "trickle", SPEED[1], MAIN),
-    ("the same with more than 4 ranks", "trickle:merged", "ddp-500mbit-house", ("scratch", "small", "wikitext", 16)),
+    ("any engine and optimizer: a first try", "int8", SPEED[0], MAIN),
+    ("FSDP2 on several nodes, which sends weights too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
+    ("AdamW, and a network too slow for 4 bits per value", "trickle", SPEED[1], MAIN),
+    ("the same, with more than 4 ranks", "trickle:merged", "ddp-500mbit-house", ("scratch", "small", "wikitext", 16)),
 )
 """README's table: what you have, what to take, the setting of its speed ("": not measured), and that of its loss."""
 
