@@ -380,7 +380,7 @@ def headline(
 
 
 def ratio_of(report: dict[str, Any]) -> float:
-    """Return the time that dense's exchange adds to a step, over the silent run's step."""
+    """Return the time that dense's exchange adds to a step, over the step of `none`."""
     silent, dense = (run["summary"]["step_ms"] for run in report["runs"][:2])
     return dense / silent - 1
 
@@ -423,8 +423,9 @@ def judged(claim: Headline, report: dict[str, Any] | None, rate: float) -> Resul
     return Result(
         rows,
         [
-            f"Dense's exchange adds {claim.ratio:.2f} of the step of `none` in the paper ({claim.derived}); {here}. "
-            f"A method that sent nothing at no cost would be {1 + (ours or claim.ratio):.2f}x as fast as dense.",
+            f"In the paper dense's exchange lengthens a step by {claim.ratio:.2f} times its time without an exchange "
+            f"(`none`; {claim.derived}); {here}. "
+            f"So no method can be more than {1 + (ours or claim.ratio):.2f}x as fast as dense here.",
             "A model of 19 million parameters on CPU cores and gloo, in place of the paper's GPUs and NCCL: a codec "
             "takes more of a step here, and all ranks compute on the same few cores.",
             f"The loss is that of this short run: {gap or 'not measured'} against dense. The loss tables train longer.",

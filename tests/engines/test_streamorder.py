@@ -271,6 +271,50 @@ def test_the_time_that_was_waited_is_told_by_events(kind):
     assert steps(kind, methods.Dense).exposed > (2 if kind == "ddp" else 8)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_buckets_take_turns_on_one_stream_and_the_model_computes_on(kind, monkeypatch):
+    """What a bucket launches comes behind the network of the one before: one stream encodes, sends and decodes, and
+    needs one bucket's memory. Of all that, the stream that computes hears nothing before its backward pass is over."""
+    turns: list[tuple[Stream, str, int, bool, bool]] = []  # stream; launch or collective, number; behind the last; seen
+
+    def note(what: str) -> None:
+        world, stream = World.now, streamorder.current()
+        numbers = [number for other, verb, number, *_ in turns if verb.startswith("all_") and other is stream]
+        behind = stream.clock.get(stream, 0) >= max(numbers, default=0)
+        seen = bool(numbers) and world.main.clock.get(stream, 0) >= numbers[0]
+        turns.append((stream, what, world.count, behind, seen))
+
+    def launch(world: World, kernel: Callable[..., None], arguments: Any) -> None:
+        launched(world, kernel, arguments)
+        note(kernel.__name__)
+
+    def run(group: streamorder.Echo, verb: str, *of: Any) -> Any:
+        work = ran(group, verb, *of)
+        note(verb)
+        return work
+
+    launched, ran = World.launch, streamorder.Echo._run
+    monkeypatch.setattr(World, "launch", launch)
+    monkeypatch.setattr(streamorder.Echo, "_run", run)
+    World()
+    model, method = build(kind), thinwire.Int8(smallest=16)
+    handle = thinwire.compress(model, optimizer := torch.optim.AdamW(model.parameters()), method, steps=100)
+    with Watch():
+        for _ in range(3):
+            loss = model(torch.randn(4, WIDTH)).sum()
+            turns.clear()
+            loss.backward()
+            of_backward = list(turns)
+            optimizer.step()
+            optimizer.zero_grad()
+    handle.close()
+    [stream] = {stream for stream, what, *_ in of_backward if what == "_quantize"}
+    turns = [turn for turn in of_backward if turn[0] is stream]
+    names = [what for _, what, *_ in turns]
+    assert names.count("_quantize") > 1 and names.count("all_to_all") > 1 and all(behind for *_, behind, _ in turns)
+    assert kind != "ddp" or not any(seen for *_, seen in turns)
+
+
 def test_every_wait_of_ours_is_needed():
     """Each is left out in turn, in some run that has it: something is unordered then."""
     runs: list[tuple[str, Callable[[], methods.Method], bool]] = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.base import device as devices
-from thinwire.network.ledger import SAMPLED, Ledger, settled_rounds, whole_rounds
+from thinwire.network.ledger import SAMPLED, WINDOW, Ledger, settled_rounds, whole_rounds
 
 
 def test_the_wait_of_a_round_counts_as_often_as_it_comes():
@@ -42,3 +42,12 @@ def test_steps_without_an_exchange_are_sampled_on_a_gpu_as_those_with_one(monkey
     encoded = sum(step.seconds["encode"] for step in timed) / len(timed)
     assert encoded == pytest.approx(0.010, rel=0.2) and not any(step.events for step in ledger.steps if not step.timed)
     assert ledger.stats(last=True)["encode_ms"] in (0.0, 40.0)
+
+
+def test_a_long_run_keeps_the_times_of_its_last_steps_only():
+    ledger = Ledger()
+    for step in range(WINDOW + 50):
+        ledger.count("inter", step)
+        ledger.close_step()
+    assert len(ledger.steps) == WINDOW and ledger.steps[0].bytes["inter"] == 50
+    assert ledger.total.steps == WINDOW + 50 and not ledger._unread

@@ -74,8 +74,9 @@ class SCAPE(Method):
         weights: which values of sharded weights FSDP2 gathers: "masked", those at the mask (a copy of all weights stays
             in memory, float32), or "dense", all. "auto": masked where FSDP2 gathers float32, dense where
             MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
-        offload: keep what waits on each rank (8 bytes per value) in CPU memory, with two staging buffers of the largest
-            bucket on the device: less device memory, one copy each way over PCIe per step.
+        offload: keep what waits on each rank in CPU memory (8 bytes per value; on a GPU up to 16, as torch pins powers
+            of two), with two staging buffers of the largest bucket on the device: less device memory, one copy each way
+            over PCIe per step.
         smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
     """
 

@@ -74,6 +74,10 @@ class Windows:
             else:
                 yield int(_shuffled(self.count, seed)[position])
 
+    def spread(self, number: int) -> list[Tensor]:
+        """Return ``number`` windows spread evenly over the text, always the same (the benchmarks' held-out text)."""
+        return [self.window(i * self.count // number) for i in range(number)]
+
 
 @functools.lru_cache(maxsize=2)
 def _shuffled(count: int, seed: int) -> Tensor:
