@@ -6,8 +6,8 @@ The list has a JSON object per line, the most important first. {"stack": {...}}:
 lists "lrs", "beside", "beta1s", "clips", "warmups" and "seeds" (or of those in each of "grids"), all in one batch on
 the GPU (``stacked.py``). They have "model", "text", "ranks", "sequences", "method", "optimizer" and "lengths" in
 common, and what is no knob of the library's method: "owner" (the decay of a momentum of what arrives), "momentum"
-(Muon's) and "shared" (after so many steps the ranks take the mean of their Muon's momenta). --together stacks share
-the GPU.
+(Muon's), "shared" (after so many steps the ranks take the mean of their Muon's momenta) and "late" (times the densities
+while the rate falls); the bytes of a row are those of the method without them. --together stacks share the GPU.
 {"ladder": "..."}: the words of a ``ladder.py``, on one core; --cores of them run at a time. What has not begun when
 --minutes are over is left out, and what is under way stops.
 
@@ -94,6 +94,7 @@ def play(order: Order, corpora: Path, device: torch.device) -> Iterator[Any]:
         yield from stack.go(ladder.branch(length))
         trunk = stack.snapshot()
         stack.set_rates([job.rate(length) for job in order.jobs])
+        stack.change(order.way.decaying)
         yield from stack.go(length)
         spans = stack.stretches(valid, indices, each)
         losses = stack.losses[:, max(length - 50, 0) : length].mean(1).tolist()
@@ -102,6 +103,7 @@ def play(order: Order, corpora: Path, device: torch.device) -> Iterator[Any]:
         for job, own, ended in zip(order.jobs, spans, losses, strict=True):
             yield _row(order, job, length, stack, own, ended) | shared
         stack.restore(trunk)
+        stack.change(order.way)
 
 
 def _row(
@@ -203,6 +205,7 @@ BESIDES = {
     "owner": (0.0, " + owner momentum {:g}"),
     "momentum": (stacked.MOMENTUM, " + Muon's momentum {:g}"),
     "shared": (0, " + momenta shared every {} steps"),
+    "late": (1.0, " + density x {:g} in the decay"),
 }
 """What is no knob of the library's method: its usual value, and what it adds to the name of a row's method."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -52,7 +52,8 @@ class Way:
         density: 0: dense. delivered: the share of Adam's steps that is; delivered_muon: of Muon's. kept: patterns of
             the names of parameters that stay dense. owner: decay of a momentum of what arrives, kept once; 0: none.
             momentum: Muon's decay. shared: after so many steps all ranks take the mean of their Muon's momenta, in
-            float32; 0: never. Both, and owner, are no knobs of the library's method.
+            float32; 0: never. late: times the densities, of ranks and servers, while the rate falls. These, and owner,
+            are no knobs of the library's method.
     """
 
     density: float = 0.0
@@ -66,9 +67,16 @@ class Way:
     owner: float = 0.0
     momentum: float = MOMENTUM
     shared: int = 0
+    late: float = 1.0
+
+    @property
+    def decaying(self) -> Way:
+        """The way while the rate falls."""
+        density, server = (min(self.late * share, 1.0) for share in (self.density, self.server_density))
+        return replace(self, density=density, server_density=server)
 
 
-def way_of(spec: str, owner: float = 0.0, momentum: float = MOMENTUM, shared: int = 0) -> Way:
+def way_of(spec: str, owner: float = 0.0, momentum: float = MOMENTUM, shared: int = 0, late: float = 1.0) -> Way:
     """The way of the library's method ``spec``: dense, or trickle with steps."""
     method = resolve(spec)
     if method.name == "dense":
@@ -79,7 +87,7 @@ def way_of(spec: str, owner: float = 0.0, momentum: float = MOMENTUM, shared: in
     return Way(
         method.density, method.mask == "merged", method.server_density, method.bits, method.group,
         method.delivered_share, 1.0 if muon is None else muon, tuple(method.dense), owner,
-        momentum, shared,
+        momentum, shared, late,
     )  # fmt: skip
 
 
@@ -258,6 +266,11 @@ class Stack:
         """Of each run by step, from now on."""
         table = [[rate(step) for step in range(self._rates.shape[1])] for rate in rates]
         self._rates.copy_(torch.tensor(table))
+
+    def change(self, way: Way) -> None:
+        """Exchange in another ``way`` with the same state from now on."""
+        if way != self.way:
+            self.way, self._graph = way, None
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.state.items()}

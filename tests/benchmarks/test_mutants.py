@@ -33,5 +33,5 @@ def test_the_modules_and_the_tests_exist():
 
 def test_the_page_names_the_same_modules():
     text = " ".join((ROOT / "docs" / "adversarial.md").read_text().split())
-    listed = re.search(r"all that there are in (.*?);", text)
+    listed = re.search(r"draws them from (.*?);", text)
     assert listed is not None and set(re.findall(r"`(\w+)`", listed[1])) == table("MODULES").keys()

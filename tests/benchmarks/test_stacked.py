@@ -161,6 +161,9 @@ def test_a_stack_plays_what_it_knows():
     assert stacked.way_of("trickle:muon") == stacked.Way(density=0.03, merged=True, bits=4)
     assert stacked.way_of("trickle(density=0.03)") == stacked.Way(density=0.03, delivered=0.0125 / 0.03)
     assert stacked.way_of("trickle:merged", 0.5).owner == 0.5
+    late = stacked.way_of("trickle:muon", late=4)
+    assert (late.decaying.density, late.decaying.server_density, late.density) == (0.12, 0.4, 0.03)
+    assert fleet.named("trickle:muon", late) == "trickle:muon + density x 4 in the decay"
     assert fleet.named("dense", stacked.way_of("dense", momentum=0.98)) == "dense + Muon's momentum 0.98"
     for spec in ("topk", "trickle(start=0.1)", "trickle(feedback='gradients')"):
         with pytest.raises(ThinwireError, match="no stack plays"):

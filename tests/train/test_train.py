@@ -607,3 +607,21 @@ def test_the_program_ends_with_its_own_status_whatever_torch_s_threads_still_hol
         assert (done.returncode, done.stderr) == (3, "")
     elif sys.version_info < (3, 14):  # from 3.14 on such threads hang instead, and harm nobody
         assert done.returncode != 3, "torch no longer aborts here: cli.program can end as other programs do"
+
+
+@pytest.mark.parametrize("said", ["holds a run already: --resume auto", "is a file: name a folder"])
+def test_a_folder_that_cannot_be_used_is_refused_before_torch_is_loaded_and_ranks_are_started(said, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('torch was loaded')")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def train(*words):
+        command = [sys.executable, "-m", "thinwire", "train", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    refused = train("--out", "run/metrics.jsonl" if "file" in said else "run")
+    assert refused.returncode == 2 and said in refused.stderr and len(refused.stderr.splitlines()) == 1, refused
+    if "run" in said:
+        assert "torch was loaded" in train("--out", "run", "--overwrite").stderr

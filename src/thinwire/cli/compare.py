@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
-from thinwire.base.terminal import ends_at_once, note
+from thinwire.base.terminal import ends_at_once
 from thinwire.cli.lab import split
 from thinwire.lab.compare import Comparison, compare
 from thinwire.train.config import from_arguments
@@ -24,7 +24,6 @@ def compare_main(argv: list[str]) -> int:
     """Run ``thinwire compare ... [-- flags of thinwire train]``. Return the exit status."""
     options, extra = split(argv)
     settings = read_options(Comparison, options, "thinwire compare", after="[-- options of thinwire train]")
-    note("loading torch, checking the settings")
     settings = replace(settings, extra=tuple(extra), command=shlex.join(["thinwire", "compare", *argv]))
     with ends_at_once():
         first_seed = check_flags(settings)

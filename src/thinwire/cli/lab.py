@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
+from thinwire.base.terminal import note
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network
 from thinwire.lab.run import launch, open_cluster, say
@@ -36,6 +37,7 @@ def lab_main(argv: list[str]) -> int:
         raise ThinwireError(f"unknown word '{word}' after 'thinwire lab'; there is: run (thinwire lab run --help)")
     options, command = split(arguments)
     settings = read_options(LabRun, options, "thinwire lab run", after="-- COMMAND")
+    note(f"lab: setting up {settings.nodes} nodes")
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
         outcome = launch(cluster, command)
         if outcome.failed_rank is not None:

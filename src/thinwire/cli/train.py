@@ -16,12 +16,16 @@ def main(argv: list[str]) -> int:
     """Train. Return the exit status."""
     begin_rank()
     from thinwire.train.config import from_arguments
+    from thinwire.train.job.run_folder import refuse
+    from thinwire.train.job.scheduler import torchrun_variables
 
     config = from_arguments(argv)
     supervises = config.elastic and REPLICA not in os.environ
     if supervises and under_torchrun():
         raise ThinwireError("--elastic starts its replicas itself: run it once on each machine, without torchrun")
     if not under_torchrun():
+        if not (config.elastic or torchrun_variables(os.environ)):
+            refuse(config.out, anew=config.overwrite, goes_on=config.resume is not None)
         note(f"loading torch, then starting the {'replicas' if config.elastic else 'ranks'}: some seconds")
     with ends_at_once():
         config.check()

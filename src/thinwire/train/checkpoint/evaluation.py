@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     options: Any = read_options(Options, argv, "thinwire eval")
     if min(options.batch_size, 1 if options.limit is None else options.limit) < 1 or (options.fewshot or 0) < 0:
         raise ThinwireError("--batch-size and --limit must be 1 or more, --fewshot must not be negative")
+    note("looking for the model and the tasks")
     refuse(options)
     note("loading torch, lm-evaluation-harness and the model")
     results = evaluate(options)

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import remove, write
-from thinwire.train.job.collective import Collective
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS
+
+if TYPE_CHECKING:
+    from thinwire.train.job.collective import Collective
 
 _PREVIOUS, _WHOLE = ".previous", "whole"
 """The folder in which --overwrite --elastic sets an earlier run aside until the new one has begun."""
@@ -74,6 +76,24 @@ class RunFolder:
 _HOLDS_RUN = (
     "--out {path} holds a run already: --resume auto goes on with it, --overwrite removes it; or choose another --out"
 )
+
+
+def refuse(path: Path, *, anew: bool, goes_on: bool) -> None:
+    """Refuse what the ranks would refuse, before they are started; this process starts them all.
+
+    ``anew``: --overwrite. ``goes_on``: --resume.
+
+    Raises:
+        ThinwireError: ``path`` is a file, or holds a run that is neither to be removed nor to go on.
+    """
+    _check_folder(path)
+    if not (anew or goes_on) and _holds_run(path):
+        raise ThinwireError(_HOLDS_RUN.format(path=path))
+
+
+def _check_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ThinwireError(f"--out {path} is a file: name a folder")
 
 
 def _holds_run(path: Path) -> bool:
@@ -138,8 +158,7 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
     Raises:
         ThinwireError: it cannot be written to, another run is using it, or it holds one.
     """
-    if path.exists() and not path.is_dir():
-        raise ThinwireError(f"--out {path} is a file: name a folder")
+    _check_folder(path)
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         lock, first = _lock(path, lighthouse)
@@ -189,8 +208,7 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
     marks = [path / f".rank-{token}-{rank}" for rank in range(collective.size)]
 
     def leave_mark() -> None:
-        if path.exists() and not path.is_dir():
-            raise ThinwireError(f"--out {path} is a file: name a folder")
+        _check_folder(path)
         path.mkdir(parents=True, exist_ok=True)
         marks[collective.rank].touch()
 
