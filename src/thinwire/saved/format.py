@@ -115,6 +115,7 @@ class Header:
                 name: (tuple(map(int, shape)), int(local)) for name, (shape, local) in entries["parameters"].items()
             }
             entries["across"] = tuple(map(str, entries["across"]))
+            entries["choice"] = str(entries.get("choice", ""))  # older states have none
             return cls(**{field.name: entries[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None
