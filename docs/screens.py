@@ -4,8 +4,8 @@
     python docs/screens.py SITE OUT start gpu   # these pages alone
 
 It needs ``pip install playwright`` and a Chromium, found on PATH or named by ``CHROMIUM``. It finds what is wider than
-the screen, words of code that are broken, text with too little contrast, pictures that are not there and errors of
-scripts. A person has to look at the rest: OUT has PAGE-light-375.png and its like.
+the screen or than its cell, words of code that are broken, text with too little contrast, pictures that are not there
+and errors of scripts. A person has to look at the rest: OUT has PAGE-light-375.png and its like.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ FAULTS = """() => {
       found.push("wider than the screen: " + name(node))
     if (node.matches(":is(p, li, td, dd) code span.pre:not(.long)") && node.getClientRects().length > 1)
       found.push("a broken word: " + name(node))
+    const cell = node.closest("td")
+    if (cell && box.right > cell.getBoundingClientRect().right + 1)
+      found.push("over the edge of its cell: " + name(node))
     if (node.tagName === "IMG") {
       if (node.complete && !node.naturalWidth) found.push("no picture: " + node.getAttribute("src"))
       if (!node.alt) found.push("a picture without words: " + node.getAttribute("src"))

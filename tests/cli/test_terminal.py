@@ -105,7 +105,11 @@ def test_wrong_input_is_answered_in_a_few_lines(tmp_path: Path, monkeypatch: pyt
 
 def test_what_loads_torch_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for seen in ranks.alone(_in, str(tmp_path), [["export", "nowhere", "there"], ["sample", "nowhere"]]):
+    commands = [
+        ["export", "nowhere", "there"], ["sample", "nowhere"], ["methods"], ["methods", "trikle"],
+        ["compare", "--methods", "int9"], ["simulate", "--cluster", "moon"],
+    ]  # fmt: skip
+    for seen in ranks.alone(_in, str(tmp_path), commands):
         assert seen.lines[0] == "loading torch", seen
 
 

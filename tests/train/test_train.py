@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import fcntl
 import gzip
 import io
 import itertools
@@ -38,7 +39,7 @@ from thinwire.train.data import windows as window_module
 from thinwire.train.data.corpus import read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows
-from thinwire.train.job import setup
+from thinwire.train.job import run_folder, setup
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
@@ -625,3 +626,13 @@ def test_a_folder_that_cannot_be_used_is_refused_before_torch_is_loaded_and_rank
     assert refused.returncode == 2 and said in refused.stderr and len(refused.stderr.splitlines()) == 1, refused
     if "run" in said:
         assert "torch was loaded" in train("--out", "run", "--overwrite").stderr
+
+
+def test_of_a_folder_in_use_and_of_one_that_cannot_be_asked_the_ranks_say_what_is_wrong(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with (tmp_path / ".lock").open("w") as lock:
+        with pytest.raises(ThinwireError, match="holds a run already"):
+            run_folder.refuse(tmp_path, anew=False, goes_on=False)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_folder.refuse(tmp_path, anew=False, goes_on=False)
+    run_folder.refuse(tmp_path / ("a" * 300), anew=False, goes_on=False)

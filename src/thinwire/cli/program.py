@@ -33,7 +33,7 @@ COMMANDS = {
     "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands, for bash or zsh"),
 }
-LOADS_TORCH = ("compare", "inspect", "tokenize", "sample", "export")
+LOADS_TORCH = ("compare", "simulate", "inspect", "tokenize", "sample", "export", "methods", "completion")
 """Commands that load torch before they can say anything, which takes seconds."""
 USAGE = "usage: thinwire COMMAND [options]      (thinwire COMMAND --help: its options)"
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -88,7 +88,7 @@ def run_command(argv: list[str]) -> int:
         near = difflib.get_close_matches(word, COMMANDS, 1)
         guess = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         raise ThinwireError(f"unknown command '{word}'; {guess}")
-    if word in LOADS_TORCH and arguments and not {"-h", "--help"} & set(arguments):
+    if word in LOADS_TORCH and not {"-h", "--help"} & set(arguments):
         note("loading torch")
     name, function = COMMANDS[word][0].split(":")
     try:

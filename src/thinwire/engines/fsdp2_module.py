@@ -218,7 +218,10 @@ class GroupLink:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
         engine = self.engine
         if self.divisor is None and op != dist.ReduceOp.AVG:
-            raise ThinwireError(f"FSDP2 asks for {op}, but Thinwire returns the mean: set reduce_dtype=torch.float32")
+            raise ThinwireError(
+                f"FSDP2 asks for {op}, but Thinwire returns the mean: set reduce_dtype=torch.float32, and leave "
+                "set_force_sum_reduction_for_comms() off"
+            )
         if group is not engine.reduce_group:
             raise ThinwireError(
                 f"FSDP2 reduces gradients over another group ({group.size()} ranks) than when compress() was called "

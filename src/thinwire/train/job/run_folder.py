@@ -84,11 +84,24 @@ def refuse(path: Path, *, anew: bool, goes_on: bool) -> None:
     ``anew``: --overwrite. ``goes_on``: --resume.
 
     Raises:
-        ThinwireError: ``path`` is a file, or holds a run that is neither to be removed nor to go on.
+        ThinwireError: ``path`` is a file, or holds a run that has ended and is neither to be removed nor to go on.
     """
-    _check_folder(path)
-    if not (anew or goes_on) and _holds_run(path):
-        raise ThinwireError(_HOLDS_RUN.format(path=path))
+    with contextlib.suppress(OSError):  # a name that is too long, a folder that may not be read: the ranks say it
+        _check_folder(path)
+        if not (anew or goes_on) and _holds_run(path) and not _is_in_use(path):
+            raise ThinwireError(_HOLDS_RUN.format(path=path))
+
+
+def _is_in_use(path: Path) -> bool:
+    """Does a run that goes on hold the folder's lock? Then the ranks say by whom."""
+    try:
+        with (path / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _check_folder(path: Path) -> None:
