@@ -99,8 +99,8 @@ class Point:
 
 def points_of(runs: Iterable[ladder_tables.Run], method: str, optimizer: str) -> list[Point]:
     found = []
-    for row, dense, spread in ladder_tables.beside_dense(runs):
-        span = row.above(dense, spread)
+    for row, dense, spreads in ladder_tables.beside_dense(runs):
+        span = row.above(dense, spreads)
         if span is None or (row.method, row.optimizer) != (method, optimizer):
             continue
         run = next(iter(row.runs.values()))

@@ -5,16 +5,16 @@ apart by these, and the one with the most seeds is taken. A gap is of the means 
 seed gives both sides one beginning and one order of the text, and yet how far a method ends above dense varies from
 seed to seed as much as if each side had drawn its own (``likeness``). Its ± is half of a 95% interval: of the held-out
 text, from the differences in the same stretches, and of the seeds, as the root of the sum of their squares. How far
-seeds lie apart is taken from the settings of all tables that have several, as tables differ in it no more than chance
-would have them (``bartlett``). A gap that is below its ± is none: "=" stands before it; with "?" behind it, nothing was
-run with two seeds, and ± is of the text alone.
+seeds lie apart is taken, for each optimizer, from the settings of all tables that have several (``bartlett``: seeds of
+AdamW lie further apart than those of Muon). A gap that is below its ± is none: "=" stands before it; with "?" behind
+it, nothing was run with two seeds, and ± is of the text alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean, variance
@@ -27,9 +27,8 @@ STRETCHES = 128
 ALIKE = 0.005
 """Share of a loss below which two settings are not told apart: the same run on another machine, whose sums are rounded
 otherwise, was up to that far from itself."""
-STABLE = 0.01
-"""Share above a method's best setting beyond which another says nothing of how far seeds lie apart: where AdamW's rate
-is too high, seeds lie further apart than where any method is at its best."""
+STABLE = 0.02
+"""Share above a method's best setting beyond which another says nothing of how far seeds lie apart."""
 Run = dict[str, Any]
 SETTING = ("model", "text", "ranks", "sequences", "steps")
 """What the runs in one table share."""
@@ -73,6 +72,17 @@ def stable(runs: Iterable[Run]) -> dict[tuple[Any, ...], dict[int, Run]]:
             if len(by_seed) > 1 and means[tuned] <= (1 + STABLE) * least:
                 found[*name, tuned] = by_seed
     return found
+
+
+Spreads = Mapping[str, Spread]
+"""By optimizer; one that is missing has no setting with two seeds."""
+
+
+def spreads_of(runs: Iterable[Run]) -> Spreads:
+    """Of all settings of each optimizer together."""
+    runs = list(runs)
+    by_optimizer = {name: [run for run in runs if run["optimizer"] == name] for name in ("adamw", "muon")}
+    return {name: spread for name, its in by_optimizer.items() if (spread := spread_of(its)) is not None}
 
 
 def spread_of(runs: Iterable[Run]) -> Spread | None:
@@ -122,27 +132,31 @@ def seeds_apart(runs: Iterable[Run]) -> str:
         f"gaps to dense from seed to seed: {gaps.deviation:.2%} apart; {alone:.2%} if sides had nothing in common "
         f"({gaps.count} degrees)"
     ]
-    for what, of in (("tables", SETTING), ("optimizers", ("optimizer",))):
+    adamw, muon = ([run for run in runs if run["optimizer"] == name] for name in ("adamw", "muon"))
+    tables = (("AdamW's tables", adamw, SETTING), ("Muon's tables", muon, SETTING))
+    for what, these, of in (("optimizers", runs, ("optimizer",)), *tables):
         groups: dict[tuple[Any, ...], list[Run]] = {}
-        for by_seed in stable(runs).values():
+        for by_seed in stable(these).values():
             first = next(iter(by_seed.values()))
             groups.setdefault(tuple(first[key] for key in of), []).extend(by_seed.values())
         spreads = {group: spread for group, its in groups.items() if (spread := spread_of(its)) is not None}
         lines += [f"{spread.deviation:.2%} ({spread.count} degrees): {group}" for group, spread in spreads.items()]
-        lines.append(f"{what} alike in truth would differ so much with probability {bartlett([*spreads.values()]):.2f}")
+        lines.append(f"{what} alike in truth would differ so much with probability {bartlett([*spreads.values()]):.3f}")
     return "\n".join(lines)
 
 
-def gap(mine: Sequence[Run], dense: Sequence[Run], spread: Spread | None = None) -> Span:
+def gap(mine: Sequence[Run], dense: Sequence[Run], spreads: Spreads | None = None) -> Span:
     """How far the mean of runs ``mine`` (of other seeds) ends above that of ``dense``, as a share of the latter.
 
-    ``spread``: of seeds; None: ± is of the text alone."""
+    ``spreads``: of seeds; of an optimizer that is not in it ± lacks the seeds."""
     level = fmean(run["valid"] for run in dense)
     ratio = fmean(run["valid"] for run in mine) / level
     seeds = 0.0
-    if spread is not None:
-        each = math.sqrt(1 / len(mine) + 1 / len(dense))
-        seeds = T95[min(spread.count, len(T95)) - 1] * spread.deviation * each
+    for side in (mine, dense):
+        spread = (spreads or {}).get(side[0]["optimizer"])
+        if spread is not None:
+            half = T95[min(spread.count, len(T95)) - 1] * spread.deviation / math.sqrt(len(side))
+            seeds = math.hypot(seeds, half)
     ours, theirs = ([fmean(at) for at in zip(*(run["spans"] for run in side), strict=True)] for side in (mine, dense))
     excess = [(a - ratio * b) / level for a, b in zip(ours, theirs, strict=True)]
     half = math.hypot(seeds, NORMAL95 * block_error(excess, [1.0] * len(excess)))
@@ -181,11 +195,11 @@ class Row:
     def share(self) -> float:
         return fmean(run["bytes"] / run["dense_bytes"] for run in self.runs.values())
 
-    def above(self, dense: Row | None, spread: Spread | None = None) -> Span | None:
+    def above(self, dense: Row | None, spreads: Spreads | None = None) -> Span | None:
         """None: there is no dense run, or this is one."""
         if dense is None or dense is self:
             return None
-        return gap([*self.runs.values()], [*dense.runs.values()], spread)
+        return gap([*self.runs.values()], [*dense.runs.values()], spreads)
 
 
 def has_loss(run: Run) -> bool:
@@ -220,14 +234,14 @@ def rows(runs: Iterable[Run]) -> list[Row]:
     return sorted(found, key=lambda row: (order.index(row.setting), row.optimizer, row.method != "dense", row.loss))
 
 
-def beside_dense(runs: Iterable[Run]) -> Iterator[tuple[Row, Row, Spread | None]]:
+def beside_dense(runs: Iterable[Run]) -> Iterator[tuple[Row, Row, Spreads]]:
     """Each method's row, dense with the same optimizer in its setting, and how far seeds lie apart."""
     runs = list(runs)
-    every, spread = rows(runs), spread_of(runs)
+    every, spreads = rows(runs), spreads_of(runs)
     dense = {(row.setting, row.optimizer): row for row in every if row.method == "dense"}
     for row in every:
         if row.method != "dense" and (row.setting, row.optimizer) in dense:
-            yield row, dense[row.setting, row.optimizer], spread
+            yield row, dense[row.setting, row.optimizer], spreads
 
 
 def pairs(runs: Iterable[Run], method: str, other: str) -> list[tuple[Run, Run]]:
@@ -247,7 +261,7 @@ SHORT = (("trickle", "adamw", "adamw"), ("trickle:merged", "adamw", "adamw"), ("
 def short(runs: Iterable[Run]) -> str:
     """A line for each setting that has one of ``SHORT``, the longest for its size first: gaps, seeds and bytes."""
     runs = list(runs)
-    spread, of = spread_of(runs), {(row.setting, row.method, row.optimizer): row for row in rows(runs)}
+    spreads, of = spreads_of(runs), {(row.setting, row.method, row.optimizer): row for row in rows(runs)}
     names = {"adamw": "dense AdamW", "muon": "dense Muon"}
     heads = [
         f"{names[optimizer] if method == 'dense' else f'`{method}`'} above {names[dense]}"
@@ -259,7 +273,7 @@ def short(runs: Iterable[Run]) -> str:
         cells = []
         for method, optimizer, dense in SHORT:
             row = of.get((setting, method, optimizer))
-            span = None if row is None else row.above(of.get((setting, "dense", dense)), spread)
+            span = None if row is None else row.above(of.get((setting, "dense", dense)), spreads)
             cells.append("-" if row is None or span is None else f"{written(span)} ({len(row.runs)}; {row.share:.1%})")
         model, text, ranks, sequences, steps = setting
         what = f"{model} on {text}, {ranks} ranks, {sequences} sequences a step, {steps} steps"
@@ -271,16 +285,16 @@ def short(runs: Iterable[Run]) -> str:
 def markdown(runs: Iterable[Run]) -> str:
     """A table for each setting, after a line that says how far seeds lie apart."""
     runs = list(runs)
-    every, spread = rows(runs), spread_of(runs)
+    every, spreads = rows(runs), spreads_of(runs)
     settings = dict.fromkeys(row.setting for row in every)
-    tables = [_table([row for row in every if row.setting == of], spread) for of in settings]
-    if spread is None:
+    tables = [_table([row for row in every if row.setting == of], spreads) for of in settings]
+    if not spreads:
         return "\n\n".join(tables)
-    apart = f"Seeds: {spread.deviation:.2%} apart (standard deviation, {spread.count} degrees of freedom)."
-    return "\n\n".join([apart, *tables])
+    each = ", ".join(f"{spread.deviation:.2%} with {name} ({spread.count})" for name, spread in spreads.items())
+    return "\n\n".join([f"Seeds lie apart (standard deviation, and degrees of freedom): {each}.", *tables])
 
 
-def _table(of: Sequence[Row], spread: Spread | None) -> str:
+def _table(of: Sequence[Row], spreads: Spreads) -> str:
     model, text, ranks, sequences, steps = of[0].setting
     tokens = next(iter(of[0].runs.values()))["tokens_per_parameter"]
     dense = {row.optimizer: row for row in of if row.method == "dense"}
@@ -295,8 +309,11 @@ def _table(of: Sequence[Row], spread: Spread | None) -> str:
     for row in of:
         lr, beside, beta1, clip, warmup = row.tuned
         rate = f"{lr:g}" + (f" [{row.edge}]" if row.edge else "") + (f" ({beside:g})" if beside else "")
-        gaps = [row.above(dense.get(optimizer), spread) for optimizer in ("adamw", "muon")]
-        cells = " | ".join("-" if span is None else written(span, seeds=spread is not None) for span in gaps)
+        gaps = {name: row.above(dense.get(name), spreads) for name in ("adamw", "muon")}
+        cells = " | ".join(
+            "-" if span is None else written(span, seeds={row.optimizer, name} <= spreads.keys())
+            for name, span in gaps.items()
+        )
         lost = f" ({row.failed} without a loss)" if row.failed else ""
         lines.append(
             f"| `{row.method}` | {row.optimizer} | {rate}, {beta1:g}, {clip:g}, {warmup:g} | {row.tried}{lost} | "

@@ -245,12 +245,12 @@ def measured(regimes: Iterable[Run], ladder: Iterable[Run]) -> str:
 
 
 def _of_ladder(runs: list[Run]) -> Iterator[tuple[Any, ...]]:
-    for row, dense, spread in ladder_tables.beside_dense(runs):
-        span = row.above(dense, spread)
+    for row, dense, spreads in ladder_tables.beside_dense(runs):
+        span = row.above(dense, spreads)
         if span is None or " + " in row.method:  # what has a name of its own is no method of the library
             continue
         run = next(iter(row.runs.values()))
-        error = "nan" if spread is None else f"{100 * span.half:.2f}"
+        error = f"{100 * span.half:.2f}" if row.optimizer in spreads else "nan"
         yield (row.method, DENSE[row.optimizer], "scratch", run["text"], run["ranks"], run["parameters"], run["steps"],
                len(row.runs), f"{100 * span.mean:.2f}", error, f"{run['tokens_per_parameter']:.2f}")  # fmt: skip
 
