@@ -8,7 +8,7 @@ import os
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import ends_at_once, note
-from thinwire.train.cli import begin_rank, run_ranks, train_on_ranks, under_torchrun
+from thinwire.train.cli import begin_rank, run_ranks, under_torchrun
 from thinwire.train.job.replica_log import REPLICA
 
 
@@ -16,28 +16,35 @@ def main(argv: list[str]) -> int:
     """Train. Return the exit status."""
     begin_rank()
     from thinwire.train.config import from_arguments
+    from thinwire.train.job.run_folder import refuse
+    from thinwire.train.job.scheduler import torchrun_variables
 
     config = from_arguments(argv)
-    if not config.elastic:
-        return train_on_ranks(argv, config)
-    if REPLICA not in os.environ:
-        if under_torchrun():
-            raise ThinwireError("--elastic starts its replicas itself: run it once on each machine, without torchrun")
-        note("loading torch, then starting the replicas: some seconds")
+    supervises = config.elastic and REPLICA not in os.environ
+    if supervises and under_torchrun():
+        raise ThinwireError("--elastic starts its replicas itself: run it once on each machine, without torchrun")
+    if not under_torchrun():
+        if not (config.elastic or torchrun_variables(os.environ)):
+            refuse(config.out, anew=config.overwrite, goes_on=config.resume is not None)
+        note(f"loading torch, then starting the {'replicas' if config.elastic else 'ranks'}: some seconds")
     with ends_at_once():
         config.check()
-        if importlib.util.find_spec("torchft") is None:
+        if config.elastic and importlib.util.find_spec("torchft") is None:
             raise extras.missing(ModuleNotFoundError(name="torchft"))
-    if REPLICA not in os.environ:
+    if supervises:
         from thinwire.train.supervisor import supervise
 
         return supervise(["train", *argv], config)
 
     def work() -> int:
-        from thinwire.adapters.manager import open_manager
-        from thinwire.adapters.torchft import compress
-        from thinwire.train.replica import train_replica
+        if config.elastic:
+            from thinwire.adapters.torchft import compress, open_manager
+            from thinwire.train.replica import train_replica
 
-        return train_replica(config, os.environ[REPLICA], open_manager, compress)
+            return train_replica(config, os.environ[REPLICA], open_manager, compress)
+        from thinwire.train.loop import train
 
-    return run_ranks([], config, work)
+        train(config)
+        return 0
+
+    return run_ranks(["train", *argv], config, work)

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from thinwire.base import device as devices
-from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.base.errors import LostRank, ThinwireError, in_words
 from thinwire.core.agreement import Agreement
 from thinwire.core.card import Card
 from thinwire.core.exchange import AllReduce
@@ -398,7 +398,7 @@ class Trials:
             try:
                 result = {"value": work()}
             except Exception as error:
-                failed, result = error, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+                failed, result = error, {"error": in_words(error)}
         text = json.dumps(result).encode() if comm.rank == 0 else b""
         length = int(comm.all_reduce(torch.tensor([len(text)], device=comm.device), "max"))
         data = torch.tensor([*text] or [0] * length, dtype=torch.uint8, device=comm.device)

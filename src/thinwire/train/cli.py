@@ -26,26 +26,6 @@ PATIENCE_S = 1.0
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def train_on_ranks(argv: list[str], config: Config) -> int:
-    """Train: as one rank of a job that somebody started (torchrun, srun, mpirun), or on ranks started here."""
-    from thinwire.train.job.run_folder import refuse
-    from thinwire.train.job.scheduler import torchrun_variables
-
-    if not under_torchrun():
-        if not torchrun_variables(os.environ):
-            refuse(config.out, anew=config.overwrite, goes_on=config.resume is not None)
-        note("loading torch, then starting the ranks: some seconds")
-    with ends_at_once():
-        config.check()
-
-    def work() -> None:
-        from thinwire.train.loop import train
-
-        train(config)
-
-    return run_ranks(["train", *argv], config, work)
-
-
 def begin_rank() -> None:
     """Prepare this process to be a rank, or to start ranks, before torch is imported."""
     # Torch's sockets would print stack traces beside our one line.
@@ -56,7 +36,7 @@ def begin_rank() -> None:
         end_at_once()
 
 
-def run_ranks(command: list[str], config: Config, work: Callable[[], object]) -> int:
+def run_ranks(command: list[str], config: Config, work: Callable[[], int | None]) -> int:
     """Run ``work`` as one rank of a job, or start ranks here, which run ``thinwire`` with the words of ``command``."""
     from thinwire.train.job.scheduler import forgotten_srun, torchrun_variables
 
@@ -73,8 +53,7 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], object]) ->
         note(f"starting {ranks} rank{'s' * (ranks > 1)} on this machine")
         return start_ranks(command, ranks, per_node)
     warnings.formatwarning = _one_line
-    status = work()
-    return status if isinstance(status, int) else 0
+    return work() or 0
 
 
 _format_usually = warnings.formatwarning

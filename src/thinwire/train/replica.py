@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import FailedExchange, ThinwireError, Unanswered, first_line
+from thinwire.base.errors import FailedExchange, ThinwireError
 from thinwire.base.terminal import say
 from thinwire.core.safety import Safety
 from thinwire.network.comm import ManagedComm
@@ -45,7 +45,6 @@ from thinwire.train.job.status import goes_on
 from thinwire.train.loop import Start, StepOutcome, Trainer, prepare
 from thinwire.wire import Wire
 
-Connect = Callable[..., Any]
 TIMED = 6
 """Steps of a first round of local steps after which the length of a round is judged."""
 COMMON = ("step", "sequences", "streak", "wall_s", "first_loss")
@@ -59,11 +58,11 @@ class _Folder(RunFolder):
         """Do nothing: another replica may have begun the run."""
 
 
-def train_replica(config: Config, name: str, connect: Connect, compress: Callable[..., Wire]) -> int:
+def train_replica(config: Config, name: str, connect: Callable[..., Any], compress: Callable[..., Wire]) -> int:
     """Train as the replica ``name``. Return the exit status.
 
     Args:
-        connect: opens the manager (``adapters.manager.open_manager``). compress: ``adapters.torchft.compress``.
+        connect: opens the manager (``adapters.torchft.open_manager``). compress: ``adapters.torchft.compress``.
 
     Raises:
         ThinwireError: input cannot be used, the run diverges, or the lighthouse does not answer.
@@ -78,7 +77,10 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
     with join_ranks(config) as ranks:
         # Replicas that start together wait for each other. One that comes later must not let the others wait: it first
         # fetches their state, and then opens its manager.
-        open_manager = functools.partial(_open_manager, connect, config, name)
+        open_manager = functools.partial(
+            connect, name, os.environ["MASTER_ADDR"], min_replicas=config.min_replicas, timeout_s=config.timeout,
+            longest_s=max(config.timeout, config.file_timeout),
+        )  # fmt: skip
         manager = open_manager if restarted or goes_on(os.environ[LIGHTHOUSE]) else open_manager()
         folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
         with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
@@ -93,17 +95,6 @@ def train_replica(config: Config, name: str, connect: Connect, compress: Callabl
             return trainer.train()
         finally:
             trainer.manager.shutdown(wait=False)
-
-
-def _open_manager(connect: Connect, config: Config, name: str) -> Any:
-    try:
-        return connect(
-            name, os.environ["MASTER_ADDR"], min_replicas=config.min_replicas, timeout_s=config.timeout,
-            longest_s=max(config.timeout, config.file_timeout),
-        )  # fmt: skip
-    except (RuntimeError, TimeoutError) as error:
-        line = f"the lighthouse at {os.environ[LIGHTHOUSE]} does not answer"
-        raise Unanswered(f"{line}: {first_line(error)}") from None
 
 
 class ReplicaTrainer(Trainer):

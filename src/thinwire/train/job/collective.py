@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional as F
 
-from thinwire.base.errors import LostRank, ThinwireError
+from thinwire.base.errors import LostRank, ThinwireError, in_words
 from thinwire.base.files import in_one_line, naming, sync
 from thinwire.network.comm import Comm
 
@@ -50,8 +50,7 @@ class Collective:
             raise
         except Exception as caught:
             error = in_one_line(caught)
-            kind = "" if isinstance(error, ThinwireError) else f"{type(error).__name__}: "
-            line = kind + " ".join(str(error).split())
+            line = " ".join(str(error).split()) if isinstance(error, ThinwireError) else in_words(error)
         lines = self.share(line)
         if error is not None:
             raise error
