@@ -75,7 +75,7 @@ class Life:
 
     def step(self, number: int) -> None:
         share = regimes.SEQUENCES // RANKS
-        inputs, targets = self.text.take(number * regimes.SEQUENCES + self.rank * share, share)
+        inputs, targets = self.text.batch(number * regimes.SEQUENCES + self.rank * share, share)
         for group in self.optimizer.param_groups:
             group["lr"] = rate_of(self.schedule, self.config.lr, number, self.steps)
         self.model(inputs, targets).backward()

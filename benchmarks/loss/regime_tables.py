@@ -101,7 +101,7 @@ def _rows_of(setting: tuple[Any, ...], methods: dict[str, list[Run]]) -> list[Ro
         same_lr = _gap(mine[lr], dense.get(lr, {}))
         found.append(
             Row(
-                *setting, method, lr, mine[lr], tried,
+                *setting, method=method, lr=lr, losses=mine[lr], tried=tried,
                 gap=None if span is None else span.mean,
                 error=None if span is None or not 0 < span.half < math.inf else span.half,
                 tokens_per_parameter=_tokens(runs),

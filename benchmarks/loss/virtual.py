@@ -529,8 +529,9 @@ class Played:
         return saved
 
     def load(self, saved: dict[str, Tensor]) -> None:
-        for kind, owners in (("replica", self.replicas), ("rank", self.found.ranks)):
-            for number, owner in enumerate(owners):
+        owners: dict[str, Sequence[Any]] = {"replica": self.replicas, "rank": self.found.ranks}
+        for kind, these in owners.items():
+            for number, owner in enumerate(these):
                 prefix = f"{kind}-{number}/"
                 owner.load({key.removeprefix(prefix): of for key, of in saved.items() if key.startswith(prefix)})
         self._tokens.clear()

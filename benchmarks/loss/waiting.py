@@ -104,7 +104,7 @@ def train(of: Variant, args: argparse.Namespace) -> list[float]:
         regimes.windows_of(args.corpora, name, config.sequence_length, config.seed) for name in regimes.TEXTS[args.text]
     )
     model = virtual.Replica(config, 256, None).model
-    gradients = virtual.Gradients(args.ranks, model, virtual.buckets_of(model, *texts.take(0, config.batch_size)))
+    gradients = virtual.Gradients(args.ranks, model, virtual.buckets_of(model, *texts.batch(0, config.batch_size)))
     together, g = virtual.Together(model, gradients), gradients.rows
     places = {piece.name: piece.offset + where.start for where, pieces in gradients.buckets for piece in pieces}
     weights, parts = torch.empty(g.shape[1]), []
@@ -125,7 +125,7 @@ def train(of: Variant, args: argparse.Namespace) -> list[float]:
     looks = batches(held_out.spread(64), 16)
     for t in range(args.steps):
         lr = config.learning_rate(t)
-        together.take(*texts.take(t * regimes.SEQUENCES, regimes.SEQUENCES))
+        together.take(*texts.batch(t * regimes.SEQUENCES, regimes.SEQUENCES))
         dense = g.mean(0)[small]
         change = torch.zeros_like(weights)
         change[small] = adamw.step(dense * min(1.0, config.clip / (float(dense.norm()) + 1e-6)), lr)

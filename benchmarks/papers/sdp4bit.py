@@ -246,7 +246,7 @@ def groups(settings: Settings) -> Result:
         }
         for label, of in runs.items()
     ]
-    gap = {row["run"]: row["over baseline, %"] for row in rows}
+    gap = {str(row["run"]): row["over baseline, %"] for row in rows}
     plain = [gap[f"qW, group {group}"] for group in (32, 128, 2048)]
     other = max(value for label, value in gap.items() if not label.startswith("qW,"))
     return Result(

@@ -123,7 +123,7 @@ def _loop(name: str, engine: str, box: Path, resumes: bool) -> str:
     ).check()  # fmt: skip
     windows = Windows(torch.tensor(list(forked.TEXT.encode()), dtype=torch.uint8), 32)
     torch.manual_seed(0)
-    model: Any = wrap(Decoder(config.shape(256)), config, ranks, False)
+    model: Any = wrap(Decoder(config.shape(256)), config, ranks)
     (optimizer,) = make_optimizers(model, config)
     if engine == "ddp":
         rebuild_buckets(model, windows, config, ranks, lambda: torch.autocast("cpu", enabled=False))

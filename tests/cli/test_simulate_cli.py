@@ -76,6 +76,7 @@ def test_a_link_of_your_own(by_hand: None, capsys) -> None:
         (["--strong"], "are for --scale 8..16384"),
         (["--scale", "8-64"], "cannot read --scale '8-64'"),
         (["--link", "fast"], "cannot read the link rate 'fast': write 200mbit or 10gbit"),
+        (["--link", "0mbit"], "cannot read the link rate '0mbit': write 200mbit or 10gbit"),
         (["--method", "int7"], "unknown method 'int7'"),
     ],
 )

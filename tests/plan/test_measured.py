@@ -38,7 +38,7 @@ def test_tuned_runs_on_all_held_out_text_take_the_place_of_others():
     assert {key for key, count in same.items() if count > 1} == {("trickle", "peps", 4, 120576, 2400)}, "two batches"
     setting = ("trickle", "peps", 4, 120576, 800)
     (short,) = (row for row in rows if (row.method, row.text, row.ranks, row.parameters, row.steps) == setting)
-    assert short.seeds == 3 and abs(short.gap_percent) < 3, "the other has one seed: 8.5% below dense that was not tuned"
+    assert short.seeds == 3 and abs(short.gap_percent) < 3, "the other: one seed, 8.5% below untuned dense"
 
 
 def test_the_longest_run_speaks_first():

@@ -46,7 +46,7 @@ def trained_on_processes(rank: int, world: int, runs: list[list[str]]) -> None:
     assert dist.group.WORLD is not None
     for arguments in runs:
         ranks = setup.Ranks(GroupComm(dist.group.WORLD, Ledger()), 1, torch.device("cpu"))
-        loop._train(from_arguments(arguments), ranks)
+        loop.train_on(from_arguments(arguments), ranks)
 
 
 def test_virtual_ranks_have_the_bits_of_processes(text: Path, tmp_path: Path) -> None:

@@ -206,7 +206,3 @@ def obeys(cls: Any) -> str:
     if chosen:
         check_laws(cls, setups=chosen)
     return "ranks alike, promise kept, bytes as planned"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

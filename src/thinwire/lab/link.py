@@ -138,7 +138,7 @@ class Network:
 def bit_rate(text: str, examples: str) -> tuple[str, float]:
     """Read ``"10 Gbit/s"`` as ("10gbit", 1e10), bits per second. ``examples``: of what to write, for the error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", text.strip().lower())
-    if match is None:
+    if match is None or float(match[1]) == 0:
         raise ThinwireError(f"cannot read the link rate '{text}': write {examples}")
     return match[1] + match[2], float(match[1]) * UNITS[match[2]]
 
