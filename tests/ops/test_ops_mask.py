@@ -202,7 +202,7 @@ def test_what_does_not_belong_together_is_refused():
     with pytest.raises(ThinwireError, match="must be contiguous"):
         mask.gather_keep(gaussian(128, 2).t(), None, words, torch.empty(2, 1), None)
     for width, k in ((100, 3), (64, 65), (64, -1)):
-        with pytest.raises(ThinwireError, match="not a multiple of 64"):
+        with pytest.raises(ThinwireError, match="must be a multiple of 64"):
             Sparse(((width, k),))
 
 

@@ -143,7 +143,7 @@ def test_nothing_to_send(estimator):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ThinwireError, match="block of 48 values"):
+    with pytest.raises(ThinwireError, match="got block=48 and ratio"):
         Estimator("cyclic_srht", 8, 48)
     codec = made("cyclic_srht", [("a", 0, 512)])
     with pytest.raises(ThinwireError, match="multiple of 512"):

@@ -167,8 +167,8 @@ def test_presets():
     [({"beta": math.nan}, "beta is a finite number or None"), ({"beta": 1.5}, "beta is a weight from 0 to 1"),
      ({"ratio": 2.0}, "ratio is a whole number, got 2.0"), ({"ratio": "16"}, "ratio is a whole number, got '16'"),
      ({"reset": 1.5}, "reset is a whole number"), ({"smallest": -1}, "smallest must be 0 or more"),
-     ({"block": 0}, "a block of 0 values"), ({"block": 1000}, "a power of two"), ({"ratio": 0}, "256/0"),
-     ({"ratio": 512}, "256/512"), ({"estimator": "srht"}, "estimator is cyclic_srht or paper"),
+     ({"block": 0}, "got block=0 and"), ({"block": 1000}, "a power of two"), ({"ratio": 0}, "=256 and ratio=0"),
+     ({"ratio": 512}, "got block=256 and ratio=512"), ({"estimator": "srht"}, "estimator is cyclic_srht or paper"),
      ({"estimator": "paper", "ratio": 64, "beta": 0.95}, "take beta above 0.969")],
 )  # fmt: skip
 def test_knobs_that_mean_nothing_are_refused_in_one_line(knobs, message):

@@ -586,12 +586,12 @@ def test_ddp_s_buckets_and_sgd_are_as_the_config_says(tmp_path):
     try:
         ranks = setup.Ranks(None, 1, torch.device("cpu"))
         for size, held in ((None, 25), (0.5, 0.5)):
-            engine = setup.wrap(torch.nn.Linear(4, 4), Config(bucket_mb=size), ranks, False)
+            engine = setup.wrap(torch.nn.Linear(4, 4), Config(bucket_mb=size), ranks)
             assert engine.bucket_bytes_cap == held * 2**20
         ranks = setup.Ranks(CountingComm(0, [0, 1], Ledger()), 1, torch.device("cpu"))
         for method, size, held in (("int8", None, 4.0), ("int8", 0.5, 0.5), ("topk(density=0.001)", None, 25)):
             config = Config(method=method, bucket_mb=size)
-            engine = setup.wrap(torch.nn.Linear(4096, 4096), config, ranks, False)
+            engine = setup.wrap(torch.nn.Linear(4096, 4096), config, ranks)
             assert engine.bucket_bytes_cap == int(held * 2**20)
         (optimizer,) = setup.make_optimizers(engine, Config(optimizer="sgd", lr=0.5))
         assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0

@@ -92,8 +92,8 @@ class ReplicaCheck:
         comm = self._comms[0]
         if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:
             raise ThinwireError(
-                f"step {number}: ranks have gradients of different parameters: rank {comm.ranks[comm.rank]} of "
-                f"{', '.join(names) or 'nothing more'}. Use the same parameters on all ranks in a step"
+                f"step {number}: ranks have gradients of different parameters: rank {comm.ranks[comm.rank]} has "
+                f"{', '.join(names) or 'none'}, another rank has others. Use the same parameters on all ranks in a step"
             )
 
     def _tensors(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
