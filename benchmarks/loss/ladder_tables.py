@@ -81,8 +81,13 @@ Spreads = Mapping[str, Spread]
 def spreads_of(runs: Iterable[Run]) -> Spreads:
     """Of all settings of each optimizer together."""
     runs = list(runs)
-    by_optimizer = {name: [run for run in runs if run["optimizer"] == name] for name in ("adamw", "muon")}
-    return {name: spread for name, its in by_optimizer.items() if (spread := spread_of(its)) is not None}
+    spreads = {name: spread_of(its) for name, its in _by_optimizer(runs).items()}
+    return {name: spread for name, spread in spreads.items() if spread is not None}
+
+
+def _by_optimizer(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    names = sorted({run["optimizer"] for run in runs})
+    return {name: [run for run in runs if run["optimizer"] == name] for name in names}
 
 
 def spread_of(runs: Iterable[Run]) -> Spread | None:
@@ -132,9 +137,8 @@ def seeds_apart(runs: Iterable[Run]) -> str:
         f"gaps to dense from seed to seed: {gaps.deviation:.2%} apart; {alone:.2%} if sides had nothing in common "
         f"({gaps.count} degrees)"
     ]
-    adamw, muon = ([run for run in runs if run["optimizer"] == name] for name in ("adamw", "muon"))
-    tables = (("AdamW's tables", adamw, SETTING), ("Muon's tables", muon, SETTING))
-    for what, these, of in (("optimizers", runs, ("optimizer",)), *tables):
+    tables = [(f"tables of {name}", its, SETTING) for name, its in _by_optimizer(runs).items()]
+    for what, these, of in [("optimizers", runs, ("optimizer",)), *tables]:
         groups: dict[tuple[Any, ...], list[Run]] = {}
         for by_seed in stable(these).values():
             first = next(iter(by_seed.values()))

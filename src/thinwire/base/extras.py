@@ -51,7 +51,7 @@ def load(module: str) -> ModuleType:
         raise missing(error) from None
 
 
-def found(package: str) -> Path:
+def package_folder(package: str) -> Path:
     """Return the folder of ``package`` without importing it, which may take seconds.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 from thinwire.base import extras
@@ -29,8 +28,8 @@ def main(argv: list[str]) -> int:
         note(f"loading torch, then starting the {'replicas' if config.elastic else 'ranks'}: some seconds")
     with ends_at_once():
         config.check()
-        if config.elastic and importlib.util.find_spec("torchft") is None:
-            raise extras.missing(ModuleNotFoundError(name="torchft"))
+        if config.elastic:
+            extras.package_folder("torchft")
     if supervises:
         from thinwire.train.supervisor import supervise
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -303,8 +302,8 @@ class Config:
             resolve(self.intra)
         if os.environ.get("RANK", "0") == "0":
             for name in self.track:
-                if name != "csv" and importlib.util.find_spec(name) is None:
-                    raise extras.missing(ModuleNotFoundError(name=name))
+                if name != "csv":
+                    extras.package_folder(name)
         return self
 
     def _check_combinations(self) -> None:

@@ -75,10 +75,12 @@ def refuse(options: Options) -> None:
     if options.include is not None and not options.include.is_dir():
         raise ThinwireError(f"--include takes a folder with tasks, and {options.include} is none")
     names = {name for name in options.tasks if not _is_file(name)}
-    harness = extras.found("lm_eval") / "tasks"
+    harness = extras.package_folder("lm_eval") / "tasks"
     for folder in filter(None, (options.include, harness)):
         # A name stands as it is in the file that describes the task, or in one which that file includes.
-        for path in folder.rglob("*") if names else ():
+        for path in folder.rglob("*"):
+            if not names:
+                return
             if path.suffix not in (".py", ".md") and path.is_file():
                 text = path.read_bytes()
                 names = {name for name in names if name.encode() not in text}
