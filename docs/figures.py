@@ -244,7 +244,7 @@ def picture() -> str:
     sessions = f"one session, but {', '.join(apart)} from another" if apart else "one session"
     return "\n".join([
         "![Loss against speed, one dot per method](docs/tradeoff.svg)\n",
-        f"**Speed** (right is better): the step time without any exchange, as a share of the step time with the method; "
+        "**Speed** (right is better): the step time without any exchange, as a share of the step time with the method; "
         f"{world(setting(SPEED[0]))}; {sessions}.",
         "**Loss** (down is better): final validation loss relative to `dense`, which compresses nothing; a GPT of 0.84 "
         "million parameters, 4 ranks, 800 steps from scratch (1.9 tokens per parameter), both at the best learning "
