@@ -489,7 +489,7 @@ def test_a_rank_that_cannot_reach_the_others_says_so(tmp_path, rank):
         MASTER_PORT=str(free_port()),
     )
     assert done.returncode == 2
-    assert f"rank {rank} could not reach the other 1 ranks" in done.stderr
+    assert f"rank {rank} could not reach the other rank at" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
