@@ -686,7 +686,7 @@ def test_what_the_ranks_would_not_read_is_not_refused(tmp_path, text):
         dataclasses.replace(kept, overwrite=True).check_files()
     chosen = Config(corpus=(str(text),), method="auto", cluster="gone.toml", resume="auto")
     chosen.check_files()
-    with pytest.raises(ThinwireError, match="gone.toml"):
+    with pytest.raises(ThinwireError, match=r"gone\.toml"):
         dataclasses.replace(chosen, resume=None).check_files()
     Config(corpus=("hub:nobody/knows", "stdlib"), tokenizer="hub:nobody/knows").check_files()
 
