@@ -38,7 +38,7 @@ from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state, load_state
-from thinwire.core.step import StepLoop, unwrapped
+from thinwire.core.step import StepLoop, serves, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.engines.replicas import Replicas
@@ -157,6 +157,12 @@ class Options:
             _require(optimizer, torch.optim.Optimizer, "an optimizer must be a torch.optim.Optimizer")
         if len(set(map(id, self.optimizers))) < len(self.optimizers) or not self.optimizers:
             raise ThinwireError("pass each optimizer once, and one at least")
+        if (taken := next(filter(serves, self.optimizers), None)) is not None:
+            raise ThinwireError(
+                f"another wire, still open, has this {type(taken).__name__}, whose step counts or is skipped as one: "
+                "give each model an optimizer of its own, or wrap the models as one module; to compress a model anew, "
+                "call wire.close() first"
+            )
         if self.scaler is not None:
             _require(self.scaler, torch.amp.GradScaler, "scaler must be a torch.amp.GradScaler")
         _require(self.safety, Safety, "safety must be a thinwire.Safety")
@@ -402,10 +408,9 @@ class Wire:
 
     def attach(self) -> None:
         """Hook into optimizers and engine; ``compress()`` calls this once all ranks have agreed."""
+        self._hooks += self._step_loop.attach()
         for optimizer in self._step_loop.optimizers:
             self._hooks += [
-                optimizer.register_step_pre_hook(self._step_loop.before),
-                optimizer.register_step_post_hook(self._step_loop.after),
                 optimizer.register_load_state_dict_post_hook(self._step_loop.weight_watch.optimizer_was_loaded),
                 optimizer.register_state_dict_post_hook(self._add_moments),
             ]

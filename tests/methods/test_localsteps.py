@@ -161,15 +161,22 @@ def test_a_second_moment_of_the_mean(start):
 def test_the_groups_of_the_user_stay_as_they_are():
     """Adam steps with lr sqrt(N), decay / sqrt(N) and g / sqrt(N); the user's dicts are not written to."""
     weight = torch.nn.Parameter(torch.ones(3))
-    weight.grad = torch.full((3,), 4.0)
-    optimizer = adamw([weight])
+    other = torch.nn.Parameter(torch.ones(1))  # of a model that was not compressed
+    weight.grad, other.grad = torch.full((3,), 4.0), torch.full((1,), 8.0)
+    optimizer = adamw([weight, other])
     groups, values = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
-    view, step = MeanMomentView(), Step(0, (optimizer,), {"a": weight})
-    view.enter(step, 4)
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.02, 0.05)
-    assert weight.grad.tolist() == [2.0] * 3 and groups == values
-    view.leave(step)
+    view = MeanMomentView()
+    for _ in range(2):  # the second time, after an error in the step
+        view.enter(optimizer, [weight], 4)
+        first, second = optimizer.param_groups
+        assert (first["lr"], first["weight_decay"], first["params"]) == (0.02, 0.05, [weight])
+        assert (second["lr"], second["params"]) == (groups[0]["lr"], [other])
+        assert weight.grad.tolist() == [2.0] * 3 and other.grad.tolist() == [8.0] and groups == values
+    view.leave(optimizer)
     assert optimizer.param_groups is groups and groups == values and weight.grad.tolist() == [4.0] * 3
+    view.enter(optimizer, [weight], 4)
+    view.forget()
+    assert optimizer.param_groups is groups and groups == values
 
 
 def signs(values: np.ndarray, size: int, group: int) -> np.ndarray:

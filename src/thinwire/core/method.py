@@ -52,7 +52,8 @@ class Method:
     written once for DDP, FSDP2 and HSDP. Three touch points:
 
     * ``reduce(bucket, exchange)``: gradients. Compensate, choose a codec, exchange.
-    * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite.
+    * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite; in it
+      ``enter(step, optimizer)`` and ``leave(step, optimizer)``: around each optimizer's part.
     * ``weight_message(shard, rank)``: weights, where the engine shards them.
 
     Its ``card`` has its constant properties. ``self.state`` is its memory between steps and forgets a non-finite step.
@@ -129,6 +130,15 @@ class Method:
 
     def before_step(self, step: Step) -> None:
         """Called once before each optimizer step, when its gradients are known to be finite."""
+
+    def enter(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
+        """Called right before ``optimizer`` takes its part of the step, after all hooks of the user's.
+
+        Change here, not earlier, what the user sees of an optimizer: its parameters' ``grad``, its ``param_groups``.
+        """
+
+    def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
+        """Called right after ``optimizer`` has taken its part, before the hooks of the user's: put back what changed."""
 
     def after_step(self, step: Step) -> None:
         """Called after that step. Values that it puts into the state are committed at once."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
@@ -78,6 +79,8 @@ class StepLoop:
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = self.step_was_skipped = False
+        self._hooks: dict[torch.optim.Optimizer, int] = {}  # ``before``'s numbers among the optimizers' own
+        self._in_closure = False
         self._frozen = {
             bare_name(name): weight
             for name, weight in engine.model.named_parameters()
@@ -93,6 +96,23 @@ class StepLoop:
         self._names = {id(weight): name for name, weight in self.weights.items()}
         watched = list(self.weights.values()) if self.method.card.keeps_state else []
         self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
+
+    def attach(self) -> list[RemovableHandle]:
+        """Hook into the optimizers: the last hook before an optimizer's own step, and the first one after it."""
+        handles: list[RemovableHandle] = []
+        for optimizer in self.optimizers:
+            before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+            self._hooks[optimizer] = before.id
+            handles += [before, after]
+        return handles
+
+    def _come_last(self) -> None:
+        """Let ``before`` come after the hooks that the user has made since."""
+        for optimizer, number in self._hooks.items():
+            hooks = optimizer._optimizer_step_pre_hooks
+            if number in hooks and next(reversed(hooks)) != number:
+                hooks.move_to_end(number)
 
     # Calls from the engines.
 
@@ -113,6 +133,8 @@ class StepLoop:
         if not self._exchanged and self._open is None and self.road.step > 0:
             self.weight_watch.look(alone=self.method.card.alone(self.road.step) or not self.method.rank_equal)
         self._leave()
+        if not self._in_closure:  # torch walks through the hooks then
+            self._come_last()
         repeated = next((name for name in names if name in self._exchanged), None)
         if self._exchanged and self.engine.dropped(self.exchanged(), look=repeated is not None):
             self._abandon()
@@ -238,8 +260,12 @@ class StepLoop:
         if closure is None:
             self._check(optimizer)
             return None
-        with torch.enable_grad():
-            ran = _give_once(closure(), optimizer)
+        self._in_closure = True
+        try:
+            with torch.enable_grad():
+                ran = _give_once(closure(), optimizer)
+        finally:
+            self._in_closure = False
         self._check(optimizer)
         return (
             tuple(ran if value is closure else value for value in args),
@@ -266,10 +292,14 @@ class StepLoop:
                 "backward pass of its own"
             )
         self.engine.stepping()
+        if self._open is not None:
+            with self.inside("optimizer.step()"):
+                self.method.enter(self._open, optimizer)  # which may step parameters in the optimizer's place
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Note that ``optimizer`` has stepped. After the last one of a step, call ``Method.after_step``."""
         if self._open is not None:
+            self.method.leave(self._open, optimizer)
             self.engine.stepped()
             self._waiting.discard(id(optimizer))
             if not self._waiting:
@@ -306,10 +336,8 @@ class StepLoop:
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = self._step()
-        self.engine.stepping()
         with self.inside("optimizer.step()"):
-            self.method.before_step(self._open)  # which may step parameters in an optimizer's place
-        self.engine.stepped()
+            self.method.before_step(self._open)
         return True
 
     def _cancel(self) -> None:
@@ -490,6 +518,12 @@ def _give_once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]
         return losses.pop()
 
     return closure
+
+
+def serves(optimizer: torch.optim.Optimizer) -> bool:
+    """Is ``optimizer`` in the hands of a wire that is not closed?"""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), StepLoop) for hook in hooks)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -352,7 +352,11 @@ class Playback:
             weight.grad = self.gradients[name]
         method.state.commit()
         method.before_step(step)
+        for optimizer in self.optimizers:
+            method.enter(step, optimizer)
         self.optimizers_step()
+        for optimizer in self.optimizers:
+            method.leave(step, optimizer)
         method.after_step(step)
         method.state.commit()
         method.finish()

@@ -324,14 +324,18 @@ class LocalSteps(Method):
         send_all(waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
-        if step.number < self.first:
-            return
-        self._copy_shared_weights(step)
-        if self.second_moment == "mean":
-            self._adam_view.enter(step, self.run.exchange.ranks)
+        if step.number >= self.first:
+            self._copy_shared_weights(step)
+
+    def enter(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
+        if step.number >= self.first and self.second_moment == "mean":
+            self._adam_view.enter(optimizer, step.weights.values(), self.run.exchange.ranks)
+
+    def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
+        self._adam_view.leave(optimizer)
 
     def after_step(self, step: Step) -> None:
-        self._adam_view.leave(step)
+        self._adam_view.forget()
         if step.number >= self.first:
             self._count_step(step)
 
@@ -479,6 +483,7 @@ class LocalSteps(Method):
     # Taking a step back, saving and loading.
 
     def undo(self) -> None:
+        self._adam_view.forget()
         for fragment in self._fragments:
             if self._journey is None or self._journey.fragment is not fragment:
                 fragment.method.undo()
@@ -486,6 +491,7 @@ class LocalSteps(Method):
     def finish(self) -> None:
         """Put this rank's own weights and moments into the state: the model's checkpoint does not hold them."""
         self._land()
+        self._adam_view.forget()
         self.state.keep("missed", "", torch.tensor(self._missed, device="cpu"))
         self.state.keep("lost", "", torch.tensor(self._lost, device="cpu"))
         if self.delay:

@@ -152,11 +152,10 @@ class OneBitAdam(Method):
             self.state.put("moment", segment.name, None)
             self._steps.names.add(segment.name)
 
-    def before_step(self, step: Step) -> None:
+    def enter(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
         """Step the parameters whose momentum has arrived (l. 13), with Adam's arithmetic, in Adam's state."""
 
-        def move(name: str, weight: Tensor) -> None:
-            optimizer, group = step.holders[name]
+        def move(name: str, weight: Tensor, group: dict[str, Any]) -> None:
             moments = optimizer.state.get(weight, {})
             if "exp_avg_sq" not in moments:
                 raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")
@@ -169,10 +168,13 @@ class OneBitAdam(Method):
             local(moments["exp_avg"]).copy_(moment)
             _frozen_step(local(weight.detach()), moment, local(moments["exp_avg_sq"]), moments["step"], frozen, group)
 
-        self._steps.take_all(step, move)
+        self._steps.take(self.run, optimizer, move)
+
+    def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
+        self._steps.show()
 
     def after_step(self, step: Step) -> None:
-        self._steps.show(step)
+        self._steps.forget()
 
     def undo(self) -> None:
         self._steps.forget()

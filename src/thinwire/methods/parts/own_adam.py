@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.run import Run, Step
+from thinwire.core.run import Run
 from thinwire.methods.parts.own_steps import has_step_of_torch
 from thinwire.network.comm import local
 
@@ -37,31 +38,38 @@ class MeanMomentView:
     """
 
     def __init__(self) -> None:
-        self._user_groups: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
+        self._entered: dict[torch.optim.Optimizer, tuple[list[dict[str, Any]], list[Tensor], float]] = {}
 
-    def enter(self, step: Step, ranks: int) -> None:
-        """Give the optimizers of ``step`` gradients g / sqrt(N) and groups with lr sqrt(N), decay / sqrt(N)."""
-        self._root = math.sqrt(ranks)
-        if gradients := _gradients(step):
-            torch._foreach_mul_(gradients, 1 / self._root)
-        for optimizer in step.optimizers:
-            self._user_groups.append((optimizer, optimizer.param_groups))
-            optimizer.param_groups = [
-                {**group, "lr": group["lr"] * self._root, "weight_decay": group["weight_decay"] / self._root}
-                for group in optimizer.param_groups
-            ]
+    def enter(self, optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], ranks: int) -> None:
+        """Give ``optimizer``, for its part of ``weights``, gradients g / sqrt(N), lr sqrt(N) and decay / sqrt(N)."""
+        if optimizer in self._entered:  # its step raised an error, and is taken again
+            return
+        root, served = math.sqrt(ranks), set(map(id, weights))
+        groups: list[dict[str, Any]] = []
+        gradients: list[Tensor] = []
+        for group in optimizer.param_groups:
+            own = [weight for weight in group["params"] if id(weight) in served]
+            gradients += [local(weight.grad) for weight in own if weight.grad is not None]
+            scaled = {"params": own, "lr": group["lr"] * root, "weight_decay": group["weight_decay"] / root}
+            others = [weight for weight in group["params"] if id(weight) not in served]
+            groups += [{**group, **changed} for changed in (scaled, {"params": others}) if changed["params"]]
+        self._entered[optimizer] = optimizer.param_groups, gradients, root
+        optimizer.param_groups = groups
+        if gradients:
+            torch._foreach_mul_(gradients, 1 / root)
 
-    def leave(self, step: Step) -> None:
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the user's groups and gradients back."""
-        if self._user_groups and (gradients := _gradients(step)):
-            torch._foreach_mul_(gradients, self._root)
-        for optimizer, groups in self._user_groups:
+        if optimizer in self._entered:
+            optimizer.param_groups, gradients, root = self._entered.pop(optimizer)
+            if gradients:
+                torch._foreach_mul_(gradients, root)
+
+    def forget(self) -> None:
+        """Put the groups of an optimizer back whose step raised an error; its gradients may be others by now."""
+        for optimizer, (groups, _, _) in self._entered.items():
             optimizer.param_groups = groups
-        self._user_groups.clear()
-
-
-def _gradients(step: Step) -> list[Tensor]:
-    return [local(weight.grad) for weight in step.weights.values() if weight.grad is not None]
+        self._entered.clear()
 
 
 def check_saved_shape(run: Run, kind: str, name: str, saved: Tensor) -> None:

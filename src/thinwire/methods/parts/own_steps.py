@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.run import Holder, Run, Step
+from thinwire.core.run import Holder, Run
 
 
 class OwnSteps:
@@ -20,26 +21,35 @@ class OwnSteps:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._hidden: dict[str, Tensor] = {}
+        self._hidden: list[tuple[Tensor, Tensor]] = []
 
-    def take_all(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
-        """Call ``move(name, weight)`` for each of ``names`` that has a ``weight.grad``, and hide that."""
-        for name in sorted(self.names):
-            weight = step.weights[name]
+    def take(
+        self, run: Run, optimizer: torch.optim.Optimizer, move: Callable[[str, Tensor, dict[str, Any]], None]
+    ) -> None:
+        """Call ``move(name, weight, group)`` for those of ``names`` that ``optimizer`` holds, and hide their ``grad``.
+
+        One without ``grad`` stays.
+        """
+        self._hidden.clear()  # of a step that raised an error: the user may have cleared these since
+        holders = run.holders
+        for name in sorted(name for name in self.names if holders[name].optimizer is optimizer):
+            self.names.remove(name)
+            weight = run.weights[name]
             if weight.grad is not None:
-                move(name, weight)
-                self._hidden[name], weight.grad = weight.grad, None
-        self.names.clear()
+                move(name, weight, holders[name].group)
+                self._hidden.append((weight, weight.grad))
+                weight.grad = None
 
-    def show(self, step: Step) -> None:
+    def show(self) -> None:
         """Put the hidden ``grad`` back."""
-        for name, gradient in self._hidden.items():
-            step.weights[name].grad = gradient
+        for weight, gradient in self._hidden:
+            weight.grad = gradient
         self._hidden.clear()
 
     def forget(self) -> None:
-        """Forget the step under way, which does not count."""
+        """Forget the step under way: it is over, or does not count."""
         self.names.clear()
+        self._hidden.clear()
 
 
 REFUSED = ("amsgrad", "maximize", "differentiable")

@@ -116,7 +116,7 @@ class UpdateSpace:
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
-        self._scaled: tuple[Tensor, Any] | None = None  # the flag on the host, and the event after which it is there
+        self._scaled: list[tuple[Tensor, Any]] = []  # flags on the host, each with the event after which it is there
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
 
@@ -162,64 +162,64 @@ class UpdateSpace:
         own_values = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
         return min(own_values.numel(), segment.span, PROBE)
 
-    def take_steps(self, step: Step) -> None:
-        """Set w = (1 - lr decay) w - c for all parameters whose c has come.
-
-        Raises:
-            ThinwireError: something, such as ``torch.nn.utils.clip_grad_norm_``, scaled the previous step between the
-                backward pass and the optimizer's step. (Raised one step late: the host does not wait for a device.)
-        """
-        self.refuse_scaled()
+    def take_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set w = (1 - lr decay) w - c for all parameters of ``optimizer`` whose c has come."""
         values: list[Tensor] = []
         changes: list[Tensor] = []
         decay_factors: list[float] = []
         probes: list[Tensor] = []
         expected: list[Tensor] = []
 
-        holders = self._run.holders
-
-        def move(name: str, weight: Tensor) -> None:
-            (optimizer, group), change = holders[name], local(weight.grad)  # type: ignore[arg-type]
+        def move(name: str, weight: Tensor, group: dict[str, Any]) -> None:
+            change = local(weight.grad)  # type: ignore[arg-type]
             optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
             if rests(group):
                 return
             values.append(local(weight.detach()))
             changes.append(change)
             decay_factors.append(1 - float(group["lr"]) * group["weight_decay"])
-            if (beginning := self._beginnings.get(name)) is not None:
+            if (beginning := self._beginnings.pop(name, None)) is not None:
                 expected.append(beginning)
                 probes.append(self._run.travels(name, change.reshape(-1))[: beginning.shape[0]])
 
-        self._steps.take_all(step, move)
+        self._steps.take(self._run, optimizer, move)
         take(values, changes, decay_factors)
-        self._scaled = None
         if probes:
             lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
             self._note_scaled(((lengths - sent).abs() > 0.01 * sent).any())
-        self._beginnings.clear()
+
+    def give_back(self) -> None:
+        """Put the hidden ``grad`` back: the optimizer has stepped."""
+        self._steps.show()
 
     def _note_scaled(self, flag: Tensor) -> None:
         """Send ``flag``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
         if not flag.is_meta:
             host = devices.host_memory((), flag.device, torch.bool)
-            self._scaled = host.copy_(flag, non_blocking=True), devices.mark(flag.device)
+            self._scaled.append((host.copy_(flag, non_blocking=True), devices.mark(flag.device)))
 
     def refuse_scaled(self) -> None:
-        """Raise ThinwireError if something scaled the previous step: see ``take_steps``."""
-        if self._scaled is None:
-            return
-        (scaled, copied), self._scaled = self._scaled, None
-        if copied is not None:
-            copied.synchronize()  # over, unless nobody has waited for the step's flag
-        if bool(scaled):
+        """Refuse a previous step that something scaled between the backward pass and the optimizer's step.
+
+        One step late: the host does not wait for a device.
+
+        Raises:
+            ThinwireError: something did, such as ``torch.nn.utils.clip_grad_norm_``.
+        """
+        flags, self._scaled = self._scaled, []
+        for _, copied in flags:
+            if copied is not None:
+                copied.synchronize()  # over, unless nobody has waited for the step's flag
+        if any(bool(scaled) for scaled, _ in flags):
             raise ThinwireError(
                 f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
                 "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
             )
 
     def end_step(self, step: Step) -> None:
-        """Put the hidden ``grad`` back after the step, and update r."""
-        self._steps.show(step)
+        """Forget what was noted for the step, and update r."""
+        self._steps.forget()
+        self._beginnings.clear()
         if self._measured:
             new = self._ratio(sorted(self._measured))
             old = self._state.get("alike", "")
