@@ -24,7 +24,7 @@ from papers.local_steps import LS1, AdamW, DiLoCo, StreamingDiLoCo
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
-from thinwire.core.method import Parameter, Step
+from thinwire.core.method import Parameter
 from thinwire.methods import LocalSteps, resolve
 from thinwire.methods.parts.fragments import Timetable, split
 from thinwire.methods.parts.own_adam import MeanMomentView

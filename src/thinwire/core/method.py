@@ -138,7 +138,7 @@ class Method:
         """
 
     def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        """Called right after ``optimizer`` has taken its part, before the hooks of the user's: put back what changed."""
+        """Called right after that, before the hooks of the user's: put back what ``enter`` changed."""
 
     def after_step(self, step: Step) -> None:
         """Called after that step. Values that it puts into the state are committed at once."""
