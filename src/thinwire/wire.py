@@ -32,7 +32,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, drop_waiting, intra_of
+from thinwire.core.method import Run, intra_of
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
@@ -592,7 +592,8 @@ class Wire:
         """Drop what waits to be sent; call it on all ranks, between two steps, after putting earlier weights back.
 
         What waits belongs to the replaced weights. Averages stay (the second moments of feedback="updates", say). With
-        local steps a new round begins. A ``wire.load_state_dict()`` that fits the weights makes this call unnecessary.
+        local steps a new round begins, from the mean of the ranks' weights: one exchange, in float64. A
+        ``wire.load_state_dict()`` that fits the weights makes this call unnecessary.
 
         Raises:
             ThinwireError: between ``backward()`` and ``optimizer.step()``.
@@ -600,7 +601,8 @@ class Wire:
         self._step_loop.finish()
         self._refuse_exchanged("wire.reset()")
         self.method.finish()
-        drop_waiting(self.method)
+        with torch.no_grad(), self._step_loop.inside("wire.reset()"):
+            self.method.reset()
         self._stage.flush_at = None
         self.weights_changed()
 

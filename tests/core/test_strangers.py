@@ -252,20 +252,32 @@ def test_at_lr_0_weights_hold_still_and_what_waits_goes_on_waiting(kind, world):
 
 
 def _dropped(rank, world, kind):
-    """wire.reset(): nothing waits, ranks are equal, and the run goes on."""
+    """Back to each rank's own snapshot, and wire.reset(): nothing waits, the run goes on, and ranks are equal again."""
     warnings.simplefilter("ignore")
     broken = []
     for name in dealt(NAMES, kind):
         if not runs(kind, name):
             continue
         model, optimizer, wire = begun(kind, world, name)
+        weights, moments = {}, {}
         for step in range(5):
+            if step == 3:  # inside a round of local-steps
+                weights = {key: value.clone() for key, value in model.state_dict().items()}
+                moments = copy.deepcopy(optimizer.state_dict())
             advance(model, optimizer, wire, rank, step)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
         wire.reset()
         if any(bool(value.any()) for value in waiting(wire).values()):
             broken.append(f"{name} on {kind}: something waits")
         for step in range(5, 9):
             advance(model, optimizer, wire, rank, step)
+        while not wire.method.rank_equal and step < 30:
+            advance(model, optimizer, wire, rank, step := step + 1)
+        others = [torch.empty_like(flat(model)) for _ in range(world)]
+        dist.all_gather(others, flat(model))
+        if name != "none" and not all(torch.equal(other, others[0]) for other in others):
+            broken.append(f"{name} on {kind}: ranks differ")
         if not bool(flat(model).isfinite().all()):
             broken.append(f"{name} on {kind}: not finite")
         wire.close()
@@ -276,6 +288,28 @@ def _dropped(rank, world, kind):
 def test_after_a_reset_nothing_waits(kind, world):
     for broken in ranks.run(_dropped, world, kind):
         assert not broken
+
+
+def _reset_where_nothing_waits(rank, world, resets):
+    model = given("ddp", world, (16, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outer = "local-steps(every=2, start=2, second_moment='mean', outer_lr=1.0, outer_momentum=0.0)"
+    wire = thinwire.compress(model, optimizer, outer)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(10):
+        if resets and step in (2, 6):  # before the first local step, and between two rounds
+            wire.reset()
+        model(torch.randn(16, 16, generator=generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wire.close()
+    return flat(model)
+
+
+def test_a_reset_where_nothing_waits_changes_no_bit():
+    """local-steps with second_moment='mean' brings Adam's momentum to its unit once, not after each reset."""
+    plain, reset = (ranks.run(_reset_where_nothing_waits, 2, resets) for resets in (False, True))
+    assert torch.equal(plain[0], reset[0]) and torch.equal(plain[1], reset[1])
 
 
 def _message(act):

@@ -152,6 +152,10 @@ class Method:
     def undo(self) -> None:
         """Forget what ``reduce`` noted outside the state: the step under way does not count."""
 
+    def reset(self) -> None:
+        """Called on all ranks, between two steps, when weights were put back: drop what belongs to the former ones."""
+        drop_waiting(self)
+
     def finish(self) -> None:
         """Wait for the method's own work between steps; called before its state is read."""
 
