@@ -399,11 +399,7 @@ class Rank:
         if finite:
             self._commit()
             self.method.before_step(step)
-            for optimizer in step.optimizers:
-                self.method.enter(step, optimizer)
             self.replica.step(turn)
-            for optimizer in step.optimizers:
-                self.method.leave(step, optimizer)
             self.method.after_step(step)
             self._commit()
             self.road.step += 1
@@ -466,8 +462,8 @@ def acts_in_steps(method: Method) -> bool:
     """Does it look at weights and moments, or write to them, around the optimizer's step?"""
     if isinstance(method, Lossy) and method.updates is not None:
         return True
-    hooks = ("before_step", "enter", "leave", "after_step")
-    return not all(getattr(type(method), hook) in (getattr(Method, hook), getattr(Lossy, hook)) for hook in hooks)
+    own = (type(method).before_step, type(method).after_step)
+    return not {Method.before_step, Lossy.before_step, Method.after_step, Lossy.after_step} >= set(own)
 
 
 @torch.no_grad()

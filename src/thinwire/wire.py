@@ -32,7 +32,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, intra_of
+from thinwire.core.method import Run, drop_waiting, intra_of
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
@@ -601,10 +601,24 @@ class Wire:
         self._step_loop.finish()
         self._refuse_exchanged("wire.reset()")
         self.method.finish()
-        with torch.no_grad(), self._step_loop.inside("wire.reset()"):
-            self.method.reset()
+        if self.method.card.alone(self._road.step):
+            with torch.no_grad(), self._step_loop.inside("wire.reset()"):
+                self._meet()
+        drop_waiting(self.method)
         self._stage.flush_at = None
         self.weights_changed()
+
+    def _meet(self) -> None:
+        """Give all ranks the mean of their weights; it is exact where these are the same."""
+        comm = self.engine.hops[-1].comm
+        if comm.elastic:
+            raise ThinwireError(
+                f"{self.method.name}: wire.reset() would average the weights, and replicas may come and go meanwhile: "
+                "go back to earlier weights with wire.load_state_dict()"
+            )
+        for weight in self._run.weights.values():
+            values = local(weight.detach())
+            values.copy_(comm.all_reduce(values.double()).div_(comm.size))
 
     def _add_moments(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Add to ``optimizer.state_dict()`` the moments of what the method steps: checkpoints need them."""

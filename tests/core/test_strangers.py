@@ -299,7 +299,7 @@ def _reset_where_nothing_waits(rank, world, resets):
     for step in range(10):
         if resets and step in (2, 6):  # before the first local step, and between two rounds
             wire.reset()
-        model(torch.randn(16, 16, generator=generator)).backward()
+        model(noise(model, generator)).backward()
         optimizer.step()
         optimizer.zero_grad()
     wire.close()

@@ -24,7 +24,7 @@ from papers.local_steps import LS1, AdamW, DiLoCo, StreamingDiLoCo
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
-from thinwire.core.method import Parameter
+from thinwire.core.method import Parameter, Step
 from thinwire.methods import LocalSteps, resolve
 from thinwire.methods.parts.fragments import Timetable, split
 from thinwire.methods.parts.own_adam import MeanMomentView
@@ -167,14 +167,15 @@ def test_the_groups_of_the_user_stay_as_they_are():
     groups, values = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
     view = MeanMomentView()
     for _ in range(2):  # the second time, after an error in the step
-        view.enter(optimizer, [weight], 4)
+        view.enter(step := Step(0, (optimizer,), {"a": weight}), 4)
         first, second = optimizer.param_groups
         assert (first["lr"], first["weight_decay"], first["params"]) == (0.02, 0.05, [weight])
         assert (second["lr"], second["params"]) == (groups[0]["lr"], [other])
         assert weight.grad.tolist() == [2.0] * 3 and other.grad.tolist() == [8.0] and groups == values
-    view.leave(optimizer)
+    for put_back in step.put_back:
+        put_back()
     assert optimizer.param_groups is groups and groups == values and weight.grad.tolist() == [4.0] * 3
-    view.enter(optimizer, [weight], 4)
+    view.enter(step, 4)
     view.forget()
     assert optimizer.param_groups is groups and groups == values
 

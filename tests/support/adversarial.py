@@ -463,9 +463,7 @@ class VirtualRank:
             weight.grad = values * clip
         step = Step(number, (self.optimizer,), self.weights, clip)
         self.method.before_step(step)
-        self.method.enter(step, self.optimizer)
         self.optimizer.step()
-        self.method.leave(step, self.optimizer)
         self.method.after_step(step)
 
     def _held(self, kind: str) -> dict[str, Array]:

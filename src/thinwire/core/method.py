@@ -52,8 +52,7 @@ class Method:
     written once for DDP, FSDP2 and HSDP. Three touch points:
 
     * ``reduce(bucket, exchange)``: gradients. Compensate, choose a codec, exchange.
-    * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite; in it
-      ``enter(step, optimizer)`` and ``leave(step, optimizer)``: around each optimizer's part.
+    * ``before_step(step)`` and ``after_step(step)``: around each optimizer step whose gradients were finite.
     * ``weight_message(shard, rank)``: weights, where the engine shards them.
 
     Its ``card`` has its constant properties. ``self.state`` is its memory between steps and forgets a non-finite step.
@@ -129,19 +128,14 @@ class Method:
         send_all(self.card.promise.waits, self.state, bucket, exchange)
 
     def before_step(self, step: Step) -> None:
-        """Called once before each optimizer step, when its gradients are known to be finite."""
+        """Called right before each optimizer's part of a step, when its gradients are known to be finite.
 
-    def enter(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        """Called right before ``optimizer`` takes its part of the step, after all hooks of the user's.
-
-        Change here, not earlier, what the user sees of an optimizer: its parameters' ``grad``, its ``param_groups``.
+        ``step`` has the optimizer and its weights alone. Change only here what the user sees of an optimizer (``grad``
+        of its parameters, ``param_groups``), and let ``step.put_back`` put that back.
         """
 
-    def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        """Called right after that, before the hooks of the user's: put back what ``enter`` changed."""
-
     def after_step(self, step: Step) -> None:
-        """Called after that step. Values that it puts into the state are committed at once."""
+        """Called once after a step, when all optimizers have stepped that take part. Values that it puts into the state are committed at once."""
 
     def after_skip(self, step: Step) -> None:
         """Called in place of both when the step did not count: after ``undo``, with unchanged weights.
@@ -151,10 +145,6 @@ class Method:
 
     def undo(self) -> None:
         """Forget what ``reduce`` noted outside the state: the step under way does not count."""
-
-    def reset(self) -> None:
-        """Called on all ranks, between two steps, when weights were put back: drop what belongs to the former ones."""
-        drop_waiting(self)
 
     def finish(self) -> None:
         """Wait for the method's own work between steps; called before its state is read."""

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class StepLoop:
         }
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
         self._open: Step | None = None  # begun by one optimizer; others are to follow
+        self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
         self._settled = False  # the last exchange has been stepped with, or skipped
@@ -293,13 +295,18 @@ class StepLoop:
             )
         self.engine.stepping()
         if self._open is not None:
+            named = ((self._names.get(id(weight)), weight) for weight in _parameters(optimizer))
+            weights = {name: weight for name, weight in named if name is not None}
+            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=[])
             with self.inside("optimizer.step()"):
-                self.method.enter(self._open, optimizer)  # which may step parameters in the optimizer's place
+                self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Note that ``optimizer`` has stepped. After the last one of a step, call ``Method.after_step``."""
+        part, self._part = self._part, None
+        for put_back in () if part is None else part.put_back:
+            put_back()
         if self._open is not None:
-            self.method.leave(self._open, optimizer)
             self.engine.stepped()
             self._waiting.discard(id(optimizer))
             if not self._waiting:
@@ -336,8 +343,6 @@ class StepLoop:
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         self._open = self._step()
-        with self.inside("optimizer.step()"):
-            self.method.before_step(self._open)
         return True
 
     def _cancel(self) -> None:

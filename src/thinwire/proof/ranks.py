@@ -273,9 +273,7 @@ class VirtualRank:
                 weight.grad = values * clip
             step = Step(number, (self.optimizer,), weights, clip)
             method.before_step(step)
-            method.enter(step, self.optimizer)
             self.optimizer.step()
-            method.leave(step, self.optimizer)
             self.stepped = flat_copy(weights)
             method.after_step(step)
             method.state.commit()

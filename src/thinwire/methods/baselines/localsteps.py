@@ -326,19 +326,14 @@ class LocalSteps(Method):
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
             return
-        self._copy_shared_weights(step)
+        self._copy_shared_weights()
         if step.number == self.first and self.second_moment == "mean":  # m of the start is the mean gradient's
             for name, weight in step.weights.items():
                 moment = step.holders[name].optimizer.state.get(weight, {}).get("exp_avg")
                 if moment is not None:
                     local(moment).div_(math.sqrt(self.run.exchange.ranks))
-
-    def enter(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        if step.number >= self.first and self.second_moment == "mean":
-            self._adam_view.enter(optimizer, step.weights.values(), self.run.exchange.ranks)
-
-    def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        self._adam_view.leave(optimizer)
+        if self.second_moment == "mean":
+            self._adam_view.enter(step, self.run.exchange.ranks)
 
     def after_step(self, step: Step) -> None:
         self._adam_view.forget()
@@ -348,11 +343,11 @@ class LocalSteps(Method):
     def after_skip(self, step: Step) -> None:
         """Count the skipped step as one of the round's (in the start all ranks skip it)."""
         if step.number >= self.first:
-            self._copy_shared_weights(step)
+            self._copy_shared_weights()
             self._count_step(step)
         self._missed += 1
 
-    def _copy_shared_weights(self, step: Step) -> None:
+    def _copy_shared_weights(self) -> None:
         """Copy W, which all ranks hold, before the run's first local step and the first one after ``reset``."""
         self._drop_saved()
         if find_entries(self.state, "anchor") or not any(fragment.anchors for fragment in self._fragments):
@@ -365,7 +360,7 @@ class LocalSteps(Method):
         for fragment in self._fragments:
             fragment.sgd.state.clear()  # of weights that are no more
             for name, anchor in fragment.anchors.items():
-                anchor.data = local(step.weights[name]).detach().to(torch.float32, copy=True).contiguous()
+                anchor.data = local(self.run.weights[name]).detach().to(torch.float32, copy=True).contiguous()
                 self.state.keep("anchor", name, anchor.detach())
 
     def _local_step(self, number: int) -> int:
@@ -482,20 +477,6 @@ class LocalSteps(Method):
         self._merge_at = 0
 
     # Taking a step back, saving and loading.
-
-    def reset(self) -> None:
-        """Let all ranks begin a round with the mean of their weights; it is exact where these are the same."""
-        exchange = self.run.exchange
-        if find_entries(self.state, "anchor"):
-            if exchange.comm.elastic:
-                raise ThinwireError(
-                    f"{self.name}: wire.reset() would average the weights, and replicas may come and go meanwhile: go "
-                    "back to earlier weights with wire.load_state_dict()"
-                )
-            for weight in self.run.weights.values():
-                values = local(weight.detach())
-                values.copy_(exchange.comm.all_reduce(values.double()).div_(exchange.ranks))
-        super().reset()
 
     def undo(self) -> None:
         self._adam_view.forget()

@@ -152,10 +152,11 @@ class OneBitAdam(Method):
             self.state.put("moment", segment.name, None)
             self._steps.names.add(segment.name)
 
-    def enter(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, step: Step) -> None:
         """Step the parameters whose momentum has arrived (l. 13), with Adam's arithmetic, in Adam's state."""
 
-        def move(name: str, weight: Tensor, group: dict[str, Any]) -> None:
+        def move(name: str, weight: Tensor) -> None:
+            optimizer, group = step.holders[name]
             moments = optimizer.state.get(weight, {})
             if "exp_avg_sq" not in moments:
                 raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")
@@ -168,16 +169,13 @@ class OneBitAdam(Method):
             local(moments["exp_avg"]).copy_(moment)
             _frozen_step(local(weight.detach()), moment, local(moments["exp_avg_sq"]), moments["step"], frozen, group)
 
-        self._steps.take(self.run, optimizer, move)
-
-    def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        self._steps.show()
+        self._steps.take(step, move)
 
     def after_step(self, step: Step) -> None:
-        self._steps.forget()
+        self._steps.names.clear()
 
     def undo(self) -> None:
-        self._steps.forget()
+        self._steps.names.clear()
 
     def _warm_up(self, bucket: Bucket, exchange: Exchange) -> None:
         """Average the gradient, dense or in few bits; what these leave out waits in the momentum's unit."""

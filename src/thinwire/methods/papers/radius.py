@@ -128,7 +128,7 @@ class Radius(Lossy):
         """An optimizer that is not AdamW shows its direction by the change it makes."""
         super().before_step(step)
         if self.update_space is None and self._resamples(step.number):
-            self._former_weights = {
+            self._former_weights |= {
                 name: local(weight).detach().clone()
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)

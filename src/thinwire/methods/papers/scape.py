@@ -210,10 +210,10 @@ class SCAPE(Method):
 
     def before_step(self, step: Step) -> None:
         """Hand the optimizer m' (l. 16)."""
-        for name, next_moment in self._next_moments.items():
+        for name in step.weights.keys() & self._next_moments.keys():
             optimizer = step.holders[name].optimizer
             assert isinstance(optimizer, AdamS)
-            optimizer.next_moments[step.weights[name]] = next_moment
+            optimizer.next_moments[step.weights[name]] = self._next_moments[name]
         self._gathered.before_step(step, self._next_moments)
 
     def after_step(self, step: Step) -> None:

@@ -288,15 +288,7 @@ class Lossy(Method):
 
     def before_step(self, step: Step) -> None:
         if self.update_space is not None:
-            self.update_space.refuse_scaled()
-
-    def enter(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        if self.update_space is not None:
-            self.update_space.take_steps(optimizer)
-
-    def leave(self, step: Step, optimizer: torch.optim.Optimizer) -> None:
-        if self.update_space is not None:
-            self.update_space.give_back()
+            self.update_space.take_steps(step)
 
     def after_step(self, step: Step) -> None:
         if self.update_space is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.run import Run
+from thinwire.core.run import Run, Step
 from thinwire.methods.parts.own_steps import has_step_of_torch
 from thinwire.network.comm import local
 
@@ -40,11 +41,15 @@ class MeanMomentView:
     def __init__(self) -> None:
         self._entered: dict[torch.optim.Optimizer, tuple[list[dict[str, Any]], list[Tensor], float]] = {}
 
-    def enter(self, optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], ranks: int) -> None:
-        """Give ``optimizer``, for its part of ``weights``, gradients g / sqrt(N), lr sqrt(N) and decay / sqrt(N)."""
-        if optimizer in self._entered:  # its step raised an error, and is taken again
-            return
-        root, served = math.sqrt(ranks), set(map(id, weights))
+    def enter(self, step: Step, ranks: int) -> None:
+        """Give the optimizers of ``step``, for its weights, gradients g / sqrt(N), lr sqrt(N) and decay / sqrt(N)."""
+        for optimizer in step.optimizers:
+            if optimizer not in self._entered:  # else its step raised an error, and is taken again
+                self._enter(optimizer, step.weights.values(), math.sqrt(ranks))
+            step.put_back.append(partial(self._leave, optimizer))
+
+    def _enter(self, optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], root: float) -> None:
+        served = set(map(id, weights))
         groups: list[dict[str, Any]] = []
         gradients: list[Tensor] = []
         for group in optimizer.param_groups:
@@ -58,15 +63,13 @@ class MeanMomentView:
         if gradients:
             torch._foreach_mul_(gradients, 1 / root)
 
-    def leave(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the user's groups and gradients back."""
-        if optimizer in self._entered:
-            optimizer.param_groups, gradients, root = self._entered.pop(optimizer)
-            if gradients:
-                torch._foreach_mul_(gradients, root)
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups, gradients, root = self._entered.pop(optimizer)
+        if gradients:
+            torch._foreach_mul_(gradients, root)
 
     def forget(self) -> None:
-        """Put the groups of an optimizer back whose step raised an error; its gradients may be others by now."""
+        """Put the user's groups back where a step has raised an error; gradients may be others by now."""
         for optimizer, (groups, _, _) in self._entered.items():
             optimizer.param_groups = groups
         self._entered.clear()

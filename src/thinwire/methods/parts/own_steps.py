@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.run import Holder, Run
+from thinwire.core.run import Holder, Run, Step
 
 
 class OwnSteps:
@@ -21,35 +20,23 @@ class OwnSteps:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._hidden: list[tuple[Tensor, Tensor]] = []
 
-    def take(
-        self, run: Run, optimizer: torch.optim.Optimizer, move: Callable[[str, Tensor, dict[str, Any]], None]
-    ) -> None:
-        """Call ``move(name, weight, group)`` for those of ``names`` that ``optimizer`` holds, and hide their ``grad``.
-
-        One without ``grad`` stays.
-        """
-        self._hidden.clear()  # of a step that raised an error: the user may have cleared these since
-        holders = run.holders
-        for name in sorted(name for name in self.names if holders[name].optimizer is optimizer):
+    def take(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
+        """Call ``move(name, weight)`` for those of ``names`` in ``step`` that have a ``weight.grad``, and hide that."""
+        hidden: list[tuple[Tensor, Tensor]] = []
+        for name in sorted(self.names.intersection(step.weights)):
             self.names.remove(name)
-            weight = run.weights[name]
+            weight = step.weights[name]
             if weight.grad is not None:
-                move(name, weight, holders[name].group)
-                self._hidden.append((weight, weight.grad))
+                move(name, weight)
+                hidden.append((weight, weight.grad))
                 weight.grad = None
 
-    def show(self) -> None:
-        """Put the hidden ``grad`` back."""
-        for weight, gradient in self._hidden:
-            weight.grad = gradient
-        self._hidden.clear()
+        def show() -> None:
+            for weight, gradient in hidden:
+                weight.grad = gradient
 
-    def forget(self) -> None:
-        """Forget the step under way: it is over, or does not count."""
-        self.names.clear()
-        self._hidden.clear()
+        step.put_back.append(show)
 
 
 REFUSED = ("amsgrad", "maximize", "differentiable")

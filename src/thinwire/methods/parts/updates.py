@@ -116,7 +116,8 @@ class UpdateSpace:
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
-        self._scaled: list[tuple[Tensor, Any]] = []  # flags on the host, each with the event after which it is there
+        # The number of a step, the flag of a part of it on the host, and the event after which it is there.
+        self._scaled: list[tuple[int, Tensor, Any]] = []
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
 
@@ -162,16 +163,24 @@ class UpdateSpace:
         own_values = self._run.travels(segment.name, local(self._run.weights[segment.name]).reshape(-1))
         return min(own_values.numel(), segment.span, PROBE)
 
-    def take_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set w = (1 - lr decay) w - c for all parameters of ``optimizer`` whose c has come."""
+    def take_steps(self, step: Step) -> None:
+        """Set w = (1 - lr decay) w - c for all parameters in ``step`` whose c has come.
+
+        Raises:
+            ThinwireError: something, such as ``torch.nn.utils.clip_grad_norm_``, scaled the previous step between the
+                backward pass and the optimizer's step. (Raised one step late: the host does not wait for a device.)
+        """
+        self.refuse_scaled(before=step.number)
         values: list[Tensor] = []
         changes: list[Tensor] = []
         decay_factors: list[float] = []
         probes: list[Tensor] = []
         expected: list[Tensor] = []
 
-        def move(name: str, weight: Tensor, group: dict[str, Any]) -> None:
-            change = local(weight.grad)  # type: ignore[arg-type]
+        holders = self._run.holders
+
+        def move(name: str, weight: Tensor) -> None:
+            (optimizer, group), change = holders[name], local(weight.grad)  # type: ignore[arg-type]
             optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
             if rests(group):
                 return
@@ -182,35 +191,26 @@ class UpdateSpace:
                 expected.append(beginning)
                 probes.append(self._run.travels(name, change.reshape(-1))[: beginning.shape[0]])
 
-        self._steps.take(self._run, optimizer, move)
+        self._steps.take(step, move)
         take(values, changes, decay_factors)
         if probes:
             lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
-            self._note_scaled(((lengths - sent).abs() > 0.01 * sent).any())
+            self._note_scaled(step.number, ((lengths - sent).abs() > 0.01 * sent).any())
 
-    def give_back(self) -> None:
-        """Put the hidden ``grad`` back: the optimizer has stepped."""
-        self._steps.show()
-
-    def _note_scaled(self, flag: Tensor) -> None:
-        """Send ``flag``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
+    def _note_scaled(self, step: int, flag: Tensor) -> None:
+        """Send the ``flag`` of ``step``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
         if not flag.is_meta:
             host = devices.host_memory((), flag.device, torch.bool)
-            self._scaled.append((host.copy_(flag, non_blocking=True), devices.mark(flag.device)))
+            self._scaled.append((step, host.copy_(flag, non_blocking=True), devices.mark(flag.device)))
 
-    def refuse_scaled(self) -> None:
-        """Refuse a previous step that something scaled between the backward pass and the optimizer's step.
-
-        One step late: the host does not wait for a device.
-
-        Raises:
-            ThinwireError: something did, such as ``torch.nn.utils.clip_grad_norm_``.
-        """
-        flags, self._scaled = self._scaled, []
-        for _, copied in flags:
+    def refuse_scaled(self, before: float = math.inf) -> None:
+        """Raise ThinwireError if something scaled a step ``before`` this one: see ``take_steps``."""
+        earlier = [noted for noted in self._scaled if noted[0] < before]
+        self._scaled = [noted for noted in self._scaled if noted[0] >= before]
+        for _, _, copied in earlier:
             if copied is not None:
                 copied.synchronize()  # over, unless nobody has waited for the step's flag
-        if any(bool(scaled) for scaled, _ in flags):
+        if any(bool(scaled) for _, scaled, _ in earlier):
             raise ThinwireError(
                 f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
                 "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
@@ -218,7 +218,7 @@ class UpdateSpace:
 
     def end_step(self, step: Step) -> None:
         """Forget what was noted for the step, and update r."""
-        self._steps.forget()
+        self._steps.names.clear()
         self._beginnings.clear()
         if self._measured:
             new = self._ratio(sorted(self._measured))
@@ -229,7 +229,7 @@ class UpdateSpace:
 
     def forget(self) -> None:
         """Forget the step under way, which does not count."""
-        self._steps.forget()
+        self._steps.names.clear()
         self._measured.clear()
         self._beginnings.clear()
         self._factors = None
