@@ -135,7 +135,10 @@ class Method:
         """
 
     def after_step(self, step: Step) -> None:
-        """Called once after a step, when all optimizers have stepped that take part. Values that it puts into the state are committed at once."""
+        """Called once after a step, when all optimizers that take part have stepped.
+
+        Values that it puts into the state are committed at once.
+        """
 
     def after_skip(self, step: Step) -> None:
         """Called in place of both when the step did not count: after ``undo``, with unchanged weights.

@@ -38,6 +38,7 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -198,7 +199,7 @@ class UpdateSpace:
             self._note_scaled(step.number, ((lengths - sent).abs() > 0.01 * sent).any())
 
     def _note_scaled(self, step: int, flag: Tensor) -> None:
-        """Send the ``flag`` of ``step``, 0-dim, to the host, which reads it in the next step, once it has waited for the guard's."""
+        """Send the ``flag`` of ``step``, 0-dim, to the host, which reads it in a later step, after the guard's."""
         if not flag.is_meta:
             host = devices.host_memory((), flag.device, torch.bool)
             self._scaled.append((step, host.copy_(flag, non_blocking=True), devices.mark(flag.device)))
