@@ -161,7 +161,7 @@ def make_optimizers(model: nn.Module, config: Config) -> tuple[torch.optim.Optim
     roles = describe(model)
     hidden = [weight for weight in parameters if weight.dim() == 2 and roles[id(weight)].role == "matrix"]
     if not hidden:
-        raise ThinwireError("--optimizer muon: the model has no hidden matrices to train")
+        raise ThinwireError("--optimizer muon: the model has no hidden matrices to train: use adamw")
     matrices = {id(weight) for weight in hidden}
     muon = torch.optim.Muon(hidden, lr=config.top_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
     for group in muon.param_groups:
