@@ -266,8 +266,9 @@ class UpdateSpace:
                 local(momentum).copy_(second)
             return {"momentum_buffer": momentum}
         steps, r = self._state.get("seen", name), self._state.get("alike", "")
-        unknown = second is None or steps is None
-        count = torch.zeros((), dtype=torch.float32, device="cpu") if unknown else steps.float().cpu()
+        count = torch.zeros((), dtype=torch.float32, device="cpu")
+        if second is not None and steps is not None:
+            count = steps.float().cpu()
         on_device = group.get("capturable") or group.get("fused")
         moments = {
             "step": count.to(weight.device) if on_device else count.clone(),
