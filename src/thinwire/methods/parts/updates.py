@@ -266,12 +266,10 @@ class UpdateSpace:
                 local(momentum).copy_(second)
             return {"momentum_buffer": momentum}
         steps, r = self._state.get("seen", name), self._state.get("alike", "")
-        count = torch.zeros((), dtype=torch.float32, device="cpu")
-        if second is not None and steps is not None:
-            count = steps.float().cpu()
-        on_device = group.get("capturable") or group.get("fused")
+        number = 0.0 if second is None or steps is None else float(steps)
+        on_device = weight.device if group.get("capturable") or group.get("fused") else "cpu"
         moments = {
-            "step": count.to(weight.device) if on_device else count.clone(),
+            "step": torch.tensor(number, dtype=torch.float32, device=on_device),
             "exp_avg": torch.zeros_like(weight),
             "exp_avg_sq": torch.zeros_like(weight),
         }
