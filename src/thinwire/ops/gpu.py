@@ -236,7 +236,7 @@ def _launched(key: tuple[Any, ...], grid: tuple[int, ...], index: int, arguments
     except (TypeError, AttributeError) as error:
         _bound[key] = None
         warnings.warn(
-            f"Triton {triton.__version__} launches compiled kernels in another way than those that were tried ({error}): "
+            f"Triton {triton.__version__} launches kernels in another way than those that were tried ({error}): "
             "it launches this one itself, which takes the host longer", ThinwireWarning, stacklevel=5,
         )  # fmt: skip
         return False
