@@ -87,9 +87,7 @@ class TokenFiles:
         tokens = np.frombuffer(data, dtype).astype(np.int64)
         if count and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             worst = tokens.max() if tokens.min() >= 0 else tokens.min()
-            raise ThinwireError(
-                f"the corpus holds token {worst}, but the tokenizer has only {self._vocabulary} tokens"
-            )
+            raise ThinwireError(f"the corpus holds token {worst}, but the tokenizer has only {self._vocabulary} tokens")
         return tokens
 
     def digest(self) -> str:

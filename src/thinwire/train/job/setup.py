@@ -77,7 +77,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         assert dist.group.WORLD is not None
         comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
         # Without this, a rank with nothing to do would leave before the others have reached it.
-        comm.all_reduce(torch.zeros(1, device=device))
+        comm.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
     except (RuntimeError, ValueError) as error:
         others = "rank" if os.environ["WORLD_SIZE"] == "2" else f"{int(os.environ['WORLD_SIZE']) - 1} ranks"
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
