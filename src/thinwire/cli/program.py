@@ -19,7 +19,7 @@ COMMANDS = {
     "train": ("thinwire.cli.train:main", "train a language model on several ranks"),
     "status": ("thinwire.train.job.status:main", "show the replicas of a `train --elastic` run, and what was lost"),
     "inspect": ("thinwire.train.checkpoint.inspect:main", "show and check a checkpoint, or compare two"),
-    "compare": ("thinwire.cli.compare:compare_main", "train with several methods on an emulated slow link, and compare"),
+    "compare": ("thinwire.cli.compare:compare_main", "compare methods: train with each on an emulated slow link"),
     "doctor": ("thinwire.cli.doctor:doctor_main", "measure a job: what limits it, and which method would help"),
     "simulate": ("thinwire.cli.simulate:simulate_main", "predict time, bytes and memory of methods on a cluster"),
     "lab": ("thinwire.cli.lab:lab_main", "run a program of your own on an emulated slow link"),
