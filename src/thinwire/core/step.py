@@ -306,6 +306,7 @@ class StepLoop:
         part, self._part = self._part, None
         for put_back in () if part is None else part.put_back:
             put_back()
+        self._come_last()
         if self._open is not None:
             self.engine.stepped()
             self._waiting.discard(id(optimizer))
@@ -449,7 +450,7 @@ class StepLoop:
     def _forget(self) -> None:
         self._exchanged.clear()
         self._waiting.clear()
-        self._open = self.norm = self.clip_factor = None
+        self._open = self._part = self.norm = self.clip_factor = None
         self.engine.end_step()
 
     def _commit(self) -> None:
