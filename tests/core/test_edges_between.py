@@ -16,7 +16,7 @@ import thinwire
 from breadth import ENGINES
 from engines import build
 from models import flat
-from test_edges import CASES, Case, Given, each, findings, on, parts
+from test_edges import CASES, Case, Given, each, findings, full, on, parts
 from test_edges_turns import gradients
 from threaded import entries
 
@@ -174,6 +174,39 @@ def test_whatever_comes_between_two_optimizers_steps_is_as_in_plain_torch(engine
         return found + ["other weights"] * (not what["same"]) + ["another state"] * (not what["kept"])
 
     each(ranks.run(_all, world, engine), engine, complaints)
+
+
+def _changed_in_hooks(rank: int, world: int, method: str, kind: Callable) -> float:
+    """How far are the weights of the forward pass, which are gathered at masks, from the owners'?"""
+    model = build("fsdp2", world, net=Given)
+    optimizer = kind(model.parameters(), lr=0.01)
+
+    @torch.no_grad()
+    def shrink(*_: Any) -> None:
+        for weight in model.parameters():
+            weight.mul_(0.9)
+
+    optimizer.register_step_post_hook(shrink)
+    wire = thinwire.compress(model, optimizer, method, steps=20)
+    optimizer.register_step_pre_hook(shrink)
+    worst = 0.0
+    for step in range(5):
+        now = {name: full(weight).clone() for name, weight in parts(model).items()}
+        model(gradients(step, rank)).backward()
+        worst = max(worst, *(float((model.seen[name] - now[name]).abs().max()) for name in now))
+        optimizer.step()
+        optimizer.zero_grad()
+    wire.close()
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("trickle:merged(smallest=0, density=0.05)", torch.optim.AdamW),
+     ("scape(smallest=0, density=0.1, warmup=1)", thinwire.AdamS)],
+)  # fmt: skip
+def test_weights_that_the_users_hooks_change_are_gathered_as_they_are(method, kind):
+    assert max(ranks.run(_changed_in_hooks, 2, method, kind)) < 1e-6
 
 
 def _shared(rank: int, world: int) -> str:
