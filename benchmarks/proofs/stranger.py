@@ -169,7 +169,7 @@ def processes(mark: str) -> list[str]:
 
 
 def given(mark: str, bin_: Path) -> dict[str, str]:
-    """What a command finds in its environment: the programs of ``bin_``, and a folder of its own for temporary files."""
+    """A command's environment: the programs of ``bin_``, and a folder of its own for temporary files."""
     temporary = tempfile.mkdtemp(prefix="t-", dir=bin_.parents[1])
     return {MARK: mark, "TMPDIR": temporary, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
 
