@@ -182,8 +182,8 @@ class LocalSteps(Method):
         self._check_averages("start_with", self._starter)
         if self._starter.card.steady or len(self._starter.card.cycle) > 1:
             raise ThinwireError(
-                f"{self.name}: start_with={self._starter.name} does not do the same in every step: choose a method "
-                "that does, such as int8"
+                f"{self.name}: start_with={self._starter.name} does not do the same in each step (it warms up, or "
+                "keeps a mask): choose a method that does, such as int8"
             )
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count

@@ -46,7 +46,7 @@ from thinwire.core.method import SMALL, Method, Smallest, Start, exempt_small, f
 from thinwire.core.promise import Promise
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of, refuse_chunks
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of, beta1_of, refuse_chunks
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
 
@@ -117,13 +117,11 @@ class OneBitAdam(Method):
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
         sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
-        holders = adam_of(self.name, run, sent)
-        betas = {float(group["betas"][0]) for _, group in holders.values()}
-        if len(betas) > 1:
-            raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
-        self.beta1 = betas.pop() if betas else 0.0
+        adam_of(self.name, run, sent)
+        self.beta1 = beta1_of(self.name, run, sent)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        self.beta1 = beta1_of(self.name, self.run, (segment.name for segment in bucket.segments))
         if bucket.step < self.first:
             self._warm_up(bucket, exchange)
             return
@@ -137,6 +135,7 @@ class OneBitAdam(Method):
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """Set m' to mean_n (m_n + e_n) + s. It has more than signs, so the next l. 6 reads m from the optimizer."""
+        self.beta1 = beta1_of(self.name, self.run, (segment.name for segment in bucket.segments))
         warm = bucket.step < self.first
         if warm and self.warmup_bits == 32:
             exchange.mean(bucket)

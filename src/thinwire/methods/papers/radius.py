@@ -211,7 +211,7 @@ class Radius(Lossy):
         def joined() -> Tensor:
             for segment, segment_mask in zip(bucket.segments, segment_masks, strict=True):
                 if segment_mask is None:
-                    raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
+                    raise ThinwireError(f"radius: {segment.name} has no mask, as no optimizer holds it")
             return torch.cat([segment_mask for segment_mask in segment_masks if segment_mask is not None], 1)
 
         k = sum(self._k(segment.span) for segment in bucket.segments)

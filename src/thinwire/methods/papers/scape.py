@@ -53,7 +53,7 @@ from thinwire.core.state import put_back
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import WeightsAtMask
 from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
-from thinwire.methods.parts.own_steps import refuse_chunks
+from thinwire.methods.parts.own_steps import beta1_of, refuse_chunks
 from thinwire.network.comm import local
 from thinwire.ops import moments
 from thinwire.optim import AdamS
@@ -130,10 +130,7 @@ class SCAPE(Method):
                     f"scape is built on AdamS: pass thinwire.AdamS as the optimizer of {name}, got "
                     f"{type(optimizer).__name__}, or name it in dense="
                 )
-        betas = {group["betas"][0] for _, group in sent.values()}
-        if len(betas) > 1:
-            raise ThinwireError(f"scape needs one beta1 for all parameter groups, got {sorted(betas)}")
-        self.beta1 = betas.pop() if betas else 0.0
+        self.beta1 = beta1_of(self.name, run, sent)
         warm = first_step(self.name, "warmup", self.warmup, run.steps)
         self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
@@ -145,6 +142,7 @@ class SCAPE(Method):
             exchange.mean(bucket)
             return
         self._step = bucket.step
+        self.beta1 = beta1_of(self.name, self.run, (segment.name for segment in bucket.segments))
         self._masks.finish()
         chosen = None if whole else self._masks.used(bucket)
         if chosen is None:  # M is all ones (l. 5): what is sent is as long as the gradients, and takes their place

@@ -89,9 +89,8 @@ class SEPARATE(Lossy):
         bound = 2 / (1 + variance)
         if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(
-                f"separate: beta={self.beta} diverges: the new error's weight, 1 - beta = {1 - self.beta:.3f}, must "
-                f"be below 2 / (1 + w) = {bound:.3f} (w = (block + 1) / m = {variance:.1f}): "
-                f"take beta above {1 - bound:.3f}"
+                f"separate: with beta={self.beta} the error that is fed back grows without bound: take beta above "
+                f"{1 - bound:.3f} (1 - beta must be below 2 / (1 + w), where w = (block + 1) / m = {variance:.1f})"
             )
         return self.beta
 

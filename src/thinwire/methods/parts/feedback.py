@@ -260,7 +260,7 @@ class Lossy(Method):
             return None
 
         def make() -> Tensor:
-            shares = torch.full((bucket.shape[1],), share, device=bucket.device)
+            shares = torch.full((bucket.shape[1],), share, dtype=torch.float32, device=bucket.device)
             for segment in whole:
                 shares[segment.columns] = 1.0
             return shares

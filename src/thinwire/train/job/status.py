@@ -118,7 +118,7 @@ def read_run(path: Path) -> Run:
         reason = "its ranks are fixed: it was not started with --elastic" if is_run else "it holds no run"
         raise ThinwireError(f"{path}: {reason}") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise ThinwireError(f"cannot read {path / ELASTIC}") from None
+        raise ThinwireError(f"cannot read {path / ELASTIC}: it is damaged, or not yours to read") from None
     settings: Any = {}
     with contextlib.suppress(OSError, yaml.YAMLError):
         settings = yaml.safe_load((path / "config.yaml").read_text())
