@@ -61,23 +61,23 @@ from thinwire.optim import AdamS
 
 @dataclass
 class SCAPE(Method):
-    """First moments at a mask of the last step's largest, for AdamS; the rest waits (arXiv 2607.01678, Alg. 1).
+    """AdamS's first moments, where the last step's were largest; the rest waits (arXiv 2607.01678, Alg. 1).
 
     The optimizer must be ``thinwire.AdamS``. Recommended betas: (0.9, 0.95); see AdamS for why not 0.999.
 
     Args:
-        density: share of each tensor's values sent once warm (the paper's rho). Lower => fewer bytes, and more of the
-            moment waits. 1: dense AdamS, exactly.
-        warmup: the density falls geometrically from 1 to ``density`` over this share of the run (below 1) or number of
-            steps. Longer => more bytes, steadier start. The first step is always dense.
-        refresh: steps for which a mask is used once warm (the paper: 1). Higher => fewer mask bytes, staler masks.
-        weights: which values of sharded weights FSDP2 gathers: "masked", those at the mask (a copy of all weights stays
-            in memory, float32), or "dense", all. "auto": masked where FSDP2 gathers float32, dense where
-            MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
-        offload: keep what waits on each rank in CPU memory (8 bytes per value; on a GPU up to 16, as torch pins powers
-            of two), with two staging buffers of the largest bucket on the device: less device memory, one copy each way
-            over PCIe per step.
-        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+        density: share of each tensor's values sent after the warm-up (the paper's rho). Lower => fewer bytes, and more
+            of the moment waits. 1: dense AdamS, exactly.
+        warmup: length of the warm-up, in which the density falls geometrically from 1: below 1 a share of the run, else
+            a number of steps. Longer => more bytes, steadier start. The first step is always dense.
+        refresh: steps for which a mask is used after the warm-up (the paper: 1). Higher => fewer bytes, staler masks.
+        weights: which values of sharded weights FSDP2 gathers: "masked", those at the mask (each rank keeps a float32
+            copy of all weights), or "dense", all. "auto": "masked" if FSDP2 gathers float32; "dense" if
+            MixedPrecisionPolicy(param_dtype=) makes it gather fewer bits: such a copy cannot be kept up to date.
+        offload: keep what waits on each rank in CPU memory (8 bytes per value; with a GPU up to 16, because torch pins
+            powers of two). The device then has two staging buffers of the largest bucket: less device memory, one copy
+            each way over PCIe per step.
+        smallest: tensors of fewer elements stay dense (higher => fewer tensors compressed).
     """
 
     name: ClassVar[str] = "scape"

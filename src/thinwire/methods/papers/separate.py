@@ -43,10 +43,10 @@ Beta = Annotated[float, Within(lambda beta: 0 <= beta <= 1, "is a weight from 0 
 
 @dataclass
 class SEPARATE(Lossy):
-    """A common random projection of every block: 32 / ratio bits per value (ICLR 2025, Alg. 1, and without feedback).
+    """A random projection of each block, the same on all ranks: 32 / ratio bits per value (ICLR 2025, Alg. 1).
 
     Args:
-        ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
+        ratio: how many values become one, a power of two (higher => fewer bytes, longer delay or more noise).
         estimator: "cyclic_srht" or "paper": see ``thinwire.codecs.projection.Estimator``.
         block: values projected together, a power of two (larger => more work; the error depends on the ratio alone).
             None: 256 for the SRHT (which pads tensors to multiples of 16 blocks), 512 for the paper's matrices.

@@ -23,9 +23,9 @@ from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log, summary_
 
 HELP = """usage: thinwire status RUN
 
-Show who takes part in a run of `thinwire train --elastic`, its last step that
-counted, the share of the time in which steps counted (goodput), and what was
-lost. RUN is the folder of --out.
+Show which replicas take part in a run of `thinwire train --elastic`, the last
+step that counted, the share of the time in which steps counted (goodput), and
+what was lost. RUN is the folder of --out.
 
   $ thinwire status runs/train"""
 ANSWER_S = 1.0
