@@ -56,9 +56,12 @@ def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
 
 
 def apart(app, docname: str, content: list[str]) -> None:
-    """The papers' reports are pages that papers.md links to; no table of contents lists them."""
+    """The papers' reports are pages that papers.md links to; no table of contents lists them.
+
+    A hyphen at which no line ends holds "figure-1" together in a title.
+    """
     if docname.startswith("data/papers/"):
-        content[0] = f"---\norphan: true\n---\n\n{content[0]}"
+        content[0] = f"---\norphan: true\n---\n\n{NUMBERED.sub(BOUND, content[0], count=1)}"
 
 
 def plain(app, what, name, obj, options, lines: list[str]) -> None:
@@ -105,6 +108,7 @@ def unbroken(app, pagename, templatename, context, doctree) -> None:
 
 COMMANDS = re.compile(r'<div class="highlight-(?:ba)?sh .*?</pre>', re.DOTALL)
 FLAG = re.compile(r"(?<![^\s>(\[])--?[A-Za-z](?:[\w-]*\w)?")
+NUMBERED, BOUND = re.compile(r"^(# .*(?:figure|table))-(?=\d+:)"), "\\1\u2011"
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
 
