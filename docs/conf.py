@@ -95,6 +95,11 @@ def whole(app, what, name, obj, options, lines: list[str]) -> None:
         lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
 
 
+def of_its_type(app, what, name, obj, options, signature: str | None, returns: str | None):
+    """In a signature a knob has its type; its range is a function, of which nobody can read more than an address."""
+    return (RANGE.sub(r"\1", signature), returns) if signature else None
+
+
 def unbroken(app, pagename, templatename, context, doctree) -> None:
     """Marks what static/site.css keeps whole or lets break: browsers break a flag after each of its hyphens.
 
@@ -108,6 +113,7 @@ def unbroken(app, pagename, templatename, context, doctree) -> None:
 
 COMMANDS = re.compile(r'<div class="highlight-(?:ba)?sh .*?</pre>', re.DOTALL)
 FLAG = re.compile(r"(?<![^\s>(\[])--?[A-Za-z](?:[\w-]*\w)?")
+RANGE = re.compile(r"""(?:typing\.)?Annotated\[(.+?), Within\(holds=<function .+? at 0x[0-9a-f]+>, words=(?:'.*?'|".*?")\)\]""")
 NUMBERED, BOUND = re.compile(r"^(# .*(?:figure|table))-(?=\d+:)"), "\\1\u2011"
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
@@ -118,3 +124,4 @@ def setup(app) -> None:
     app.connect("html-page-context", unbroken)
     app.connect("autodoc-process-docstring", plain, priority=400)  # before napoleon makes its own marks
     app.connect("autodoc-process-docstring", whole, priority=600)
+    app.connect("autodoc-process-signature", of_its_type)
