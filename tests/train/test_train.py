@@ -410,12 +410,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engi
 def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
     """As the shell sees it, where one rank says so and the others wait for it; what all see, and what is seen before
     there are ranks, is tried below without a program of its own."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tokenizer-bpe-300.json").write_text("{}")  # which rank 0 reads, and hands to the others
     done = thinwire(
         "train", "--preset", "tiny", "--ranks", "2", "--corpus", str(text), "--out", f"{tmp_path}/run",
-        "--tokenizer", "words",
+        "--tokenizer", "bpe:300",
     )  # fmt: skip
     assert done.returncode == 2
-    assert "unknown tokenizer" in done.stderr
+    assert "cannot load the tokenizer" in done.stderr
     assert "Traceback" not in done.stderr
     assert all(message.startswith("thinwire: ") for message in done.stderr.splitlines())
 
@@ -626,6 +628,67 @@ def test_a_folder_that_cannot_be_used_is_refused_before_torch_is_loaded_and_rank
     assert refused.returncode == 2 and said in refused.stderr and len(refused.stderr.splitlines()) == 1, refused
     if "run" in said:
         assert "torch was loaded" in train("--out", "run", "--overwrite").stderr
+
+
+WITHOUT_TORCH = """if True:
+    import json, sys
+    from thinwire.cli.program import main
+
+    for words in json.loads(sys.argv[1]):
+        print(main(words), *words, flush=True)
+        assert "torch" not in sys.modules, words
+"""
+
+
+def test_what_is_not_there_is_refused_before_torch_is_loaded(tmp_path, text):
+    """In the words of the ranks, which read the same files with the same functions."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('torch was loaded')")
+    (tmp_path / "empty").mkdir()
+    wrong = {
+        "--corpus nowhere.txt": "cannot read the corpus nowhere.txt: No such file or directory",
+        "--corpus *.none": "no file matches the corpus '*.none'",
+        "--corpus empty": "--corpus empty is a folder without token files (tokens.json: No such file or directory)",
+        "--corpus nowhere.bin --tokenizer ids:9": "cannot read the corpus nowhere.bin: No such file or directory",
+        "--corpus nowhere.npy --tokenizer ids:9": "cannot read the corpus nowhere.npy: No such file or directory",
+        f"--corpus {text} --valid nowhere.txt": "cannot read the corpus nowhere.txt: No such file or directory",
+        "--tokenizer words": "unknown tokenizer 'words'; there are: bytes, bpe:SIZE, folder:PATH, hub:NAME, ids:SIZE",
+        "--tokenizer bpe:many": "bpe:many: the size is a number of tokens, 257 or more",
+        "--tokenizer folder:empty": "cannot load the tokenizer empty/tokenizer.json: No such file or directory",
+        "--init empty": "--init empty is no Hugging Face folder: it has no config.json",
+        "--method auto --cluster moon": "unknown cluster 'moon'",
+        "--preset huge": "unknown preset 'huge'",
+        "--track trackio": "the package 'trackio' is not installed: pip install 'thinwire[trackio]'",
+    }
+    commands = [["train", "--preset", "tiny", *words.split()] for words in wrong]
+    commands.append(["tokenize", str(text), "--tokenizer", "bpe:300", "--out", "tokens"])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)], cwd=tmp_path, env=environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == len(wrong), said
+    for line, expected in zip(said, wrong.values(), strict=True):
+        assert line.startswith("thinwire: ") and expected in line
+    printed = done.stdout.splitlines()
+    assert [line[0] for line in printed if line[1:].startswith(" train")] == ["2"] * len(wrong)
+    assert printed[-1].startswith("0 tokenize") and not (tmp_path / "runs").exists()
+
+
+def test_what_the_ranks_would_not_read_is_not_refused(tmp_path, text):
+    """A tokenizer that an earlier run has kept, and a cluster of a run that has chosen."""
+    (tmp_path / "tokenizer.json").touch()
+    kept = Config(corpus=(str(text),), tokenizer="folder:gone", out=tmp_path)
+    kept.check_files()
+    with pytest.raises(ThinwireError, match="cannot load the tokenizer gone"):
+        dataclasses.replace(kept, overwrite=True).check_files()
+    chosen = Config(corpus=(str(text),), method="auto", cluster="gone.toml", resume="auto")
+    chosen.check_files()
+    with pytest.raises(ThinwireError, match="gone.toml"):
+        dataclasses.replace(chosen, resume=None).check_files()
+    Config(corpus=("hub:nobody/knows", "stdlib"), tokenizer="hub:nobody/knows").check_files()
 
 
 def test_of_a_folder_in_use_and_of_one_that_cannot_be_asked_the_ranks_say_what_is_wrong(tmp_path):

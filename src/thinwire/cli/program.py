@@ -33,7 +33,7 @@ COMMANDS = {
     "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands, for bash or zsh"),
 }
-LOADS_TORCH = ("compare", "simulate", "inspect", "tokenize", "sample", "export", "methods", "completion")
+LOADS_TORCH = ("compare", "simulate", "inspect", "sample", "export", "methods", "completion")
 """Commands that load torch before they can say anything, which takes seconds."""
 USAGE = "usage: thinwire COMMAND [options]      (thinwire COMMAND --help: its options)"
 BROKEN_PIPE = 128 + signal.SIGPIPE

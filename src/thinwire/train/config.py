@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,7 +20,8 @@ from thinwire.base.help import Option
 from thinwire.base.knobs import Within, check_types
 from thinwire.base.options import read_options
 from thinwire.lab.link import share
-from thinwire.train.model.shapes import PRESETS, ModelConfig
+from thinwire.predict.cluster import read_cluster
+from thinwire.train.model.shapes import PRESETS, ModelConfig, hub_folder
 
 SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")  # settings that override the preset's shape
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # the variable with the address of torchft's lighthouse
@@ -278,13 +280,44 @@ class Config:
 
     def check(self) -> Config:
         """Return these settings; raise ThinwireError, in one line, if they cannot be used."""
+        self.check_options()
+        self.check_methods()
+        return self
+
+    def check_options(self) -> None:
+        """Check all settings but the methods, without torch."""
         check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
         self._check_combinations()
         if not self.init:
             self.shape(vocabulary=256)
-        # Torch is imported only now: settings that can be refused without it have been.
+        if os.environ.get("RANK", "0") == "0":
+            for name in self.track:
+                if name != "csv":
+                    extras.package_folder(name)
+
+    def check_files(self) -> None:
+        """Raise what the ranks would raise of text, a tokenizer, a model or a cluster that is not there.
+
+        For who starts them: nothing is read that takes long, and torch is not imported.
+        """
+        from thinwire.train.data import corpus, token_files, tokenizer
+
+        with suppress(OSError):  # a name that is too long, a folder that may not be read: the ranks say it
+            if self.chooses and self.cluster and not self.resume:  # a run that goes on has chosen
+                read_cluster(self.cluster)
+            if self.init:
+                hub_folder(self.init)
+                tokens = not self.data and Path(self.corpus[0]).is_dir()
+            else:
+                tokens = token_files.find_token_files(self.corpus, self.valid, self.tokenizer) is not None
+            if not tokens:
+                corpus.check_there((*(self.data or self.corpus), *self.valid))
+                tokenizer.check_tokenizer(self.tokenizer, self.out, anew=self.overwrite)
+
+    def check_methods(self) -> None:
+        """Check what only the methods, and so torch, can say."""
         from thinwire.methods import resolve
         from thinwire.optim import AdamS
 
@@ -300,11 +333,6 @@ class Config:
             )
         if self.intra is not None:
             resolve(self.intra)
-        if os.environ.get("RANK", "0") == "0":
-            for name in self.track:
-                if name != "csv":
-                    extras.package_folder(name)
-        return self
 
     def _check_combinations(self) -> None:
         if not (self.corpus and all(self.corpus)):

@@ -6,7 +6,8 @@
     FOLDER/tokenizer-bpe-SIZE.json
 
 ``--corpus FOLDER`` trains on such a folder. ``--corpus "train-*.bin" --tokenizer ids:50304`` trains on files without a
-``tokens.json``: nanoGPT's and NumPy's ``.npy``. Memory does not grow with the corpus.
+``tokens.json``: nanoGPT's and NumPy's ``.npy``. Memory does not grow with the corpus. Torch is imported when tokens are
+read: what is wrong with files and names is said before.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import tyro
-from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
-from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, split_spans
+from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, reading, split_spans
 from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT, META, SIDES = 1, "tokens.json", ("train", "valid")
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int32")}
@@ -67,6 +69,8 @@ class TokenFiles:
 
     def __getitem__(self, wanted: slice) -> Tensor:
         start, stop, _ = wanted.indices(len(self))
+        import torch
+
         arrays, file = [np.empty(0, np.int64)], bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             end = min(stop, self._starts[file + 1])
@@ -179,9 +183,10 @@ def _open_folder(
 def _whole_file(path: Path) -> FileRange:
     """Find all tokens of a .bin (uint16) or .npy file."""
     try:
-        if path.suffix == ".bin":
-            return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
-        array = np.lib.format.open_memmap(path, mode="r")
+        with reading(path):
+            if path.suffix == ".bin":
+                return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
+            array = np.lib.format.open_memmap(path, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ThinwireError(f"{path} holds {array.dtype} {array.shape}: tokens are integers in one dimension")
         return FileRange(path, array.offset, len(array), array.dtype)

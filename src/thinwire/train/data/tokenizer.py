@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.files import write
 from thinwire.train.data.corpus import spans
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BATCH = 16  # spans tokenized at a time: the library tokenizers keeps about 100 bytes for each byte of them
 
@@ -23,6 +25,24 @@ def tokenizer_file(name: str, folder: Path) -> Path | None:
     """Return the file that keeps the tokenizer ``name`` in ``folder``; None: it needs no file."""
     kind, _, size = name.partition(":")
     return {"bpe": folder / f"tokenizer-bpe-{size}.json", "folder": folder / "tokenizer.json"}.get(kind)
+
+
+def check_tokenizer(name: str, folder: Path, *, anew: bool) -> None:
+    """Raise what ``Tokenizer`` raises of a name that is none, or of a Hugging Face folder that it would read."""
+    kind, argument = _read_name(name)
+    if kind == "folder" and (anew or not (folder / "tokenizer.json").exists()):
+        _load(Path(argument, "tokenizer.json"))
+
+
+def _read_name(name: str) -> tuple[str, str]:
+    """Return the kind of a tokenizer and what stands behind the colon."""
+    kind, _, argument = name.partition(":")
+    if name != "bytes" and not (argument and kind in ("bpe", "folder", "hub", "ids")):
+        raise ThinwireError(f"unknown tokenizer '{name}'; there are: bytes, bpe:SIZE, folder:PATH, hub:NAME, ids:SIZE")
+    least = {"bpe": 257, "ids": 1}.get(kind, 0)
+    if least and not (argument.isdecimal() and int(argument) >= least):
+        raise ThinwireError(f"{name}: the size is a number of tokens, {least} or more")
+    return kind, argument
 
 
 class Tokenizer:
@@ -36,15 +56,11 @@ class Tokenizer:
         """``train``: the training text in spans: the tokenizer's file is made if it is missing, or ``anew``; None: the
         file that another rank wrote is loaded."""
         self.name, self._tokenizer = name, None
-        kind, _, argument = name.partition(":")
+        kind, argument = _read_name(name)
         self._adds_special_tokens = kind != "folder"
-        size = int(argument) if argument.isdigit() else 0
-        if name == "bytes" or (kind == "ids" and size > 0):
-            self.vocabulary = size or 256
+        if kind in ("bytes", "ids"):
+            self.vocabulary = int(argument or 256)
             return
-        if kind not in ("bpe", "folder", "hub") or not argument:
-            kinds = "bytes, bpe:SIZE, folder:PATH, hub:NAME, ids:SIZE"
-            raise ThinwireError(f"unknown tokenizer '{name}'; there are: {kinds}")
         path = tokenizer_file(name, folder)
         if path and train is not None and (anew or not path.exists()):
             trained = _train_bpe(argument, train) if kind == "bpe" else _load(Path(argument, "tokenizer.json"))
@@ -74,6 +90,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of ``text``, (T,) of ``dtype``."""
+        import torch
+
         return torch.from_numpy(np.concatenate([*self.encode_spans(spans([text])), np.empty(0, self.dtype)]))
 
     def _check_knows_text(self) -> None:
@@ -106,8 +124,6 @@ def _byte_level(model: models.Model, use_regex: bool = True) -> HubTokenizer:
 
 
 def _train_bpe(size: str, train: Iterable[str]) -> HubTokenizer:
-    if not size.isdigit() or int(size) < 257:
-        raise ThinwireError(f"bpe:{size}: the size must be a number of 257 tokens or more")
     tokenizer, alphabet = _byte_level(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=int(size), initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(train, trainer)

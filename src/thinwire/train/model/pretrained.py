@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
+from thinwire.train.model.shapes import hub_folder
 
 HUB_FOLDER = "hf"  # folder in --out of the model's files that hold no tensors
 GENERATION = "generation_config.json"
@@ -84,9 +85,7 @@ def load(init: str, adapters: dict[str, Any] | None, seed: int = 0) -> Pretraine
     Raises:
         ThinwireError: there is no model, it lacks weights, or it has none of the modules that adapters are for.
     """
-    folder = Path(init)
-    if not (folder / "config.json").is_file():
-        raise ThinwireError(f"--init {folder} is no Hugging Face folder: it has no config.json")
+    folder = hub_folder(init)
     with _quiet(f"cannot load the model in {folder}"):
         hub, report = extras.load("transformers").AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
