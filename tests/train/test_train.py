@@ -656,7 +656,7 @@ def test_what_is_not_there_is_refused_before_torch_is_loaded(tmp_path, text):
         "--tokenizer bpe:many": "bpe:many: the size is a number of tokens, 257 or more",
         "--tokenizer folder:empty": "cannot load the tokenizer empty/tokenizer.json: No such file or directory",
         "--init empty": "--init empty is no Hugging Face folder: it has no config.json",
-        "--method auto --cluster moon": "unknown cluster 'moon'",
+        "--method auto --cluster moon": "there is no cluster 'moon'",
         "--preset huge": "unknown preset 'huge'",
         "--track trackio": "the package 'trackio' is not installed: pip install 'thinwire[trackio]'",
     }
