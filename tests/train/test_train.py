@@ -491,7 +491,7 @@ def test_a_rank_that_cannot_reach_the_others_says_so(tmp_path, rank):
         MASTER_PORT=str(free_port()),
     )
     assert done.returncode == 2
-    assert f"rank {rank} could not reach the other 1 ranks" in done.stderr
+    assert f"rank {rank} could not reach the other rank at" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -686,7 +686,7 @@ def test_what_the_ranks_would_not_read_is_not_refused(tmp_path, text):
         dataclasses.replace(kept, overwrite=True).check_files()
     chosen = Config(corpus=(str(text),), method="auto", cluster="gone.toml", resume="auto")
     chosen.check_files()
-    with pytest.raises(ThinwireError, match="gone.toml"):
+    with pytest.raises(ThinwireError, match=r"gone\.toml"):
         dataclasses.replace(chosen, resume=None).check_files()
     Config(corpus=("hub:nobody/knows", "stdlib"), tokenizer="hub:nobody/knows").check_files()
 

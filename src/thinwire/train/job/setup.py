@@ -79,11 +79,11 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         # Without this, a rank with nothing to do would leave before the others have reached it.
         comm.all_reduce(torch.zeros(1, device=device))
     except (RuntimeError, ValueError) as error:
-        other_ranks = int(os.environ["WORLD_SIZE"]) - 1
+        others = "rank" if os.environ["WORLD_SIZE"] == "2" else f"{int(os.environ['WORLD_SIZE']) - 1} ranks"
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ThinwireError(
-            f"rank {os.environ['RANK']} could not reach the other {other_ranks} ranks at {address} within "
-            f"{config.timeout:g} s ({type(error).__name__}): are all of them started, and is the address right?"
+            f"rank {os.environ['RANK']} could not reach the other {others} at {address} within {config.timeout:g} s "
+            f"({type(error).__name__}): are all ranks started, and is the address right?"
         ) from None
     lost = False
     try:
