@@ -122,10 +122,20 @@ def test_a_method_needs_its_engine_its_optimizer_and_what_it_refuses(monkeypatch
     assert "compress(..., steps=" in _looked_at(_auto(), _job(steps=None))["onebit-adam"]
 
 
-def test_the_table_that_is_delivered_offers_something_at_one_percent():
-    offered = [option for option in candidates(_auto(), _job(), 2) if not option.reason]
-    assert len(offered) > 5
-    assert all(option.loss + option.error <= 1.0 for option in offered)
+@pytest.mark.parametrize(
+    ("steps", "max_loss", "finetune", "offered"),
+    [
+        (80, 0.01, False, 8), (8000, 0.01, False, 8), (8001, 0.01, False, 1), (24_000, 0.01, False, 1),
+        (24_001, 0.01, False, 0), (48_001, 0.02, False, 1), (96_000, 0.02, False, 1),
+        (300, 0.01, True, 4), (3000, 0.01, True, 4), (3001, 0.01, True, 0),
+    ],
+)  # fmt: skip
+def test_how_many_candidates_there_are(steps, max_loss, finetune, offered):
+    """docs/predict.md says these numbers."""
+    looked_at = candidates(_auto(max_loss=max_loss, finetune=finetune), _job(steps=steps), 2)
+    found = [option for option in looked_at if not option.reason]
+    assert len(found) == offered, [option.method for option in found]
+    assert all(option.loss + option.error <= 100 * max_loss for option in found)
 
 
 @pytest.mark.parametrize(
