@@ -66,7 +66,7 @@ class Auto:
     Args:
         step: takes one optimizer step as the training loop does, with the wire that it is given: forward and backward
             pass of a usual batch, ``wire.clip_grad_norm_``, ``optimizer.step()``, ``optimizer.zero_grad()``. It is
-            called about 70 times. Weights, buffers, the optimizers' state and settings, and torch's random numbers are
+            called 60 to 105 times. Weights, buffers, the optimizers' state and settings, and torch's random numbers are
             put back each time; what else it moves (a scheduler, a scaler, an iterator) is the caller's to put back.
         max_loss: largest loss above dense's, as a share of it, at the upper end of the 95% interval of any measured run
             of comparable length (lower: fewer candidates); math.inf: any, and runs of any length count.
