@@ -104,7 +104,9 @@ class StepLoop:
         handles: list[RemovableHandle] = []
         for optimizer in self.optimizers:
             before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+            hooks = optimizer._optimizer_step_post_hooks
+            for number in [number for number in hooks if number != after.id]:
+                hooks[number] = hooks.pop(number)
             self._hooks[optimizer] = before.id
             handles += [before, after]
         return handles
@@ -114,7 +116,7 @@ class StepLoop:
         for optimizer, number in self._hooks.items():
             hooks = optimizer._optimizer_step_pre_hooks
             if number in hooks and next(reversed(hooks)) != number:
-                hooks.move_to_end(number)
+                hooks[number] = hooks.pop(number)
 
     # Calls from the engines.
 
