@@ -316,8 +316,8 @@ def test_an_early_ctrl_c_leaves_one_clean_line(tmp_path: Path, text: str, second
         (Config, "--stpes 3", "thinwire x does not know '--stpes': did you mean --steps?"),
         (Config, "--steps 3 4", "thinwire x does not know '4': see its --help"),
         (Config, "--engine pipe", "--engine is one of ddp, fsdp2, hsdp, got 'pipe'"),
-        (EvalOptions, "run", "thinwire x needs --tasks TEXT ...: Names of tasks or groups, or files (.yaml) that "
-         "describe one."),
+        (EvalOptions, "run", "thinwire x needs --tasks TEXT ...: Names of tasks or of groups of tasks, or files "
+         "(.yaml) that describe a task."),
         (ExportOptions, "run", "thinwire x needs FOLDER: The folder to write."),
         (ExportOptions, "", "thinwire x needs RUN and FOLDER: Folder of a run, or of one of its checkpoints."),
     ],

@@ -27,8 +27,8 @@ from thinwire.base.version import __version__, torch_warning
 
 HELP = """usage: thinwire env [--json]
 
-Show versions, devices, network interfaces, and what is not installed with the
-reason why it may matter. Attach it to a bug report.
+Show versions, devices and network interfaces, and what is not installed and
+what it would be needed for. Attach the output to a bug report.
 
   --json    one JSON object, for programs"""
 

@@ -478,7 +478,8 @@ class Trainer(Stepper):
         step_ms = 1e3 * statistics.median(settled_rounds(times, round_steps))
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
-        highest: Tensor = self.ranks.comm.all_reduce(torch.tensor([peak_mb], device=self.ranks.device), "max")
+        peak = torch.tensor([peak_mb], dtype=torch.float32, device=self.ranks.device)
+        highest: Tensor = self.ranks.comm.all_reduce(peak, "max")
         return {
             "method": config.method,
             "engine": config.engine,

@@ -30,21 +30,21 @@ class Options:
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, of one of its checkpoints, or of a Hugging Face model."""
     tasks: tuple[str, ...]
-    """Names of tasks or groups, or files (.yaml) that describe one."""
+    """Names of tasks or of groups of tasks, or files (.yaml) that describe a task."""
     include: Path | None = None
-    """A folder with tasks of your own, found by their names."""
+    """A folder with the files of your own tasks, so that --tasks can name them."""
     fewshot: int | None = None
     """Examples before each question. Default: the task's."""
     limit: int | None = None
-    """Questions of each task (lower: faster, and less certain). Default: all."""
+    """Questions per task (lower: faster, with larger errors). Default: all."""
     batch_size: int = 8
     """Questions that are answered together."""
     device: str = "cpu"
     """cpu, cuda, or cuda:NUMBER."""
     chat: bool = False
-    """Ask through the tokenizer's chat template."""
+    """Ask the questions through the tokenizer's chat template."""
     out: Path | None = None
-    """A JSON file for the results."""
+    """JSON file to write the results to."""
 
 
 def main(argv: list[str]) -> int:

@@ -107,7 +107,7 @@ class SampleOptions:
     top_k: int = 50
     """Draw among this many of the likeliest tokens; 0: among all."""
     seed: int = 0
-    """Another seed: another text."""
+    """Another seed gives another text."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ExportOptions:
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write."""
     adapter: bool = False
-    """After --lora: write peft's adapter alone, in place of the model with the adapter merged into it."""
+    """For a run with --lora: write only peft's adapter, not the model with the adapter merged into it."""
 
 
 def generate(

@@ -60,6 +60,7 @@ class TokenFiles:
 
     def __init__(self, ranges: Sequence[FileRange], vocabulary: int, digest: str | None = None) -> None:
         self._vocabulary = vocabulary
+        self._paths = [file.path for file in ranges]
         self._files = [(os.open(file.path, os.O_RDONLY), file.first, file.dtype) for file in ranges]
         self._starts = [0, *itertools.accumulate(file.count for file in ranges)]
         self._digest = digest
@@ -82,13 +83,11 @@ class TokenFiles:
         handle, start, dtype = self._files[file]
         data = os.pread(handle, count * dtype.itemsize, start + first * dtype.itemsize)
         if len(data) != count * dtype.itemsize:
-            raise ThinwireError("a token file has become shorter since the run began")
+            raise ThinwireError(f"{self._paths[file]} has become shorter since the run began")
         tokens = np.frombuffer(data, dtype).astype(np.int64)
         if count and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             worst = tokens.max() if tokens.min() >= 0 else tokens.min()
-            raise ThinwireError(
-                f"the corpus holds token {worst}, but the tokenizer has only {self._vocabulary} tokens"
-            )
+            raise ThinwireError(f"the corpus holds token {worst}, but the tokenizer has only {self._vocabulary} tokens")
         return tokens
 
     def digest(self) -> str:

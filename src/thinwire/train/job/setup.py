@@ -78,7 +78,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         assert dist.group.WORLD is not None
         comm = GroupComm(dist.group.WORLD, Ledger(), device=device)
         # Without this, a rank with nothing to do would leave before the others have reached it.
-        comm.all_reduce(torch.zeros(1, device=device))
+        comm.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
     except (RuntimeError, ValueError) as error:
         others = "rank" if os.environ["WORLD_SIZE"] == "2" else f"{int(os.environ['WORLD_SIZE']) - 1} ranks"
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -162,7 +162,7 @@ def make_optimizers(model: nn.Module, config: Config) -> tuple[torch.optim.Optim
     roles = describe(model)
     hidden = [weight for weight in parameters if weight.dim() == 2 and roles[id(weight)].role == "matrix"]
     if not hidden:
-        raise ThinwireError("--optimizer muon: the model has no hidden matrices to train")
+        raise ThinwireError("--optimizer muon: the model has no hidden matrices to train: use adamw")
     matrices = {id(weight) for weight in hidden}
     muon = torch.optim.Muon(hidden, lr=config.top_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
     for group in muon.param_groups:
