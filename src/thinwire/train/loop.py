@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import resource
 import signal
 import statistics
@@ -36,6 +37,7 @@ from thinwire.train.job.collective import Collective
 from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RESULTS, RunFolder, open_run_folder
+from thinwire.train.job.scheduler import job_of
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizers, read_inputs, rebuild_buckets, wrap
 from thinwire.train.job.signals import note_signals
 from thinwire.train.job.stepper import Stepper
@@ -63,6 +65,9 @@ def train(config: Config) -> dict[str, Any]:
 def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Train on ``ranks`` that have joined; return as ``train``. Collective."""
     with open_run_folder(config.out, Collective(ranks.comm.patient(config.file_timeout))) as folder:
+        job, again = job_of(os.environ)
+        if config.overwrite and again and folder.holds_run_of(job):  # which is not to be removed
+            config = dataclasses.replace(config, overwrite=False, resume="auto")
         if not config.resume and not config.overwrite:
             folder.check_free()
         start = prepare(config, ranks, folder, read_inputs(config, folder.collective, config.goes_on_from))
@@ -73,7 +78,7 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
         trainer = Trainer(start, ranks)
         # Nothing has been changed in the folder so far, because the run might have been refused.
         if start.resumed is None:
-            folder.make_room()
+            folder.make_room(job)
         else:
             start.checkpoints.go_on()
             folder.do_once(lambda: [(folder.path / name).unlink(missing_ok=True) for name in RESULTS])
@@ -234,11 +239,10 @@ class Trainer(Stepper):
             stack.callback(self._log_unshared)
             self.wall_s = self.display.wall_s
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
-            if self.step < config.steps:
-                self.first_loss = self.evaluate()
-            # Evaluation may have gathered sharded weights: those bytes belong to no step.
             self.wire.ledger.close_step()
             self.wire.reset_stats()
+            if self.step < config.steps:
+                self.first_loss = self.evaluate()
             while self.step < config.steps:
                 outcome = self.train_step(signals)
                 if len(self.step_seconds) == 1:
@@ -255,7 +259,6 @@ class Trainer(Stepper):
         self._check(outcome)
         if config.eval_every and self.step % config.eval_every == 0 and self.step < config.steps:
             self.evaluate()
-            self.wire.ledger.current = type(self.wire.ledger.current)()
         self._save_checkpoint(outcome)
         if outcome.stopped and self.step < config.steps:
             self._stop(max(self.collective.share(max(signals, default=0))))
@@ -273,9 +276,10 @@ class Trainer(Stepper):
         comm, valid = self.ranks.comm, self.inputs.valid
         indices = held_out.shared_by(comm.size, comm.rank, valid, number)
         self.runner.eval()
-        own_losses = held_out.window_losses(
-            self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
-        )  # fmt: skip
+        with self.wire.ledger.evaluation():
+            own_losses = held_out.window_losses(
+                self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
+            )
         self.runner.train()
         shared = self.collective.share([list(row) for row in own_losses])
         return list({row[0]: held_out.WindowLoss(*row) for rows in shared for row in rows}.values())

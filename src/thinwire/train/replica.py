@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import os
 import signal
 import socket
