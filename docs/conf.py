@@ -92,18 +92,25 @@ def whole(app, what, name, obj, options, lines: list[str]) -> None:
         lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
 
 
-def long_words(app, pagename, templatename, context, doctree) -> None:
-    """Words of code that are too long for a line of a phone may be broken (static/site.css)."""
-    if "body" in context:
-        context["body"] = re.sub(r'(?<=<span class="pre)(?=">[^<]{29,}</span>)', " long", context["body"])
+def unbroken(app, pagename, templatename, context, doctree) -> None:
+    """Marks what static/site.css keeps whole or lets break: browsers break a flag after each of its hyphens.
+
+    Words of code that are too long for a line of a phone may be broken; flags in a block of commands may not.
+    """
+    if "body" not in context:
+        return
+    body = re.sub(r'(?<=<span class="pre)(?=">[^<]{29,}</span>)', " long", context["body"])
+    context["body"] = COMMANDS.sub(lambda block: FLAG.sub(r'<span class="flag">\g<0></span>', block[0]), body)
 
 
+COMMANDS = re.compile(r'<div class="highlight-(?:ba)?sh .*?</pre>', re.DOTALL)
+FLAG = re.compile(r"(?<![^\s>(\[])--?[A-Za-z](?:[\w-]*\w)?")
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
 
 def setup(app) -> None:
     app.connect("source-read", apart)
     app.connect("include-read", from_above)
-    app.connect("html-page-context", long_words)
+    app.connect("html-page-context", unbroken)
     app.connect("autodoc-process-docstring", plain, priority=400)  # before napoleon makes its own marks
     app.connect("autodoc-process-docstring", whole, priority=600)

@@ -381,6 +381,15 @@ def test_the_papers_stand_on_the_pages_of_their_methods(pages: ModuleType) -> No
     assert pages.cite("trickle") == "" == pages.cite("int8")
 
 
+def test_the_site_keeps_the_flags_of_a_command_whole() -> None:
+    """In a block of commands, which is wrapped; in a block of what was printed, nothing is."""
+    block = '<div class="highlight-%s no"><pre><span></span>python a-b.py --in-two -n 2 -- x\n--out</pre></div>'
+    for language, found in (("sh", ["--in-two", "-n", "--out"]), ("bash", ["--in-two", "-n", "--out"]), ("text", [])):
+        given = {"body": block % language}
+        of_docs("conf").unbroken(None, "page", "page.html", given, None)
+        assert re.findall('<span class="flag">(.*?)</span>', given["body"]) == found
+
+
 def test_the_site_has_every_page_and_what_pages_include() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.DOTALL | re.MULTILINE)

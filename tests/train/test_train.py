@@ -536,7 +536,7 @@ def test_what_a_run_trains_is_its_settings_alone_and_a_refused_one_changes_nothi
     summary = [json.loads((out / "summary.json").read_text())["valid_loss"] for out in (run, fresh)]
     assert summary[0] == summary[1]
     goes_on = ["--corpus", str(other), "--steps", "3", "--out", str(run)]
-    assert refused(train(1, *SHORT, *goes_on, "--resume", "auto"), "the checkpoint does not fit this run")
+    assert refused(train(1, *SHORT, *goes_on, "--resume", "auto"), "has other data")
     assert refused(train(1, *SHORT, *goes_on, "--overwrite", *torn), "does not divide")
     assert train(1, *SHORT, *goes_on, "--overwrite")[0][0] == 0
     assert (run / "tokenizer-bpe-300.json").read_text() != (fresh / "tokenizer-bpe-300.json").read_text()

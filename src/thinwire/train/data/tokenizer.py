@@ -89,8 +89,9 @@ class Tokenizer:
     @property
     def text(self) -> str:
         """The content of the file that keeps it; "": it needs none."""
-        needs_none = self._tokenizer is None or tokenizer_file(self.name, Path()) is None
-        return "" if needs_none else self._tokenizer.to_str(pretty=True)
+        if self._tokenizer is None or tokenizer_file(self.name, Path()) is None:
+            return ""
+        return self._tokenizer.to_str(pretty=True)
 
     def as_hub(self) -> HubTokenizer:
         """Return a ``tokenizers.Tokenizer`` that gives the same tokens."""
