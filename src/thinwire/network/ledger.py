@@ -70,7 +70,7 @@ class Account:
 
 
 class _Thread(threading.local):
-    """What a thread sends now: "stay" or "pass" for weights, else ""; and is it left out of the books?"""
+    """The state of one thread: are weights what it sends ("stay" or "pass", else ""), and is it left out of the books?"""
 
     weights = ""
     aside = False
