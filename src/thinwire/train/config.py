@@ -97,8 +97,8 @@ class Config:
     """The method that exchanges gradients, by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
     methods` lists them. "auto": tries a few steps of several, and trains with the fastest."""
     max_loss: str = "1%"
-    """With --method auto: how far a method's loss may have been above dense's in measured runs of similar length: 1%
-    or 0.01 (lower: fewer candidates), or "any".
+    """With --method auto: how far a method's loss may have been above dense's, its ± included, in measured runs of
+    similar length: 1% or 0.01 (lower: fewer candidates), or "any".
     """
     cluster: str | None = None
     """Name or TOML file of the cluster from which --method auto predicts. Default: it measures the links."""
