@@ -70,7 +70,7 @@ class Account:
 
 
 class _Thread(threading.local):
-    """The state of one thread: are weights what it sends ("stay" or "pass", else ""), and is it left out of the books?"""
+    """The state of one thread: does it send weights ("stay", "pass"), and is it left out of the books?"""
 
     weights = ""
     aside = False
