@@ -36,7 +36,7 @@ from thinwire.train.job import held_out
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
-from thinwire.train.job.run_folder import RESULTS, RunFolder, open_run_folder
+from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.scheduler import job_of
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizers, read_inputs, rebuild_buckets, wrap
 from thinwire.train.job.signals import note_signals
@@ -81,7 +81,7 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
             folder.make_room(job)
         else:
             start.checkpoints.go_on()
-            folder.do_once(lambda: [(folder.path / name).unlink(missing_ok=True) for name in RESULTS])
+            folder.remove_results()
         folder.do_once(lambda: start.inputs.save(config, folder.path))
         return trainer.run(folder.settle)
 

@@ -202,9 +202,8 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         ThinwireError: the text cannot be read or is empty, the folder cannot be written to, or holds such files.
     """
     names = [META, *(f"{side}.bin" for side in SIDES)]
-    kept = tokenizer_file(tokenizer, folder)
-    for path in [folder / name for name in names] + [kept] * (kept is not None):
-        if path.exists():
+    for path in [folder / name for name in names] + [tokenizer_file(tokenizer, folder)]:
+        if path is not None and path.exists():
             raise ThinwireError(f"{path} is there already: name another folder")
     is_new = not folder.exists()
     paths = [folder / f".{side}.bin.partial" for side in SIDES]

@@ -90,6 +90,10 @@ class RunFolder:
 
         self.do_once(work)
 
+    def remove_results(self) -> None:
+        """Remove the results of a run that goes on. Collective."""
+        self.do_once(lambda: _remove(self.path / name for name in RESULTS))
+
     def settle(self) -> None:
         """Remove the run that was set aside: the new one has begun. Collective."""
         self.do_once(lambda: _remove_previous(self.path))
