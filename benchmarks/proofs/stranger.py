@@ -45,6 +45,8 @@ LEFT_S = 10
 """How long processes may take to go after their command."""
 MARK = "THINWIRE_STRANGER"
 """A variable of the environment by which a command's processes are found, wherever they have gone."""
+TORCHS = "torchinductor_"
+"""A user's cache of torch's, which it keeps among temporary files."""
 RUN = "--preset tiny --steps 40"
 COMMANDS = [
     "thinwire", "thinwire --help", "thinwire --version", "thinwire env", "thinwire methods", "thinwire methods trickle",
@@ -179,7 +181,7 @@ def left_of(mark: str, temporary: str) -> list[str]:
     end = time.monotonic() + LEFT_S
     while (found := processes(mark)) and time.monotonic() < end:
         time.sleep(0.1)
-    files = sorted(path.name for path in Path(temporary).iterdir())
+    files = sorted(path.name for path in Path(temporary).iterdir() if not path.name.startswith(TORCHS))
     shutil.rmtree(temporary)
     return found + files
 
