@@ -389,7 +389,7 @@ class Trainer(Stepper):
         raise stopped
 
     def _result(self) -> dict[str, Any]:
-        return {"summary": self._summary(self.wire.stats()), "report": self.wire.report()}
+        return {"summary": self._summary(self.wire.stats()), "report": str(self.wire.report())}
 
     def _conclude(self) -> dict[str, Any]:
         """Evaluate, write the run's last files, and show the result; return the summary. Collective."""
