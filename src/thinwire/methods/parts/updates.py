@@ -206,12 +206,12 @@ class UpdateSpace:
 
     def refuse_scaled(self, before: float = math.inf) -> None:
         """Raise ThinwireError if something scaled a step ``before`` this one: see ``take_steps``."""
-        earlier = [noted for noted in self._scaled if noted[0] < before]
-        self._scaled = [noted for noted in self._scaled if noted[0] >= before]
-        for _, _, copied in earlier:
+        while self._scaled and self._scaled[0][0] < before:
+            _, scaled, copied = self._scaled.pop(0)
             if copied is not None:
                 copied.synchronize()  # over, unless nobody has waited for the step's flag
-        if any(bool(scaled) for _, scaled, _ in earlier):
+            if not bool(scaled):
+                continue
             raise ThinwireError(
                 f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
                 "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
