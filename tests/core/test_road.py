@@ -9,16 +9,19 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from breadth import falls_on
 from thinwire import methods
+from thinwire.codecs.appended import ALIGNED
 from thinwire.core import road
 from thinwire.core.bucket import Bucket, Piece
+from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method
 from thinwire.core.outliers import OutlierClip
 from thinwire.core.road import Stage, _Compositions, shard_of
@@ -27,7 +30,7 @@ from thinwire.core.worker import Worker
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank, flat_copy
-from thinwire.proof.record import small
+from thinwire.proof.record import Setup, small
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
@@ -323,38 +326,85 @@ def trained(make: Callable[[], Method]) -> list[tuple[Tensor, dict[str, Tensor],
     return world.run(body)
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, {"a": (12, 16), "b": (3,), "c": (6, 4)}], ids=["copied", "in place"])
-@pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("name", ["int8", "sdp4bit", "loco", "sign", "topk"])
-def test_what_stays_dense_travels_in_the_messages_of_what_does_not(name, topology, shapes):
-    """Its means are those in rank order, to the bit, in every step: in the first, in which it is copied behind the
-    wire, and in those that pack it there. Wherever rows go to their owners, one message goes in place of two."""
-    world, owner, dense = Threads(3), topology == "reduce_scatter", {"b", "c", "d"} & shapes.keys()
+BESIDE = {"a": (8, 64), "b": (5,), "c": (6, 64), "d": (3, 3)}
+"""On three ranks b and d, which stay dense, have an odd number of values in an owner's row."""
+WHERE = (
+    Setup("all_reduce", 3), Setup("reduce_scatter", 3), Setup("hsdp", 4, 2), Setup("two_level", 4, 2),
+    Setup("two_level_owner", 4, 2), Setup("all_reduce", 1), Setup("reduce_scatter", 1),
+)  # fmt: skip
 
-    def body(rank: int) -> list[tuple[Tensor, Tensor, int]]:
-        engine, found = ThreadEngine(topology, world, rank, Ledger(), shapes), []
-        stage = stage_of(engine, name)
-        stage.dense = frozenset(dense)
-        places = shard_of(engine.pieces) if owner else engine.pieces
-        for step in range(4):
-            grads = [flat_of(9 * step + of, engine.numel) for of in range(3)]
-            mean, flat = (grads[0] + grads[1] + grads[2]) * (1 / 3), grads[rank]
-            mean, stage.step = mean.view(3, -1)[rank] if owner else mean, step
-            out = flat.new_empty(engine.numel // 3) if owner else flat
-            engine.ledger.current.calls.clear()
-            stage.reduce(flat, engine.pieces, out)
-            sent = [torch.cat([of[piece.columns] for piece in places if piece.name in dense]) for of in (out, mean)]
-            found.append((*sent, engine.ledger.current.calls.total()))
+
+class Found(NamedTuple):
+    """What a run left on a rank: means and weights by step, the state, and bytes and calls by step."""
+
+    values: list[Tensor]
+    state: dict[str, Tensor]
+    sent: list[float]
+    calls: list[int]
+
+
+def sent_beside(cls: type[Method], where: Setup, **knobs: Any) -> list[Found]:
+    """By rank: five steps of ``cls`` with dense parameters in each buffer; one is not finite, the last one flushes."""
+    world, knobs = Threads(where.size), {"dense": ("b", "d")} | knobs
+
+    def body(number: int) -> Found:
+        engine = ThreadEngine(where.topology, world, number, Ledger(), BESIDE, where.per_node)
+        rank = VirtualRank(small(cls, **knobs), engine, 9, optimizer=partial(cls.OPTIMIZER, lr=0.1))
+        found, stage = Found([], {}, [], []), rank.road.last
+        for step in range(5):
+            flat = torch.randn(engine.numel, generator=torch.Generator().manual_seed(9 * step + number))
+            if step == 3 and number == 0:
+                flat[engine.pieces[1].offset] = torch.nan
+            stage.flush_at = 4
+            rank.road.step, rank.out = step, flat.new_empty(engine.numel // engine.rows) if engine.owner else flat
+            rank.road.reduce(flat, engine.pieces, rank.out)
+            found.values.append(rank.out.clone())
+            if step == 3:
+                rank.undo()
+            else:
+                rank.finish(step, torch.ones(()))
+                found.values.append(flat_copy(rank.weights))
+            found.sent.append(sum(engine.ledger.current.bytes.values()))
+            found.calls.append(engine.ledger.current.calls.total())
+            engine.ledger.close_step()
+        found.state.update(dump_state(rank.method.state))
         return found
 
-    def flat_of(seed: int, numel: int) -> Tensor:
-        return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return world.run(body)
 
-    alone = 2 * (not owner and name in ("sign", "topk"))
-    together = 1 if owner or name == "topk" else 2
-    for found in world.run(body):
-        assert all(torch.equal(mean, expected) for mean, expected, _ in found)
-        assert {calls for *_, calls in found[1:]} == {together + alone}
+
+@pytest.mark.parametrize("cls", [cls for cls in methods.TABLE if "dense" not in cls.ABSENT], ids=lambda cls: cls.name)
+def test_no_bit_depends_on_what_travels_in_one_message(cls, monkeypatch):
+    """Neither of what stays dense nor of what does not, nor of the state; a message grows by its padding alone."""
+    places = [where for where in WHERE if where.engine in cls.engines]
+    turns = [where for where in places if falls_on(methods.TABLE.index(cls), where, places)]
+    together = [sent_beside(cls, where) for where in turns]
+    monkeypatch.setattr(Exchange, "_with_rider", lambda self, codec, rider: codec)
+    for where, ranks in zip(turns, together, strict=True):
+        for one, apart in zip(ranks, sent_beside(cls, where), strict=True):
+            assert one.state.keys() == apart.state.keys()
+            pairs = zip([*one.values, *one.state.values()], [*apart.values, *apart.state.values()], strict=True)
+            assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in pairs)
+            padding = 2 * (2 * ALIGNED - 1) * (where.size - 1)
+            assert all(0 <= a - b <= padding for a, b in zip(one.sent, apart.sent, strict=True))
+            assert all(a <= b for a, b in zip(one.calls, apart.calls, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "saved"),
+    [("int8", "all_reduce", 2), ("sdp4bit", "all_reduce", 2), ("loco", "all_reduce", 2), ("qsdp", "all_reduce", 2),
+     ("sign", "all_reduce", 0), ("topk", "all_reduce", 0), ("bf16", "all_reduce", 0)]
+    + [(name, "reduce_scatter", 1) for name in ("int8", "sdp4bit", "loco", "sign", "topk", "dgc", "trickle:merged")]
+    + [("radius", "reduce_scatter", 0)],
+)  # fmt: skip
+def test_where_rows_go_to_their_owners_one_message_goes_in_place_of_two(text, topology, saved, monkeypatch):
+    """As many fewer in every step but those of a dense start and the flush, in which the network sums."""
+    method = methods.resolve(text)
+    knobs = {"mask": "merged"} if text.endswith("merged") else {}
+    together = sent_beside(type(method), Setup(topology, 3), **knobs)
+    monkeypatch.setattr(Exchange, "_with_rider", lambda self, codec, rider: codec)
+    for one, apart in zip(together, sent_beside(type(method), Setup(topology, 3), **knobs), strict=True):
+        assert [b - a for a, b in zip(one.calls[1:4], apart.calls[1:4], strict=True)] == [saved] * 3
 
 
 @pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter"])
