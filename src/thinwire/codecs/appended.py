@@ -7,17 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.base.alignment import padded
 from thinwire.codecs.base import Codec
 from thinwire.ops import quant
 
-ALIGNED = 16
-"""Bytes: both parts of a message begin at a multiple, where kernels may read their widest words."""
-
-
 @dataclass(frozen=True)
 class Appended(Codec):
-    """The wire of ``codec``, and float32 rows that travel behind it, unchanged, each padded to ``ALIGNED`` bytes.
+    """The wire of ``codec``, and float32 rows that travel behind it, unchanged.
 
         | wire of codec (m bytes) | dense row (k float32) |
 
@@ -47,30 +42,29 @@ class Appended(Codec):
         return self.codec.takes_steps
 
     def wire_numel(self, n: int) -> int:
-        return padded(self.codec.wire_bytes(n), ALIGNED) + padded(4 * self.rows.shape[1], ALIGNED)
+        return self.codec.wire_bytes(n) + 4 * self.rows.shape[1]
 
     def _encode_and_keep(self, rows, out, residual, seed, space):
-        wire, behind = self._split(out, rows.shape[1])
+        wire, behind = self._split(out)
         self.codec._encode_and_keep(rows, wire, residual, seed, space)
         behind.copy_(self.rows if len(rows) == len(self.rows) else self.mean)
 
     def _decode(self, wire, out, space):
-        encoded, behind = self._split(wire, out.shape[1])
+        encoded, behind = self._split(wire)
         self.codec._decode(encoded, out, space)
         self.rows.copy_(behind)
 
     def _decode_sum(self, wire, out, scale, space):
-        encoded, behind = self._split(wire, len(out))
+        encoded, behind = self._split(wire)
         self.codec._decode_sum(encoded, out, scale, space)
         quant.sum_rows(behind, self.mean[0], scale)
 
     def _encode_sum(self, wire, out, n, scale, seed, space):
-        (encoded, behind), (own_wire, own) = self._split(wire, n), self._split(out, n)
+        (encoded, behind), (own_wire, own) = self._split(wire), self._split(out)
         self.codec._encode_sum(encoded, own_wire, n, scale, seed, space)
         quant.sum_rows(behind, own[0], scale)
 
-    def _split(self, message: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """View the wire of ``codec`` for rows of ``n`` values in ``message``, and the float32 (R, k) behind it."""
-        m, k = self.codec.wire_bytes(n), self.rows.shape[1]
-        behind = message[:, padded(m, ALIGNED) :].view(torch.float32)
-        return message[:, :m].view(self.codec.wire_dtype), behind[:, :k]
+    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """View the wire of ``codec`` in ``message`` (R, m + 4 k), and the float32 (R, k) behind it."""
+        m = message.shape[1] - 4 * self.rows.shape[1]
+        return message[:, :m].view(self.codec.wire_dtype), message[:, m:].view(torch.float32)
