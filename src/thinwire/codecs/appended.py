@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec
 from thinwire.ops import quant
 
+
 @dataclass(frozen=True)
 class Appended(Codec):
     """The wire of ``codec``, and float32 rows that travel behind it, unchanged.
