@@ -27,7 +27,6 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
@@ -49,8 +48,9 @@ import regime_tables  # noqa: E402
 
 Row = dict[str, str]
 
-SPEED = ("ddp-500mbit", "ddp-500mbit-trickle", "ddp-500mbit-house")
-"""The settings of speed whose link, model and engine are the same. A figure of the first is preferred."""
+SPEED = ("ddp-500mbit-house", "ddp-500mbit")
+"""The settings of speed whose link, model and engine are the same. A figure of the first is preferred: times of one
+session can be compared."""
 
 ALIASES = {
     "separate:recommended": "separate",
@@ -105,10 +105,10 @@ WITH_STEPS = ("trickle", "topk", "tagc", "radius", "powersgd", "scape", "separat
 """The methods in the picture of the small model's losses."""
 
 CHOICES = (
-    ("any engine and optimizer: a first try", "int8", SPEED[0], MAIN),
-    ("FSDP2 on several nodes, which sends weights too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
-    ("AdamW, and a network too slow for 4 bits per value", "trickle", SPEED[1], MAIN),
-    ("the same, with more than 4 ranks", "trickle:merged", "ddp-500mbit-house", ("scratch", "small", "wikitext", 16)),
+    ("any engine, any optimizer: try this first", "int8", SPEED[0], MAIN),
+    ("FSDP2 on several nodes, where weights travel, too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
+    ("AdamW, 2 to 4 ranks, a network too slow for 4 bits per value", "trickle", SPEED[0], MAIN),
+    ("AdamW, more than 4 ranks, such a network", "trickle:merged", SPEED[0], ("scratch", "small", "wikitext", 16)),
 )
 """README's table: what you have, what to take, the setting of its speed ("": not measured), and that of its loss."""
 
@@ -225,10 +225,10 @@ def percent(gap: float) -> str:
 
 def choices() -> str:
     lines = [
-        "| you have | take | speed (dense) | bytes | loss (seeds) |",
+        "| you have | take | speed (`dense`) | bytes | loss gap (seeds) |",
         "|---|---|---:|---:|---:|",
     ]
-    lines.append("| a step that hardly waits for the network under `dense` | nothing | - | - | - |")
+    lines.append("| a step that hardly waits for the network | no compression | - | - | - |")
     for have, take, fast, where in CHOICES:
         found, cost = speed(take, (fast,)), loss(take, where)
         dense = speed("dense", (fast,))
@@ -240,15 +240,18 @@ def choices() -> str:
 
 def picture() -> str:
     """README's picture and what it was measured on."""
-    fast = setting(SPEED[0])
-    text = (
-        f"Speed: {world(fast)}, as a share of the same run's without any exchange. Loss: a GPT of 0.84 million "
-        "parameters, 4 ranks, 800 steps from scratch (1.9 tokens per parameter), each side at its best learning rate "
-        "of those run, one to three seeds (they differ by about 2%, which is shaded). CPUs and gloo. "
-        "Commands and all other methods: [docs/speed.md](docs/speed.md) and [docs/quality.md](docs/quality.md)."
-    )
-    wrapped = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-    return f"![Loss against speed, one dot per method](docs/tradeoff.svg)\n\n{wrapped}"
+    apart = [f"`{name}`" for name, *_ in tradeoff() if speed(name, SPEED[:1]) is None]
+    sessions = f"one session, but {', '.join(apart)} from another" if apart else "one session"
+    return "\n".join([
+        "![Loss against speed, one dot per method](docs/tradeoff.svg)\n",
+        "**Speed** (right is better): the step time without any exchange, as a share of the step time with the method; "
+        f"{world(setting(SPEED[0]))}; {sessions}.",
+        "**Loss** (down is better): final validation loss relative to `dense`, which compresses nothing; a GPT of 0.84 "
+        "million parameters, 4 ranks, 800 steps from scratch (1.9 tokens per parameter), both at the best learning "
+        "rate that was run, one to three seeds. Seeds differ by about 2% (shaded).",
+        "All on CPUs with gloo. Commands and all other methods: [docs/speed.md](docs/speed.md), "
+        "[docs/quality.md](docs/quality.md).",
+    ])  # fmt: skip
 
 
 OPTIMIZERS = {"adamw": "AdamW", "adams": "AdamS", "sgd": "SGD"}
@@ -564,11 +567,11 @@ def published() -> str:
 
 def predictions() -> str:
     """How far all predictions were off: a line for each kind of rows, and a sentence on the advice."""
-    lines = ["| beside | rows | median error | worst |", "|---|---:|---:|---:|"]
+    lines = ["| held against | rows | median error | worst |", "|---|---:|---:|---:|"]
     for kind, what in ("a", "published dense steps and communication times"), ("b", "published steps of a method"):
         by_source = errors_by_source(kind).values()
         errors = [error for errors in by_source for error in errors]
-        middle = f"{median(median(map(abs, errors)) for errors in by_source):.1%}, of the sources' medians"
+        middle = f"{median(median(map(abs, errors)) for errors in by_source):.1%} (of the sources' medians)"
         lines.append(f"| {what} (class {kind}) | {len(errors)} | {middle} | {max(errors, key=abs):+.1%} |")
     named, drawn = trials(drawn=False), trials(drawn=True)
     for some, what in (named, f"every method, {len(named)} links"), (drawn, f"{len(drawn)} drawn settings"):
@@ -577,7 +580,11 @@ def predictions() -> str:
         lines.append(f"| measured: {what} | {len(errors)} | {middle} | {max(errors, key=abs):+.1%} |")
     right, both = sum(trial.agrees for trial in named + drawn), len(named + drawn)
     of_named, of_drawn = (sum(trial.is_in_order for trial in some) for some in (named, drawn))
-    advice = f"Whether to compress was predicted right in {right} of {both} measured settings."
+    faster = sum(trial.best.measured < trial.dense for trial in named + drawn)
+    advice = (
+        f"Whether to compress was predicted right in {right} of {both} measured settings (compressing was faster in "
+        f"{faster} of them)."
+    )
     order = f"in {of_drawn} of the {len(drawn)} drawn settings, and in {of_named} of the {len(named)} with all methods."
     return "\n".join([*lines, "", f"{advice} The three fastest methods came in the predicted order {order}"])
 

@@ -1,7 +1,7 @@
 """A loop written for Accelerate.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/accelerate_loop.py [METHOD]
 
-Saved midway, and gone on from there, as after a crash. The text is Python's own argparse.py, byte by byte.
-Needs pip install 'thinwire[hf]'.
+It saves its state midway and loads it again, as after a crash. The text is Python's own argparse.py, byte by byte.
+Needs the extra ``hf``.
 """
 
 import argparse
@@ -53,8 +53,8 @@ def main(method: str = "int8") -> None:
             if step % 10 == 0:
                 accelerator.print(f"step {step}: loss {loss.item():.3f}")
             if step == STEPS // 2:
-                accelerator.save_state(folder)  # with what each rank keeps, in FOLDER/thinwire
-                accelerator.wait_for_everyone()  # rank 0 writes what all read
+                accelerator.save_state(folder)  # also each rank's state of the method, in FOLDER/thinwire
+                accelerator.wait_for_everyone()  # until rank 0 has written what all ranks read
                 accelerator.load_state(folder)
     accelerator.print(wire.report())
     wire.close()

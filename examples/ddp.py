@@ -1,4 +1,4 @@
-"""DDP with an 8-bit wire.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/ddp.py [METHOD]"""
+"""DDP with gradients in 8 bits.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/ddp.py [METHOD]"""
 
 import os
 import sys

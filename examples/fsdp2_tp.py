@@ -1,7 +1,7 @@
 """FSDP2 with tensor parallelism.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/fsdp2_tp.py [METHOD]
 
-Two ranks hold the halves of each block, and two such pairs shard each half: what the pairs exchange is compressed.
-The text is Python's own argparse.py, byte by byte.
+Tensor parallelism splits each block into two halves, and FSDP2 shards each half over two ranks. What FSDP2 exchanges is
+compressed; what tensor parallelism exchanges is not. The text is Python's own argparse.py, byte by byte.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(method: str = "int8") -> None:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    # One by one: some weights are on both meshes, some on one.
+    # foreach=False: some weights are on both meshes, some on one, and torch cannot step them together.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
     wire = thinwire.compress(model, optimizer, method, steps=STEPS)
     if rank == 0:

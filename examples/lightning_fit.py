@@ -1,6 +1,6 @@
 """Lightning with a strategy.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/lightning_fit.py [METHOD]
 
-The text is Python's own argparse.py, byte by byte. Needs pip install 'thinwire[lightning]'.
+The text is Python's own argparse.py, byte by byte. Needs the extra ``lightning``.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """LoRA by PEFT.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/lora.py [METHOD]
 
-Adapters are thin matrices, below the size from which a method compresses by default, so their size is named:
-``int8:smallest:0``. Needs pip install 'thinwire[hf]'.
+By default a method compresses tensors of 65,536 elements or more. Adapters are smaller, so the method here is
+``int8:smallest:0``. Needs the extra ``hf``.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(method: str = "int8:smallest:0") -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank = dist.get_rank()
     torch.manual_seed(0)
-    # In place of a model that has learnt something: AutoModelForCausalLM.from_pretrained(...).
+    # An untrained model. In practice: AutoModelForCausalLM.from_pretrained(...).
     base = GPT2LMHeadModel(GPT2Config(
         vocab_size=256, n_positions=BLOCK, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     ))  # fmt: skip

@@ -1,6 +1,6 @@
 """Muon for matrices, AdamW for the rest.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/muon_adamw.py [METHOD]
 
-The text is Python's own argparse.py, byte by byte. Muon is torch's own.
+The text is Python's own argparse.py, byte by byte. Muon is torch.optim.Muon.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(method: str = "int8") -> None:
         torch.optim.Muon(matrices, lr=0.02),
         torch.optim.AdamW([weight for weight in model.parameters() if id(weight) not in taken], lr=2e-3),
     ]
-    # Both at once: they make one step together, which counts or is skipped for both.
+    # One call for both optimizers: a step counts for both, or is skipped for both.
     wire = thinwire.compress(model, optimizers, method, steps=STEPS)
     if rank == 0:
         print(wire.plan)

@@ -1,7 +1,7 @@
 """nanoGPT's loop.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/nanogpt.py --method=topk:density:0.1
 
-Three lines are Thinwire's. Settings are globals that ``--key=value`` replaces, so a method is written with colons. The
-text is Python's own argparse.py, byte by byte.
+Three lines are Thinwire's. As in nanoGPT, ``--key=value`` replaces a global. It is split at ``=``, so the knobs of a
+method are written with colons. The text is Python's own argparse.py, byte by byte.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The Hugging Face Trainer.  OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/trainer.py [METHOD]
 
-One line is Thinwire's. GPT-2 in small, on the bytes of Python's own argparse.py; goes on from the last checkpoint in
-runs/trainer if there is one. Needs pip install 'thinwire[hf]'.
+One line is Thinwire's. It trains a small GPT-2 on the bytes of Python's own argparse.py. If there is a checkpoint in
+runs/trainer, it resumes from the last one. Needs the extra ``hf``.
 """
 
 import argparse

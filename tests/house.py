@@ -47,7 +47,7 @@ kernels that are launched as compiled and choose the largest faster, 250 for loc
 for replicas that fetch a state while the others go on, 100 for kernels that choose where the engine has put the rows.
 """
 
-TODAY: dict[str, float] = {}
+TODAY: dict[str, float] = {"lines of source": 39_000}
 """What is allowed where a limit is not reached yet. Lower an entry when its measure falls; remove it at the limit."""
 
 FLOORS: tuple[tuple[str, ...], ...] = (

@@ -263,7 +263,7 @@ SHORT = (("trickle", "adamw", "adamw"), ("trickle:merged", "adamw", "adamw"), ("
 
 
 def short(runs: Iterable[Run]) -> str:
-    """A line for each setting that has one of ``SHORT``, the longest for its size first: gaps, seeds and bytes."""
+    """A line for each setting that has one of ``SHORT``, the most tokens per parameter first: gaps, seeds and bytes."""
     runs = list(runs)
     spreads, of = spreads_of(runs), {(row.setting, row.method, row.optimizer): row for row in rows(runs)}
     names = {"adamw": "dense AdamW", "muon": "dense Muon"}
@@ -271,7 +271,8 @@ def short(runs: Iterable[Run]) -> str:
         f"{names[optimizer] if method == 'dense' else f'`{method}`'} above {names[dense]}"
         for method, optimizer, dense in SHORT
     ]
-    lines = [f"| tokens per parameter | of | {' | '.join(heads)} |", "|---:|---|" + "---:|" * len(SHORT)]
+    lines = [f"| tokens per parameter | model, text, ranks, batch, length | {' | '.join(heads)} |"]
+    lines.append("|---:|---|" + "---:|" * len(SHORT))
     length = {setting: next(iter(row.runs.values()))["tokens_per_parameter"] for (setting, *_), row in of.items()}
     for setting in sorted(length, key=lambda setting: -length[setting]):
         cells = []

@@ -250,8 +250,8 @@ def summary(trials: Sequence[Trial]) -> str:
     ordered, agreed = sum(trial.is_in_order for trial in trials), sum(trial.agrees for trial in trials)
     return (
         f"{len(trials)} settings, {len(rows)} rows: median error {statistics.median(errors):.1%}, worst "
-        f"{max(errors):.1%}, {close} within 25%, {inside} ({inside / len(rows):.0%}) within their range; the fastest "
-        f"three in order in {ordered} settings, to compress or not right in {agreed}"
+        f"{max(errors):.1%}, {close} rows within 25%, {inside} ({inside / len(rows):.0%}) within their predicted "
+        f"range. The fastest three came in order in {ordered} settings; whether to compress was right in {agreed}"
     )
 
 

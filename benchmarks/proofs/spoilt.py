@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=10.0, help="usual norms; 0: no bound")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"| method | loss | with the spoilt batch | difference | gradients cut | without it |\n|{'---|' * 6}")
+    print(f"| method | loss without it | loss with it | difference | cut with it | cut without it |\n|{'---|' * 6}")
     for method, optimizer in METHODS.items():
         if not options.methods or any(method.startswith(name) for name in options.methods):
             plain, spoilt, ordinary, cut = cost(method, options.bound or None)

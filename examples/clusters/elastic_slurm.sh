@@ -6,7 +6,7 @@
 #SBATCH --signal=TERM@120
 #SBATCH --no-kill
 # sbatch examples/clusters/elastic_slurm.sh --method int8 --preset small      (arguments of thinwire train)
-# A replica on each node. When a node is lost, the others go on. Needs thinwire[elastic]; the lighthouse runs here.
+# One replica per node, and the lighthouse on the first. If a node is lost, the others go on. Needs the extra elastic.
 
 command -v torchft_lighthouse > /dev/null || { echo "torchft_lighthouse is not on PATH: pip install 'thinwire[elastic]'" >&2; exit 1; }
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}

@@ -1,7 +1,7 @@
-"""Ray Train with a thin exchange, two workers with gloo on CPUs.  python examples/clusters/ray_train.py [METHOD [STEP]]
+"""Ray Train with two workers, with gloo on CPUs.  python examples/clusters/ray_train.py [METHOD [STEP]]
 
-When a worker is lost (here: worker 1 in STEP, once), Ray ends the others, too, and starts all of them again: they go on
-from the last checkpoint, with what waited on each.
+If a worker is lost, Ray ends the others and starts all of them again. They resume from the last checkpoint, which also
+holds what each worker had not sent yet. With STEP, worker 1 ends once in that step, to show this.
 """
 
 import os
@@ -33,7 +33,7 @@ def train(config: dict) -> None:
             done, weights, moments = torch.load(f"{folder}/model.pt").values()
             model.load_state_dict(weights)
             optimizer.load_state_dict(moments)
-            wire.load_state_dict(torch.load(f"{folder}/wire-{rank}.pt"))  # after the other two
+            wire.load_state_dict(torch.load(f"{folder}/wire-{rank}.pt"))  # after model and optimizer
         print(f"worker {rank} goes on after step {done}", flush=True)
     device = next(model.parameters()).device
     for step in range(done + 1, STEPS + 1):
@@ -47,7 +47,7 @@ def train(config: dict) -> None:
         optimizer.zero_grad()
         if step % 10 == 0:
             sent = sum(wire.last_step()["wire_bytes_per_step"].values())
-            with tempfile.TemporaryDirectory() as folder:  # one checkpoint of the files of all workers
+            with tempfile.TemporaryDirectory() as folder:  # Ray joins the files of all workers to one checkpoint
                 torch.save(wire.state_dict(), f"{folder}/wire-{rank}.pt")
                 if rank == 0:
                     state = {"done": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}

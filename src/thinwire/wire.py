@@ -376,7 +376,7 @@ class Wire:
             leaves = None if card.promise.of == "gradients" else STEP
             self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves)
         if scaler is not None and run.scaled and card.keeps_state:
-            self._stage.scale = lambda device: scaler.scale(torch.ones((), device=device))
+            self._stage.scale = lambda device: scaler.scale(torch.ones((), dtype=torch.float32, device=device))
         compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
         self._step_loop = StepLoop(engine, run, self._road, safety)
         self.turnover: Turnover | None = None
@@ -482,7 +482,7 @@ class Wire:
         if power is not None:
             norms.append(power.sqrt())
         if not norms:
-            norms = [torch.zeros((), device=self._device)]
+            norms = [torch.zeros((), dtype=torch.float32, device=self._device)]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
         if self._stages is not None:
             every = torch.zeros(self._stages.size, 1, dtype=torch.float32, device=self._device)

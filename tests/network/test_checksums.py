@@ -120,3 +120,9 @@ def test_checksums_are_refused_on_a_gpu_and_without_the_package():
         wires._seal(mock.Mock(), "cuda")
     with mock.patch.dict("sys.modules", {"xxhash": None}), pytest.raises(ThinwireError, match="pip install"):
         wires._seal(mock.Mock(), "cpu")
+
+
+def test_a_lost_rank_is_named_as_far_as_it_is_known():
+    """One, one of several, or, where the network does not tell at all, another one."""
+    said = [str(LostRank(0, lost, "swap", 0.5, "closed")) for lost in ([], [3], [1, 2])]
+    assert [line.split(" for ")[1].split(" in ")[0] for line in said] == ["another rank", "rank 3", "one of ranks 1, 2"]

@@ -245,7 +245,7 @@ def test_what_no_packing_says_is_refused():
     for at, octet in ((0, 0b1111), (0, 0b0011), (8, 128), (0, 0b1011)):  # too many, too few, beyond its columns twice
         wrong = wire.clone()
         wrong[0, at] = octet
-        with pytest.raises(ThinwireError, match="wire of positions"):
+        with pytest.raises(ThinwireError, match="holds too few or too many positions"):
             cpu.unpack(wrong, parts, torch.empty_like(found))
     with pytest.raises(ThinwireError, match="as the part says"):
         cpu.pack(torch.tensor([[0, 5, 128, 130, 191]], dtype=torch.int32), parts, wire)
@@ -266,7 +266,7 @@ def test_what_no_packing_says_is_refused_with_four_bits():
         for ones in (0, 2**k // 2 - 1, 2 ** (k + 1) - 1, (2**k - 1) << (64 - k)):  # too few twice, too many, beyond
             wrong = wire.clone()
             wrong[0, at : at + 8] = torch.frombuffer(bytearray(ones.to_bytes(8, "little")), dtype=torch.uint8)
-            with pytest.raises(ThinwireError, match="wire of positions"):
+            with pytest.raises(ThinwireError, match="holds too few or too many positions"):
                 cpu.unpack(wrong, parts, torch.empty_like(found))
     for column in (-1, 128):
         with pytest.raises(ThinwireError, match="as the part says"):

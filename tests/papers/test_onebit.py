@@ -247,6 +247,34 @@ def test_with_one_value_in_each_group_the_frozen_step_is_all_that_is_left():
         assert torch.allclose(results[0][t - 1]["weights"]["a"].double(), weight, atol=1e-6)
 
 
+def test_beta1_is_the_schedules_in_every_step():
+    """OneCycleLR moves beta1. The limit above, with gradients whose size changes once v is frozen."""
+
+    def sized(step):
+        return 1.0 if step < WARMUP else 1.0 + 0.3 * (step % 3)
+
+    def beta1(step):
+        return 0.85 + 0.01 * (step % 7)
+
+    def signs(rank, step, numel):
+        return sized(step) * torch.ones(numel) * (-1) ** (torch.arange(numel) % 3)
+
+    def scheduled(weights):
+        optimizer, done = adamw(weights), iter(range(1, 100))
+        change = lambda step: optimizer.param_groups[0].update(betas=(beta1(step), 0.999))  # noqa: E731
+        change(0)
+        optimizer.register_step_post_hook(lambda *_: change(next(done)))
+        return optimizer
+
+    results = run("all_reduce", 2, given=signs, shapes={"a": 64}, steps=20, optimizer=scheduled)
+    weight = moment = torch.zeros(64, dtype=torch.float64)
+    for t in range(20):
+        b1, gradient = beta1(t), signs(0, t, 64).double()
+        moment = b1 * moment + (1 - b1) * gradient
+        weight = (1 - LR * DECAY) * weight - LR * moment / (1 - b1 ** (t + 1)) / (1 + 1e-8)
+        assert torch.allclose(results[0][t]["weights"]["a"].double(), weight, atol=1e-6), t
+
+
 def test_weights_that_never_had_a_gradient_stay_where_they_are():
     def unused(rank, step, numel):
         values = gradients(rank, step, numel)

@@ -152,9 +152,22 @@ def test_density_one_is_adams_exactly(topology):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("density", [0.2, 0.02])
 def test_nothing_is_lost(topology, density):
-    """m' + what waits = b1 m + what waited + (1-b1) mean of the gradients, element by element, in every step."""
+    """m' + what waits = b1 m + what waited + (1-b1) mean of the gradients, element by element, in every step.
+
+    With a schedule of beta1, as OneCycleLR makes one.
+    """
     size, rows = 3, 3 if topology == "reduce_scatter" else 1
-    results = run(topology, size, density=density, warmup=3, steps=30)
+
+    def beta1(step):
+        return 0.85 + 0.01 * (step % 7)
+
+    def scheduled(weights):
+        optimizer, done = AdamS(weights, lr=1e-2, betas=(beta1(0), 0.999)), itertools.count(1)
+        change = lambda *_: optimizer.param_groups[0].update(betas=(beta1(next(done)), 0.999))  # noqa: E731
+        optimizer.register_step_post_hook(change)
+        return optimizer
+
+    results = run(topology, size, density=density, warmup=3, steps=30, optimizer=scheduled)
     moment, waited = torch.zeros(rows, 1), torch.zeros(rows, 1)
     for step in range(30):
         now = [rank[step] for rank in results]
@@ -167,8 +180,9 @@ def test_nothing_is_lost(topology, density):
         waits = sum(torch.stack([side_by_side("residual", row, s) for row in range(rows)]) for s in now) / size
         if rows > 1:
             waits += torch.stack([side_by_side("common", 0, now[row]) for row in range(rows)])
-        new = torch.where(arrived != 0, 0.9 * moment + 0.1 * arrived, 0)
-        assert torch.allclose(new + waits, 0.9 * moment + waited + 0.1 * given, atol=1e-5)
+        b1 = beta1(step)
+        new = torch.where(arrived != 0, b1 * moment + (1 - b1) * arrived, 0)
+        assert torch.allclose(new + waits, b1 * moment + waited + (1 - b1) * given, atol=1e-5)
         moment, waited = new, waits
     assert waited.abs().max() > 0.1
 

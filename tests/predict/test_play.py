@@ -195,7 +195,7 @@ def test_the_range_comes_from_the_constants():
 def test_another_models_profile_and_other_nodes_are_refused():
     with pytest.raises(ThinwireError, match="no module with c: it is of another model"):
         play(timeline(step(gradients=[send("c", ring(1))])), model(1, 1), free(), sequences=1)
-    with pytest.raises(ThinwireError, match="record it with the cluster's per_node"):
+    with pytest.raises(ThinwireError, match="name a cluster with per_node = "):
         play(timeline(step(), group=Group(16, 8)), model(1, 1), free(), sequences=1)
 
 

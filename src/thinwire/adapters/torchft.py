@@ -265,8 +265,8 @@ class ManagerMembers:
         pairs = [bytes(row).decode().strip().split(" ", 1) for row in rows[:, :-1].tolist()]
         if unlike := sorted({seat for _, seat in pairs} - {self._place}):
             raise ThinwireError(
-                f"all replicas must have the same number of ranks: this is rank {self._place}, and another replica's "
-                f"is {unlike[0]}"
+                f"this is rank {self._place} of its replica, and it met rank {unlike[0]} of another: all replicas must "
+                "have the same number of ranks"
             )
         return membership._replace(names=tuple(name for name, _ in pairs), late=late_ranks)
 

@@ -60,7 +60,8 @@ class LostRank(FailedExchange):
         self.rank, self.lost, self.verb, self.seconds, self.cause = rank, tuple(lost), verb, seconds, cause
 
     def __str__(self) -> str:
-        awaited = f"rank {self.lost[0]}" if len(self.lost) == 1 else f"one of ranks {_listed(self.lost)}"
+        one = f"rank {self.lost[0]}" if self.lost else "another rank"
+        awaited = f"one of ranks {_listed(self.lost)}" if self.lost[1:] else one
         return f"{self._location}: waited {self.seconds:.1f} s for {awaited} in {self._collective}: {self.cause}"
 
 

@@ -91,5 +91,5 @@ def wait(
         if all(code == 0 for code in codes):
             return None
         if deadline is not None and time.monotonic() > deadline:
-            raise ThinwireError("the run took longer than its limit and was ended: allow more, or take fewer steps")
+            raise ThinwireError("the run took longer than its limit and was ended: allow it more, or take fewer steps")
         time.sleep(POLL_S)

@@ -18,24 +18,23 @@ LONGEST_S = 600.0
 
 @dataclass(frozen=True)
 class Doctor:
-    """Measure the links, the computing and the methods' kernels of a job, in a minute, on its own ranks: start it
-    as you start `thinwire train`.
+    """Measure a job in a minute, on its own ranks: its links, its computing and the methods' kernels.
 
-    Options of `thinwire train` follow after --, so that what is measured is your run. Prints what takes the time, what
-    would help and by how much, and what to type; then a table of methods. Writes the cluster's constants to a file, for
-    `thinwire simulate --cluster FILE`.
+    Start it as you start `thinwire train`, and give the options of your run after --. Prints what takes the time, what
+    would help and by how much, and what to type; then a table of methods. Writes what it measured of the cluster to a
+    file, for `thinwire simulate --cluster FILE`.
 
     $ torchrun --nnodes 2 --nproc-per-node 8 -m thinwire doctor --preset gpt-125m -- --batch-size 16
     """
 
     methods: str = "dense,bf16,int8,sdp4bit,powersgd,topk,trickle"
-    """Comma-separated names, with or without knobs: the candidates beside dense."""
+    """Methods to try besides dense, separated by commas, with or without knobs."""
     preset: str = "net20m"
     """The model; see thinwire train --help."""
     out: Path = Path("cluster.toml")
-    """File for the cluster's constants."""
+    """File for what was measured of the cluster."""
     seconds: float = 55.0
-    """Time for all measurements, 10 to 600. Fewer: fewer sizes of messages, fewer steps, kernels of fewer methods."""
+    """Time for all measurements, 10 to 600. Less: fewer message sizes, steps and methods' kernels are measured."""
 
     def names(self) -> list[str]:
         """Check the settings (``ThinwireError``) and return the methods, dense first."""

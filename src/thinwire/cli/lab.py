@@ -17,9 +17,9 @@ from thinwire.lab.run import launch, open_cluster, say
 class LabRun(Network):
     """Run COMMAND, written for torchrun, once per rank on emulated nodes of this machine, each with a slow link.
 
-    Write the command after --. It has torchrun's environment, with gloo bound to the slow link. Output of ranks other
-    than 0 begins with [rank k]; when a rank fails, all are ended and its exit status is returned. At the end: seconds,
-    and the kernel's count of bytes by node. Nothing needs cleaning up: the network goes when this command ends.
+    It gets torchrun's environment variables, and gloo uses the slow link. Output of ranks other than 0 begins with
+    [rank k]. If a rank fails, all are ended, and its exit status is returned. At the end it prints the seconds, and the
+    bytes of each node as the kernel counts them. When the command ends, the emulated network is gone.
 
     $ thinwire lab run --nodes 2 --link 200mbit -- python train.py
     $ thinwire lab run --delay 30ms --jitter 5ms --loss 1% --reorder 1% -- thinwire train --method bf16 --out runs/b

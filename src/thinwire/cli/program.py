@@ -17,23 +17,23 @@ from thinwire.base.version import __version__
 
 COMMANDS = {
     "train": ("thinwire.cli.train:main", "train a language model on several ranks"),
-    "status": ("thinwire.train.job.status:main", "show who is there in a run of `train --elastic`, and what was lost"),
+    "status": ("thinwire.train.job.status:main", "show the replicas of a `train --elastic` run, and what was lost"),
     "inspect": ("thinwire.train.checkpoint.inspect:main", "show and check a checkpoint, or compare two"),
-    "compare": ("thinwire.cli.compare:compare_main", "train with several methods on a slow emulated link: a verdict"),
-    "doctor": ("thinwire.cli.doctor:doctor_main", "measure a job: what bounds it, and which method would help"),
+    "compare": ("thinwire.cli.compare:compare_main", "compare methods: train with each on an emulated slow link"),
+    "doctor": ("thinwire.cli.doctor:doctor_main", "measure a job: what limits it, and which method would help"),
     "simulate": ("thinwire.cli.simulate:simulate_main", "predict time, bytes and memory of methods on a cluster"),
-    "lab": ("thinwire.cli.lab:lab_main", "run a program of your own on a slow emulated link"),
+    "lab": ("thinwire.cli.lab:lab_main", "run a program of your own on an emulated slow link"),
     "tokenize": ("thinwire.train.data.token_files:main", "tokenize a text once, for `thinwire train --corpus FOLDER`"),
     "sample": ("thinwire.train.checkpoint.trained_model:sample_main", "let a trained model continue a text"),
     "export": ("thinwire.train.checkpoint.trained_model:export_main", "write a trained model as a Hugging Face folder"),
     "eval": ("thinwire.train.checkpoint.evaluation:main", "run tasks of lm-evaluation-harness on a trained model"),
     "env": ("thinwire.cli.environment:main", "show versions, devices and what is missing: for bug reports"),
-    "selftest": ("thinwire.cli.selftest:main", "try this installation on two ranks here, for half a minute"),
+    "selftest": ("thinwire.cli.selftest:main", "test this installation on two ranks (half a minute)"),
     "methods": ("thinwire.methods:main", "list the methods; methods NAME: what each of its knobs does"),
-    "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of the five papers"),
+    "paper": ("thinwire.cli.paper:paper_main", "repeat an experiment of one of five papers on this machine"),
     "completion": ("thinwire.cli.completion:main", "print a script that completes commands, for bash or zsh"),
 }
-LOADS_TORCH = ("compare", "simulate", "inspect", "tokenize", "sample", "export", "methods", "completion")
+LOADS_TORCH = ("compare", "simulate", "inspect", "sample", "export", "methods", "completion")
 """Commands that load torch before they can say anything, which takes seconds."""
 USAGE = "usage: thinwire COMMAND [options]      (thinwire COMMAND --help: its options)"
 BROKEN_PIPE = 128 + signal.SIGPIPE

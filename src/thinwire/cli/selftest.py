@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 HELP = """usage: thinwire selftest
 
-Try this installation on two ranks of this machine, on its CPU, for about half a
-minute (longer the first time, when kernels are compiled): dense against torch's
-own engines, each method beside dense, and the laws that methods obey.
-Prints a line for each. Exit status: 0 if all is well, else 1.
+Test this installation on two ranks of this machine, on its CPU, for about half
+a minute (longer the first time, when kernels are compiled). Compares dense with
+torch's own engines and each method with dense, and checks what methods promise.
+Prints a line for each. Exit status: 0 if all passed, else 1.
 For GPUs: make test-gpu, in a checkout."""
 STEPS = 16
 TIMEOUT_S = 60

@@ -36,8 +36,8 @@ SEQUENCES = 8
 class SimulateOptions:
     """Predict the step time, bytes and memory of methods on a cluster, without running anything there.
 
-    Prints which is the fastest, by how much, and what bounds it; then tables, and what is assumed. `thinwire doctor`
-    measures a cluster, and writes its file.
+    Prints which method is the fastest, by how much, and what limits it; then tables, and the assumptions. `thinwire
+    doctor` measures a cluster and writes its file.
 
     $ thinwire simulate --model gpt-1.3b --cluster l40s-10g --nodes 8
     $ thinwire simulate --model config.json --engine fsdp2 --cluster mine.toml --links
@@ -48,18 +48,18 @@ class SimulateOptions:
     }  # fmt: skip
 
     cluster: str
-    """A TOML file as `thinwire doctor` writes it, or the name of one that Thinwire brings; a wrong name lists them."""
+    """A TOML file as `thinwire doctor` writes it, or the name of a known cluster; a wrong name lists them."""
     model: str = "gpt-125m"
     """A preset, a Hugging Face config.json, or file.py:function. Your function is called under torch.device("meta") and
-    returns a module and a tuple of example inputs. Without token ids, a sequence counts as one token."""
+    returns a module and a tuple of example inputs. If these are no token ids, an example counts as one token."""
     method: str = "bf16,int8,sdp4bit,trickle"
-    """Comma-separated methods, with or without knobs. Dense is always added."""
+    """Methods, separated by commas, with or without knobs. dense is always added."""
     engine: str = "ddp"
     """torch's engine for data parallelism: ddp, fsdp2 or hsdp."""
     nodes: int = 2
-    """Nodes, each with as many ranks as the cluster's file says."""
+    """Number of nodes. The cluster's file says how many ranks each has."""
     ranks: int | None = None
-    """Ranks of all nodes, in place of --nodes."""
+    """Number of ranks in all, in place of --nodes."""
     sequence: int | None = None
     """Tokens per sequence. Default: the preset's context; 2048 for a config.json; a function's own inputs."""
     tokens: int | None = None
@@ -67,17 +67,17 @@ class SimulateOptions:
     micro_batches: int = 1
     """Forward and backward passes per step."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of the computing; weights and moments are fp32. auto: bf16 on GPUs, fp32 on CPUs."""
+    """Dtype of the computation; weights and moments are fp32. auto: bf16 on GPUs, fp32 on CPUs."""
     two_level: bool | None = None
-    """Reduce inside each node first. Default: if the method was made for it."""
+    """Average gradients inside each node first. Default: the method decides."""
     intra: str | None = None
-    """Method of the hop inside a node, on HSDP or with two levels. Default: dense."""
+    """Method inside a node, with hsdp or --two-level True. Default: the method's own, mostly dense."""
     link: str | None = None
-    """Rate out of each node, in place of the cluster's: 200mbit, 1gbit."""
+    """Rate of each node's link, in place of the one in the cluster's file: 200mbit, 1gbit."""
     links: bool = False
-    """Draw a step's time over the link's rate, 10 Mbit/s to 400 Gbit/s, and where each method begins to pay."""
+    """Draw the time of a step for links from 10 Mbit/s to 400 Gbit/s, and where each method begins to pay."""
     scale: str | None = None
-    """Draw a step's time and the efficiency over ranks: 8..16384, doubling."""
+    """Draw the time of a step and the efficiency for more and more ranks: 8..16384, doubling."""
     strong: bool = False
     """With --scale: all ranks share the tokens of --nodes. Default: --weak."""
     weak: bool = False

@@ -22,12 +22,15 @@ def main(argv: list[str]) -> int:
     supervises = config.elastic and REPLICA not in os.environ
     if supervises and under_torchrun():
         raise ThinwireError("--elastic starts its replicas itself: run it once on each machine, without torchrun")
-    if not under_torchrun():
-        if not (config.elastic or torchrun_variables(os.environ)):
-            refuse(config.out, anew=config.overwrite, goes_on=config.resume is not None)
-        note(f"loading torch, then starting the {'replicas' if config.elastic else 'ranks'}: some seconds")
     with ends_at_once():
-        config.check()
+        config.check_options()
+        if not under_torchrun():
+            if not torchrun_variables(os.environ):  # this process starts all that read and write these files
+                if not config.elastic:
+                    refuse(config.out, anew=config.overwrite, goes_on=config.resume is not None)
+                config.check_files()
+            note(f"loading torch, then starting the {'replicas' if config.elastic else 'ranks'}: some seconds")
+        config.check_methods()
         if config.elastic:
             extras.package_folder("torchft")
     if supervises:

@@ -186,7 +186,7 @@ class Bucket:
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
-        self.rows = self.mean = torch.empty(0, device="cpu")
+        self.rows = self.mean = torch.empty(0, dtype=torch.float32, device="cpu")
         self.norms: Tensor | None = None
         self.adam: Adam | None = None
         self.rider: Bucket | None = None
@@ -258,7 +258,7 @@ class Bucket:
 
     def release(self) -> None:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
-        self.rows = self.mean = torch.empty(0, device="cpu")
+        self.rows = self.mean = torch.empty(0, dtype=torch.float32, device="cpu")
         self.norms = self.adam = None
 
     def lies_in(self, flat: Tensor) -> bool:

@@ -64,7 +64,7 @@ class Fingerprint:
     def _samples(self) -> Tensor:
         weights = [local(weight) for weight in self._weights()]
         if not weights:
-            return torch.zeros(0, device="cpu")
+            return torch.zeros(0, dtype=torch.float32, device="cpu")
         places: list[object] = [
             (weight.data_ptr(), weight.shape, weight.stride(), weight.storage_offset()) for weight in weights
         ]

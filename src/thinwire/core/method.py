@@ -58,8 +58,8 @@ class Method:
     Its ``card`` has its constant properties. ``self.state`` is its memory between steps and forgets a non-finite step.
 
     Args:
-        dense: patterns (``fnmatch``) of parameter names that stay dense whatever the policy says.
-        send: patterns of parameter names that are compressed whatever the policy says; ``dense`` wins over ``send``.
+        dense: patterns (``fnmatch``) of names of parameters that stay dense, that is, are not compressed.
+        send: patterns of names of parameters that are compressed, even small ones, unless ``dense`` names them.
     """
 
     name: ClassVar[str] = "dense"
@@ -164,7 +164,7 @@ class Method:
 
 @dataclass
 class Fp32(Method):
-    """Everything in fp32, all-to-all, summed in rank order: the same bits whatever the engine's buckets are.
+    """No compression: fp32, summed in the order of ranks, so that the bits do not depend on the engine's buckets.
 
     Where dense depends on a ring's order of summation, this does not. On gloo, whose reduce-scatter moves as many bytes
     as an all-reduce, it is also the fair dense baseline for FSDP2: half of what ``dense`` sends.

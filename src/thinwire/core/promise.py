@@ -59,8 +59,8 @@ class Promise:
 
     def __str__(self) -> str:
         if self.kind == "exact":
-            return "exact: the stock engine's mean, bit for bit"
-        return f"{self.kind}: {self.lost or 'nothing is lost; what is not sent waits'}"
+            return "exact: the mean of torch's own engine, bit for bit"
+        return f"{self.kind}: {self.lost or 'nothing is lost: what is not sent waits for a later step'}"
 
 
 EXACT, CONSERVES = Promise("exact"), Promise("conserves")

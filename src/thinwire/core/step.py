@@ -195,8 +195,8 @@ class StepLoop:
         if self._waiting and not self.method.card.adds_up:
             missing = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
             raise ThinwireError(
-                f"{missing} did not step after the last exchange, for which {self.method.name} has already updated "
-                "its momentum: step all optimizers after each exchange"
+                f"{missing} did not step after the last exchange, but {self.method.name} has updated its momentum for "
+                "that step: step all optimizers after each exchange"
             )
         self._finish()
 

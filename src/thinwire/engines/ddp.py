@@ -218,12 +218,15 @@ class DDP(Engine):
                 described = self.parameters.get(id(parameter))
                 elsewhere = gradient.data_ptr() != flat.data_ptr() + offset * flat.element_size()
                 if described is None or (elsewhere and gradient.numel()):
-                    raise ThinwireError("DDP's bucket does not have the layout that torch 2.11 to 2.15 give it")
+                    raise ThinwireError("DDP's bucket has another layout than in torch 2.11 to 2.15: use one of these")
                 pieces.append(Piece(described.name, offset, parameter.numel(), form=_form(parameter)))
                 if pieces[-1].form is not None and parameter.grad is not None:
                     laid_out, gradient = pieces[-1].strided(flat), parameter.grad
                     if not torch.equal(laid_out.nan_to_num(), gradient.to(flat.dtype).nan_to_num()):
-                        raise ThinwireError(f"DDP stores {described.name} in a layout that Thinwire does not know")
+                        raise ThinwireError(
+                            f"DDP stores {described.name} in a layout that Thinwire does not know: make the parameter "
+                            "contiguous before you wrap the model"
+                        )
                 offset += parameter.numel()
             if offset != flat.numel():
                 raise ThinwireError(f"DDP's bucket has {flat.numel()} values, its parameters {offset}")

@@ -103,7 +103,7 @@ class ShardedEngine(Engine):
         if mode != self._mode or (not all(mode) and id(link) in self._asked):
             if self._mode is not None:
                 changed = any([replica.changed_unseen() for replica in self.replicas])
-                flag = torch.full((1,), float(changed), device=link.device)
+                flag = torch.full((1,), float(changed), dtype=torch.float32, device=link.device)
                 self.comms[0].all_reduce(flag, "max")
                 if bool(flag):
                     self.weights_changed()
@@ -269,7 +269,7 @@ class GroupLink:
             return fsdp_param.unsharded_accumulated_grad_data
         if fsdp_param._unsharded_param.grad is not None:
             return fsdp_param.unsharded_grad_data
-        return torch.zeros((), device="cpu")
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

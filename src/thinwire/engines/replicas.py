@@ -29,7 +29,7 @@ from thinwire.network.guard import Guard
 
 def any_of(inside: Sequence[Comm], flag: bool) -> bool:
     """Return whether ``flag`` is set on any rank of a replica (no groups: on this one). Collective over ``inside``."""
-    flags = torch.full((1,), float(flag), device="cpu")
+    flags = torch.full((1,), float(flag), dtype=torch.float32, device="cpu")
     for comm in inside:
         comm.all_reduce(flags, "max")
     return bool(flags)

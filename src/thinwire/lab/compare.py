@@ -61,9 +61,9 @@ class Entry:
 class Comparison(Network):
     """Train the same model on the same data with each method, on one emulated network, and show what each gains.
 
-    A run that exchanges nothing (method "none") always comes first, because no method can be faster. Options of
-    `thinwire train` follow after --. Prints a verdict and a table; writes them with pictures to report.html (one file),
-    report.md and report.json. Exit status: 0; 1: a method has failed; 3: --fail-if-loss-worse-than.
+    The first run always exchanges nothing (method "none"): no method can be faster. Options of `thinwire train` follow
+    after --. Prints a verdict and a table; writes them with pictures to report.html (one file), report.md and
+    report.json. Exit status: 0; 1: a method has failed; 3: the loss of one is too high (--fail-if-loss-worse-than).
 
     $ thinwire compare --methods dense,int8 --link 1gbit --out runs/compare
     $ thinwire compare --methods "dense,topk --lr 1e-4" --seeds 3 --out runs/a -- --batch-size 16
@@ -72,24 +72,24 @@ class Comparison(Network):
     GROUPS: ClassVar[Mapping[str, str]] = {"methods": "Comparison", "nodes": "Emulated network"}
 
     methods: str = "dense,bf16,int8,sdp4bit,topk"
-    """Comma-separated names, with or without knobs; behind a name, flags of thinwire train for that run alone:
-    'dense,int8(group=64),topk --lr 1e-3'. 'thinwire methods' lists the names.
+    """Methods, separated by commas, with or without knobs. Options of thinwire train after a name are for it alone:
+    'dense,int8(group=64),topk --lr 1e-3'. `thinwire methods` lists the names.
     """
     preset: str = "net20m"
-    """The model and its settings; see thinwire train --help. In tiny and small, most tensors are
-    too small to be worth compressing."""
+    """The model; see thinwire train --help. In tiny and small, most tensors are too small to be worth
+    compressing."""
     steps: int = 20
-    """Optimizer steps of every run. Times need at least 5, since the first two are left out; local-steps needs whole
+    """Optimizer steps of every run. The first two are not timed, so take at least 5. For local-steps, take whole
     rounds."""
     seeds: int = 1
-    """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). More: the losses and speeds have
-    intervals."""
+    """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). With 2 or more, losses and speeds
+    have error bars."""
     fail_if_loss_worse_than: str | None = None
     """End with status 3 if a method's mean loss is above dense's by more than this: 1% or 0.01 (lower: stricter)."""
     out: Path = Path("runs/compare")
-    """A new folder for the report, with a folder for each run."""
+    """Folder for the report, with a folder for each run. It must be new."""
     limit_minutes: float = 60.0
-    """A method fails when one of its runs takes longer than this."""
+    """If a run takes longer than this, its method has failed."""
     extra: Suppress[Fixed[tuple[str, ...]]] = ()
     """Flags for the training program, of all methods."""
     first_seed: Suppress[Fixed[int]] = 0

@@ -119,15 +119,15 @@ class Network:
     ranks_per_node: int = 1
     """Ranks on each node; they share its link, and reach each other without it."""
     link: str = "200mbit"
-    """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: no network at all."""
+    """Rate of each node's link in each direction: 200mbit, 1gbit, unlimited; or loopback: do not emulate a network."""
     mtu: int = 1500
-    """Largest frame, 576 to 9000 bytes. Larger: the emulation takes less CPU time (see docs/lab.md)."""
+    """Largest packet, 576 to 9000 bytes. Larger: the emulation takes less CPU time (see docs/lab.md)."""
     delay: str = "0ms"
     """Delay of a packet from one node to another, one way: 30ms, 200us, 0.2s. An answer takes twice as long."""
     jitter: str = "0ms"
-    """Vary each packet's delay by up to this, up or down, evenly; packets then overtake each other."""
+    """Each packet's delay is drawn evenly from --delay ± this. Packets then overtake each other."""
     loss: str = "0%"
-    """Share of the packets that never arrive: 1% or 0.01. TCP sends them again."""
+    """Share of the packets that are lost: 1% or 0.01. TCP sends them again."""
     reorder: str = "0%"
     """Share of the packets that are not delayed and so overtake the others: 1% or 0.01."""
 

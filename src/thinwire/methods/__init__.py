@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
     else:
         for entry in entries:
             say(f"{entry.name:<12}{entry.does.replace('``', '')}\n{'':<12}{entry.promise}", indent=" " * 12)
-        say("\nthinwire methods NAME says what each knob of a method does.")
+        say("\nBelow each method: what is kept of the gradients. thinwire methods NAME: what each of its knobs does.")
     return 0
 
 

@@ -179,7 +179,7 @@ class Comm(ABC):
         assert self.played is not None
         value = next(self.played, None)
         if value is None or value.shape != out.shape or value.dtype != out.dtype:
-            raise LostRank(self.rank, [], verb, 0.0, "it is not what was heard of this step")
+            raise LostRank(self.rank, [], verb, 0.0, "what it received of this step does not fit")
         return out.copy_(value)
 
     def _unseal(self, received: Tensor, out: Tensor, verb: str) -> None:

@@ -236,8 +236,8 @@ def _launched(key: tuple[Any, ...], grid: tuple[int, ...], index: int, arguments
     except (TypeError, AttributeError) as error:
         _bound[key] = None
         warnings.warn(
-            f"Triton {triton.__version__} does not launch what it has compiled as others do ({error}): each launch "
-            "of this kernel takes the host longer", ThinwireWarning, stacklevel=5,
+            f"Triton {triton.__version__} launches kernels in another way than those that were tried ({error}): "
+            "it launches this one itself, which takes the host longer", ThinwireWarning, stacklevel=5,
         )  # fmt: skip
         return False
     if has_hooks:

@@ -89,7 +89,7 @@ class AdamS(Optimizer):
                 raise ThinwireError("AdamS does not take sparse gradients: use Embedding(sparse=False)")
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0, device="cpu")
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["step"] += 1
             t = int(state["step"])

@@ -95,7 +95,10 @@ def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parame
     ]
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     double.state = {
-        weight: {"step": torch.tensor(1.0, device="cpu"), **{name: zeros_like(weight) for name in moments}}
+        weight: {
+            "step": torch.tensor(1.0, dtype=torch.float32, device="cpu"),
+            **{name: zeros_like(weight) for name in moments},
+        }
         for group in double.param_groups
         for weight in group["params"]
     }

@@ -206,10 +206,10 @@ def _move(device: torch.device) -> None:
 
     With the factors that cut outliers, which these steps do not meet, and without.
     """
-    usual = torch.zeros(2, 4, 1, device=device)
+    usual = torch.zeros(2, 4, 1, dtype=torch.float32, device=device)
     statistics = Statistics(usual[0], usual[1], usual[0, 0], 1.0, 1.0, 0.0)
     bucket = Bucket([Piece("", 0, 3)], rows=2, owner=False, group=4, dtype=torch.float32, device=device)
-    rows = torch.zeros(*bucket.shape, device=device)
+    rows = torch.zeros(*bucket.shape, dtype=torch.float32, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(3, dtype=dtype, device=device)
         bucket.copies.pack(flat, rows)
@@ -346,7 +346,7 @@ class Playback:
             self.agree(comm for comm in self._guards if comm is not self._across)
             return True
 
-        clip_factor = torch.ones((), device=self._device)
+        clip_factor = torch.ones((), dtype=torch.float32, device=self._device)
         step = Step(number, self.optimizers, self.weights, clip_factor, agree, agree_inside=agree_inside)
         for name, weight in self.weights.items():
             weight.grad = self.gradients[name]
@@ -362,7 +362,7 @@ class Playback:
 
     def agree(self, comms: Iterable[Comm]) -> None:
         for comm in comms:
-            self._comm(comm).all_reduce(torch.empty(1, device=META), "max")
+            self._comm(comm).all_reduce(torch.empty(1, dtype=torch.float32, device=META), "max")
 
     def _double(self, road: Road, run: Run) -> Road:
         on_cpu = all(local(weight).device.type == "cpu" for weight in run.weights.values())

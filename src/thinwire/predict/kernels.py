@@ -131,7 +131,8 @@ def _play(model: nn.Module, method: str, engine: str, device: torch.device, rank
     layout, run = _some(virtual.layout, run)
     play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
     with torch.no_grad():
-        _fill(play, noise := torch.randn(max(len(flat) for flat, _, _ in play.buffers), device=device))
+        longest = max(len(flat) for flat, _, _ in play.buffers)
+        _fill(play, noise := torch.randn(longest, dtype=torch.float32, device=device))
         play.open()
         for number in steps_of(play.method.card):
             on = kernels if number > play.method.card.steady else nullcontext()

@@ -129,7 +129,7 @@ def _message(comm: GroupComm, verb: str, size: int, group: Group) -> Message:
 
 def _call(comm: GroupComm, verb: str, size: int) -> Callable[[], object]:
     """Make a call of ``verb`` in which each rank puts in, or gets, ``size`` bytes."""
-    rows = torch.ones(comm.size, -(-size // 4 // comm.size), device=comm.device)
+    rows = torch.ones(comm.size, -(-size // 4 // comm.size), dtype=torch.float32, device=comm.device)
     row, out = rows[comm.rank].clone(), torch.empty_like(rows)
     return {
         "all_reduce": lambda: comm.all_reduce(rows.view(-1), "max"),
@@ -238,7 +238,8 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
     Multiplies matrices alone, and again beside an exchange of half as long at ``rate`` bytes/s per rank.
     """
     twin = job.twin()
-    matrix, size = torch.ones(256, 256, device="cpu"), max(SMALLEST, min(1 << 22, int(rate * BESIDE_S / 4)))
+    matrix = torch.ones(256, 256, dtype=torch.float32, device="cpu")
+    size = max(SMALLEST, min(1 << 22, int(rate * BESIDE_S / 4)))
     messages = max(1, round(rate * BESIDE_S / 2 / size))
     product_seconds = timed(job, lambda: matrix @ matrix, 100)
     turns = max(1, int(BESIDE_S / product_seconds))
@@ -248,7 +249,7 @@ def host_cost(job: GroupComm, rate: float) -> Constant:
             matrix @ matrix
 
     def exchange() -> None:
-        rows: Tensor = torch.ones(size // 4, device="cpu")
+        rows: Tensor = torch.ones(size // 4, dtype=torch.float32, device="cpu")
         for _ in range(messages):
             twin.all_reduce(rows, "max")
 

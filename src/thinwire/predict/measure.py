@@ -46,8 +46,9 @@ def measure_device(job: GroupComm, dtype: torch.dtype, per_node: int) -> Device:
         torch.ones(side, side, dtype=dtype, device=device),
         torch.empty(side, side, dtype=dtype, device=device),
     )
-    source, target = torch.ones(length, device=device), torch.empty(length, device=device)
-    small = torch.zeros(1, device=device)
+    source = torch.ones(length, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    small = torch.zeros(1, dtype=torch.float32, device=device)
     memory = (
         torch.cuda.get_device_properties(device).total_memory if on_gpu
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node

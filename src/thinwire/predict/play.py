@@ -96,8 +96,8 @@ def play(
     """
     if timeline.per_node != cluster.per_node and timeline.ranks > timeline.per_node:
         raise ThinwireError(
-            f"the timeline has {timeline.per_node} ranks on a node, cluster {cluster.name} has {cluster.per_node}: "
-            "record it with the cluster's per_node"
+            f"cluster {cluster.name} has {cluster.per_node} ranks on a node, this training has {timeline.per_node}: "
+            f"name a cluster with per_node = {timeline.per_node}"
         )
     costs = Costs(cluster)
     modules = [_Computing.on(costs, module, sequences) for module in profile.modules]

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,7 +20,8 @@ from thinwire.base.help import Option
 from thinwire.base.knobs import Within, check_types
 from thinwire.base.options import read_options
 from thinwire.lab.link import share
-from thinwire.train.model.shapes import PRESETS, ModelConfig
+from thinwire.predict.cluster import read_cluster
+from thinwire.train.model.shapes import PRESETS, ModelConfig, hub_folder
 
 SHAPE = ("family", "layers", "width", "heads", "kv_heads", "hidden")  # settings that override the preset's shape
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # the variable with the address of torchft's lighthouse
@@ -78,39 +80,41 @@ class Config:
     """Tokens per sequence. Default: the preset's; 512 with --init."""
 
     init: str | None = None
-    """Folder of a Hugging Face model to go on from, in place of a preset: a causal language model."""
+    """Start from the Hugging Face model in this folder, in place of a preset: a causal language model."""
     data: tuple[str, ...] = ()
-    """Instructions to learn from, in place of --corpus: JSONL files or globs with "prompt" and "completion", or with
+    """With --init: instructions, in place of --corpus: JSONL files or globs with "prompt" and "completion", or with
     "messages". Only the answers are learnt."""
     lora: Count | None = None
-    """Train LoRA adapters (peft) of this rank, and nothing else (lower: fewer values). Default: train the whole
+    """With --init: train only LoRA adapters (peft) of this rank (lower: fewer parameters). Default: train the whole
     model.
     """
     lora_alpha: float | None = None
-    """Scale of the adapters, divided by their rank. Default: twice the rank."""
+    """LoRA's alpha: adapters are scaled by alpha / rank. Default: twice the rank."""
     lora_targets: tuple[str, ...] = ()
-    """Names of the modules that get adapters. Default: all linear ones but the head."""
+    """Names of the modules that get adapters. Default: all linear modules except the head."""
 
     method: str = "dense"
     """The method that exchanges gradients, by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
     methods` lists them. "auto": tries a few steps of several, and trains with the fastest."""
     max_loss: str = "1%"
-    """With --method auto: how far a method's loss may have been above dense's in measured runs of similar length: 1%
-    or 0.01 (lower: fewer candidates), or "any".
+    """With --method auto: how far a method's loss may have been above dense's, its ± included, in measured runs of
+    similar length: 1% or 0.01 (lower: fewer candidates), or "any".
     """
     cluster: str | None = None
     """Name or TOML file of the cluster from which --method auto predicts. Default: it measures the links."""
     two_level: bool | None = None
-    """Reduce inside each node first, then between nodes of several ranks. Default: if the method was made for it."""
+    """Average gradients inside each node first, then between nodes. Default: the method decides (sdp4bit, zeropp: True
+    if nodes have several ranks)."""
     intra: str | None = None
-    """Method inside a node, on HSDP or with two levels: dense, bf16, int8, ... Default: dense."""
+    """Method inside a node, with HSDP or --two-level True: dense, bf16, int8, ... Default: the method's own, mostly
+    dense."""
 
     engine: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     """torch's engine for data parallelism: weights on every rank (ddp), sharded over all ranks (fsdp2), or sharded
     inside each node (hsdp)."""
     bucket_mb: Megabytes | None = None
     """DDP: MB of gradients per exchange. Lower: exchanges start earlier and less is left when the backward pass ends,
-    but there are more messages. Default: what suits the method; torch's own with dense."""
+    but there are more messages. Default: chosen for the method; with dense, torch's own."""
     reshard: bool = True
     """FSDP2 and HSDP: free the gathered weights after the forward pass (less memory, one more gather per step)."""
     shard_size: Count | None = None
@@ -120,7 +124,7 @@ class Config:
     """Text to train on: files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or
     "hub:NAME"; or tokens: a folder that `thinwire tokenize` wrote, or files (.bin as nanoGPT writes them, .npy)."""
     valid: tuple[str, ...] = ()
-    """Text held out, written like --corpus. Default: every 20th part of the corpus."""
+    """Text for validation, written like --corpus. Default: every 20th part of the corpus is held out."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the corpus), folder:PATH (tokenizer.json of a Hugging Face folder), hub:NAME, or
     ids:SIZE for token files with SIZE different tokens."""
@@ -132,9 +136,9 @@ class Config:
     accumulate: Count = 1
     """Forward and backward passes per optimizer step."""
     optimizer: Literal["adamw", "adams", "sgd", "muon"] | None = None
-    """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for methods that have one (dgc).
-    muon: torch.optim.Muon for the hidden matrices, in steps of AdamW's size, and adamw for the rest. Default: the one
-    that the method is made for, mostly adamw."""
+    """adams: thinwire.AdamS, which keeps no second moment. sgd: without momentum, for a method that has its own (dgc).
+    muon: torch.optim.Muon for the hidden matrices, with steps as large as AdamW's, and adamw for the rest. Default:
+    scape takes adams, dgc sgd, all others adamw."""
     lr: Rate | None = None
     """Highest learning rate. Default: 2e-3; less for models wider than 256 (512: 5e-4); 2e-5 with --init, 2e-4 with
     --lora."""
@@ -149,14 +153,14 @@ class Config:
     betas: Betas = (0.9, 0.95)
     """beta1 and beta2 of adamw and adams."""
     clip: Norm = 1.0
-    """Largest norm of the gradient (lower: clipped more); 0: not clipped."""
+    """Clip the gradient to this norm (lower: clipped more); 0: do not clip."""
     seed: Seed = 0
-    """Seed of the first weights and of the order of the text."""
+    """Seed of the initial weights and of the order of the text."""
 
     ranks: Count | None = None
-    """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun its ranks are used."""
+    """Ranks to start on this machine. Default: one per GPU, or 2 on CPU. Under torchrun, srun or mpirun: theirs."""
     ranks_per_node: Count | None = None
-    """Treat the ranks started here as nodes of this many ranks (to try two levels). Default: all on one node."""
+    """Treat every so many of the ranks started here as a node (to try --two-level). Default: all are one node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for each rank if torch sees any."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -167,55 +171,55 @@ class Config:
     """CPU threads per rank."""
 
     elastic: bool = False
-    """Train on replicas of one rank each, on CPUs (torchft): when one is lost the others go on, and it is started
-    again and joins them.
+    """Train on replicas of one rank each, on CPUs (torchft): if one is lost, the others go on; it is started again
+    and joins them.
     """
     replicas: Count | None = None
     """Replicas to start on this machine. Default: 2."""
     min_replicas: Count = 1
-    """Fewest replicas that take a step; while there are fewer, the run waits."""
+    """With fewer replicas than this the run waits."""
 
     out: Path = Path("runs/train")
     """Folder for the run's files: settings, plan, metrics, report, checkpoints."""
     overwrite: bool = False
-    """Start afresh in a folder that holds a run; that run is removed."""
+    """If --out holds a run, remove it and start a new one."""
     track: tuple[Literal["csv", "wandb", "trackio", "mlflow"], ...] = ()
     """Send the numbers of metrics.jsonl to trackers, too: csv (metrics.csv in --out), wandb (Weights & Biases),
     trackio, mlflow."""
     track_project: str = "thinwire"
-    """Name of the project at the tracker; with mlflow, of the experiment."""
+    """Name of the project at the tracker (mlflow: of the experiment)."""
 
     eval_every: CountOrZero = 100
     """Steps between evaluations, besides those at the start and at the end; 0: only those two."""
     eval_sequences: CountOrZero = 64
-    """Held-out sequences per evaluation, over all ranks; 0: no evaluation. The one at the end takes all, up to 2
-    million tokens and half as many as were trained on; valid_losses.csv has their losses one by one."""
+    """Validation sequences per evaluation, over all ranks; 0: no evaluation. The evaluation at the end takes all, but
+    at most 2 million tokens and at most half as many as were trained on; valid_losses.csv has the loss of each."""
 
     checkpoints: bool = True
-    """Save at the end, and on SIGTERM or Ctrl-C before ending."""
+    """Save at the end of the run, and on SIGTERM or Ctrl-C."""
     checkpoint_every: CountOrZero = 0
     """Steps between further checkpoints; 0: none."""
     keep: Count = 2
-    """Newest checkpoints that are kept, beside those that were saved while the run diverged."""
+    """Keep so many of the newest checkpoints. Those saved while the run diverged do not count."""
     resume: str | None = None
-    """Continue: from a checkpoint's folder, from the newest in --out ("latest"), or from that if there is one
-    ("auto")."""
+    """Continue from a checkpoint: "latest" (the newest in --out), "auto" (the same; without one, start a new run), or
+    a checkpoint's folder."""
     resume_anyway: bool = False
-    """Continue although the text, its order or the batch differs from the checkpoint's."""
+    """Continue even if the text, its order or the batch differs from the checkpoint's."""
     resize: Literal["flush", "redistribute", "reset", "refuse"] = "redistribute"
-    """With other ranks or another engine, what becomes of values that the old ranks had not sent yet: they are handed
-    to the new ranks (redistribute), dropped (reset), or all sent in the next step (flush: far too large a step in
-    the middle of a run). refuse: do not resume then.
+    """If a run resumes on other ranks or another engine: hand what the old ranks had not sent yet to the new ranks
+    (redistribute), drop it (reset), send it all in the next step (flush: in the middle of a run far too large a step),
+    or do not resume (refuse).
     """
 
     guard: bool = True
-    """Skip a step on all ranks when a gradient on any is not finite."""
+    """If a gradient on any rank is not finite, skip the step on all ranks."""
     max_skipped: CountOrZero = 20
     """End the run after this many steps in a row that were skipped, or whose loss was not finite; 0: never."""
     check_every: CountOrZero = 0
     """Steps between comparisons of the weights of all ranks, by hashes; 0: never."""
     timeout: Seconds = 120.0
-    """Seconds to wait for the other ranks; more where the link, measured at the start, needs longer for a step."""
+    """Seconds to wait for the other ranks. On a slow link, which is measured at the start, a rank waits longer."""
     file_timeout: Seconds = 3600.0
     """Seconds to wait for a rank that reads text, trains a tokenizer, or reads or writes a checkpoint."""
 
@@ -228,6 +232,13 @@ class Config:
     @property
     def sequence_length(self) -> int:
         return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
+
+    @property
+    def goes_on_from(self) -> Path | None:
+        """Folder of the run of --resume, which has the tokenizer, too; None: the run begins afresh."""
+        if self.resume not in ("auto", "latest"):
+            return Path(self.resume).resolve().parent.parent if self.resume else None
+        return self.out if any((self.out / "checkpoints").glob("step-*")) else None
 
     @property
     def text_name(self) -> str:
@@ -278,13 +289,44 @@ class Config:
 
     def check(self) -> Config:
         """Return these settings; raise ThinwireError, in one line, if they cannot be used."""
+        self.check_options()
+        self.check_methods()
+        return self
+
+    def check_options(self) -> None:
+        """Check all settings but the methods, without torch."""
         check_types(self, _flag)
         if self.preset not in PRESETS:
             raise ThinwireError(f"unknown preset '{self.preset}'; there are: {', '.join(PRESETS)}")
         self._check_combinations()
         if not self.init:
             self.shape(vocabulary=256)
-        # Torch is imported only now: settings that can be refused without it have been.
+        if os.environ.get("RANK", "0") == "0":
+            for name in self.track:
+                if name != "csv":
+                    extras.package_folder(name)
+
+    def check_files(self) -> None:
+        """Raise what the ranks would raise of text, a tokenizer, a model or a cluster that is not there.
+
+        For who starts them: nothing is read that takes long, and torch is not imported.
+        """
+        from thinwire.train.data import corpus, token_files, tokenizer
+
+        with suppress(OSError):  # a name that is too long, a folder that may not be read: the ranks say it
+            if self.chooses and self.cluster and not self.resume:  # a run that goes on has chosen
+                read_cluster(self.cluster)
+            if self.init:
+                hub_folder(self.init)
+                tokens = not self.data and Path(self.corpus[0]).is_dir()
+            else:
+                tokens = token_files.find_token_files(self.corpus, self.valid, self.tokenizer) is not None
+            if not tokens:
+                corpus.check_there((*(self.data or self.corpus), *self.valid))
+                tokenizer.check_tokenizer(self.tokenizer, self.goes_on_from)
+
+    def check_methods(self) -> None:
+        """Check what only the methods, and so torch, can say."""
         from thinwire.methods import resolve
         from thinwire.optim import AdamS
 
@@ -300,11 +342,6 @@ class Config:
             )
         if self.intra is not None:
             resolve(self.intra)
-        if os.environ.get("RANK", "0") == "0":
-            for name in self.track:
-                if name != "csv":
-                    extras.package_folder(name)
-        return self
 
     def _check_combinations(self) -> None:
         if not (self.corpus and all(self.corpus)):

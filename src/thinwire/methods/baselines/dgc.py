@@ -18,15 +18,15 @@ from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Updates
 
 @dataclass
 class DGC(TopK):
-    """Top-k with momentum correction and momentum factor masking, for SGD without a momentum of its own.
+    """Top-k for SGD without momentum: the method keeps the momentum of what waits (arXiv 1712.01887).
 
     For each tensor, on rank n: u = m u + g_n; v = v + u (arXiv 1712.01887, eq. 7); send the k largest |v|; at sent
     values u = v = 0 (section 3.3). ``momentum=0`` is ``topk``. The dense ``start`` replaces the paper's warm-up, and
     there is no local clipping: clip the mean with ``wire.clip_grad_norm_``.
 
     Args:
-        momentum: m, from 0 to below 1; higher => a value that waits grows faster. The optimizer receives a momentum
-            already, about g / (1 - m): one with moments of its own (AdamW) counts it twice.
+        momentum: m, from 0 to below 1; higher => a value that waits grows faster. What the optimizer receives is a
+            momentum, about g / (1 - m). So an optimizer with moments of its own (AdamW) counts it twice.
     """
 
     name: ClassVar[str] = "dgc"

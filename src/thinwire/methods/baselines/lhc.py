@@ -23,7 +23,7 @@ SMALLEST_SENT = 2.0**-14
 
 @dataclass
 class LHC(TAGC):
-    """LHC on plain DDP: index and sketch of whatever is not zero, no sparsification of its own (arXiv 2402.07529).
+    """A sketch and a bitmap of all values that are not zero, for gradients that are sparse anyway (arXiv 2402.07529).
 
     For gradients that are sparse by themselves, such as embeddings' (LHC's paper names 80-95% zeros). Others go dense,
     with 1/32 more bytes for the index that finds this out, and are counted. The accumulator holds what peeling left,

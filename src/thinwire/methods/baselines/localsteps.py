@@ -99,7 +99,7 @@ class _StartState:
 
 @dataclass
 class LocalSteps(Method):
-    """Ranks step alone, and every H steps an outer method averages what they moved (DiLoCo, arXiv 2311.08105).
+    """Ranks step alone; every H steps an outer method averages how far they moved (DiLoCo, arXiv 2311.08105).
 
     Between rounds nothing travels, no rank waits for another, and a gradient that is not finite costs its rank alone
     one step. ``wire.clip_grad_norm_`` then clips each rank's gradient by its own norm. Weights and the optimizer's
@@ -110,19 +110,19 @@ class LocalSteps(Method):
 
     Args:
         every: H, optimizer steps in a round, taken or skipped; higher => fewer bytes, and ranks drift further apart.
-        outer: the method that averages what the weights have moved, once a round: ``"int8(feedback='gradients')"``,
+        outer: the method that averages how far the weights have moved, once a round: ``"int8(feedback='gradients')"``,
             ``thinwire.TopK(density=0.03, feedback="gradients")``. What it keeps dense goes in fp32.
-        outer_lr: a, the factor of the average by which all move; 1 with ``outer_momentum=0`` is plain averaging.
+        outer_lr: a, the factor of the average; 1 with ``outer_momentum=0`` is plain averaging.
         outer_momentum: mu of Nesterov's momentum over rounds, 0 to below 1; higher => more momentum, for long rounds.
-        start: length of the start, in which gradients are averaged: a share of the run below 1, or a number of
-            optimizer steps. Higher => more bytes, and ranks begin to drift later.
+        start: length of a start in which gradients are averaged in every step: below 1 a share of the run, else a
+            number of optimizer steps. Higher => more bytes, and ranks begin to drift later.
         start_with: the method that averages gradients in the start, whose steps must all be alike; what the outer
             method keeps dense goes in fp32.
-        fragments: P, parts of the model by layer, each with rounds of its own in turn; higher => smaller messages, sent
-            more often. From 2 on, ranks never all hold the same weights before the end of the run.
-        delay: tau, optimizer steps that ranks take while a round travels; higher => slower links are hidden, and what
-            arrives is older. 0: all stop for a round. At most every / fragments.
-        mix: alpha, the share of its own weights that a rank keeps as the merged ones arrive; with delay above 0.
+        fragments: P, parts of the model by layer, which are averaged one after the other; higher => smaller messages,
+            sent more often. From 2 on, all ranks hold the same weights only at the end of the run.
+        delay: tau, optimizer steps that ranks take during the exchange of a round; higher => slower links are hidden,
+            and what arrives is older. 0: all wait for the exchange. At most every / fragments.
+        mix: alpha, the share of its own weights that a rank keeps when the merged ones arrive (with delay above 0).
             Higher => more of the steps in the delay survives, and ranks drift further apart.
         second_moment: Adam's v as it is on each rank ("own"), or divided by N ("mean"): one rank's gradient has N times
             the variance of the mean, which makes steps too small. For ``AdamW`` and ``Adam``.
@@ -182,8 +182,8 @@ class LocalSteps(Method):
         self._check_averages("start_with", self._starter)
         if self._starter.card.steady or len(self._starter.card.cycle) > 1:
             raise ThinwireError(
-                f"{self.name}: start_with={self._starter.name} does not do the same in every step: choose a method "
-                "that does, such as int8"
+                f"{self.name}: start_with={self._starter.name} does not do the same in each step (it warms up, or "
+                "keeps a mask): choose a method that does, such as int8"
             )
         self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count

@@ -26,11 +26,11 @@ from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
 
 @dataclass
 class LoCo(Lossy):
-    """Gradients in 4 bits with a moving average of what was left out (arXiv 2407.04480).
+    """Gradients in 4 bits; a moving average of the errors is added to the next ones (arXiv 2407.04480).
 
     Args:
         beta: weight of the old error, 0 to below 1. Higher => smoother, and more of each error is never sent.
-        reset: steps after which the error is set to zero; 0: never.
+        reset: every so many steps the error is set to zero; 0: never.
         group: values that share a scale (larger => fewer bytes, more error).
     """
 

@@ -46,27 +46,28 @@ from thinwire.core.method import SMALL, Method, Smallest, Start, exempt_small, f
 from thinwire.core.promise import Promise
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of, refuse_chunks
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of, beta1_of, refuse_chunks
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
 
 
 @dataclass
 class OneBitAdam(Method):
-    """Signs of Adam's momentum once its variance is frozen, 1 + 32 / group bits a value each way (arXiv 2102.02888).
+    """Signs of Adam's momentum after a dense warm-up: 1 + 32 / group bits per value each way (arXiv 2102.02888).
 
     The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up the method takes
     its steps on the compressed parameters: the engine's ``grad`` is then the new momentum, on which ``clip_grad_norm_``
     acts for this step alone; ``exp_avg`` follows it, ``exp_avg_sq`` does not change. Dense parameters keep their Adam.
 
     Args:
-        warmup: length of dense Adam at first: a share of the run below 1, or a number of optimizer steps, at least one.
-            Higher => more bytes, and a better known variance: the paper takes 15-20% of the run.
+        warmup: length of the warm-up with dense Adam: below 1 a share of the run, else a number of optimizer steps, at
+            least one. After it Adam's variance is frozen. Higher => more bytes, and a better estimate of the variance:
+            the paper takes 15-20% of the run.
         warmup_bits: bits of a gradient value in the warm-up: 32 (the engine's own exchange), 8 or 4 (in groups of up to
             128, with error feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
         group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, more error.
         scale: a group's scale: "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
-        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+        smallest: tensors of fewer elements stay dense (higher => fewer tensors compressed).
 
     Raises:
         ThinwireError: no Adam; amsgrad, maximize or coupled weight decay; more than one beta1; no warm-up.
@@ -117,13 +118,11 @@ class OneBitAdam(Method):
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
         sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
-        holders = adam_of(self.name, run, sent)
-        betas = {float(group["betas"][0]) for _, group in holders.values()}
-        if len(betas) > 1:
-            raise ThinwireError(f"{self.name} needs one beta1 for all parameter groups, got {sorted(betas)}")
-        self.beta1 = betas.pop() if betas else 0.0
+        adam_of(self.name, run, sent)
+        self.beta1 = beta1_of(self.name, run, sent)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
+        self.beta1 = beta1_of(self.name, self.run, (segment.name for segment in bucket.segments))
         if bucket.step < self.first:
             self._warm_up(bucket, exchange)
             return
@@ -137,6 +136,7 @@ class OneBitAdam(Method):
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """Set m' to mean_n (m_n + e_n) + s. It has more than signs, so the next l. 6 reads m from the optimizer."""
+        self.beta1 = beta1_of(self.name, self.run, (segment.name for segment in bucket.segments))
         warm = bucket.step < self.first
         if warm and self.warmup_bits == 32:
             exchange.mean(bucket)

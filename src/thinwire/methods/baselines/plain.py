@@ -19,14 +19,14 @@ _SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does 
 
 @dataclass
 class Dense(Method):
-    """Everything in the engine's own dtype, summed by the network: bit for bit what the stock engine does."""
+    """No compression: the engine's own dtype, summed by the network; bit for bit as torch's engine alone."""
 
     ABSENT: ClassVar[Mapping[str, str]] = dict.fromkeys(("dense", "send"), "nothing is compressed")
 
 
 @dataclass
 class Bf16(Lossy):
-    """Everything in bfloat16, summed by the network in bfloat16: half the bytes (torch's ``bf16_compress_hook``).
+    """bfloat16, summed by the network in bfloat16: half the bytes of fp32 (as torch's ``bf16_compress_hook``).
 
     The rounding error of the sum grows with the number of ranks, and no rank sees it or can feed it back.
     """

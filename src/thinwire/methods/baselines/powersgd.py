@@ -50,13 +50,13 @@ HALF_MOMENTUM = Updates(beta1=0.5)
 
 @dataclass
 class PowerSGD(Lossy):
-    """Low-rank gradients with error feedback: r (rows + cols) values, not rows * cols (arXiv 1905.13727, Alg. 1-2).
+    """Low-rank gradients with error feedback: r (rows + cols) values for rows * cols (arXiv 1905.13727, Alg. 1-2).
 
     By default g_n is AdamW's step with half of its momentum (``feedback``, ``beta1``); "powersgd:paper" sends gradients
     of every matrix, for any optimizer.
 
     Args:
-        rank: r; higher => more bytes, less error.
+        rank: r, of the matrices sent; higher => more bytes, less error.
     """
 
     name: ClassVar[str] = "powersgd"

@@ -32,7 +32,7 @@ from thinwire.methods.parts.twoway import mean_both_ways
 
 @dataclass
 class Sign(Lossy):
-    """Signs with a scale per group, errors kept at both ends: 1 + 32 / group bits a value each way (arXiv 1901.09847).
+    """Signs and a scale per group, with error feedback each way: 1 + 32 / group bits per value (arXiv 1901.09847).
 
     Args:
         group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, more error.

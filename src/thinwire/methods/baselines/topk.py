@@ -17,7 +17,7 @@ from thinwire.ops import mask as masks
 
 @dataclass
 class TopK(Lossy):
-    """Each rank's own k largest values with their positions, all-gathered; the rest waits (Stich et al. 2018).
+    """Each rank's k largest values and their positions, sent to all ranks; the rest waits (Stich et al. 2018).
 
     For each tensor, on rank n: h = g_n + e; send the k largest |h|; e = h elsewhere (and a share of it where sent: see
     ``Updates.delivered_share``). A value takes 32 bits, its position about 9. The mean has up to N k non-zeros, and a
@@ -26,7 +26,7 @@ class TopK(Lossy):
 
     Args:
         density: share of each tensor's values that a rank sends (k = max(int(density * numel), 1)); lower => fewer
-            bytes, longer waits. It is a share of each shard where weights are sharded, of each row with servers.
+            bytes, longer waits. With sharded weights, a share of each shard; with a merged mask, of each rank's row.
     """
 
     name: ClassVar[str] = "topk"

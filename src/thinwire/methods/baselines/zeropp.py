@@ -12,7 +12,7 @@ from thinwire.methods.papers.sdp4bit import Bits, SDP4Bit, Weights
 
 @dataclass
 class ZeROPP(SDP4Bit):
-    """ZeRO++ (arXiv 2306.10209): weights in 8 bits, gradients in 4 bits on both levels.
+    """ZeRO++ (arXiv 2306.10209): weights in 8 bits; gradients in 4 bits, inside and across nodes.
 
     Small weight changes that it rounds away are lost. HSDP replaces its second copy of weights in each node (hpZ).
     """

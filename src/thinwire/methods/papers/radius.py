@@ -49,18 +49,18 @@ _PAPER = {"T": 200, "start": 0.15, "residual_scale": 1.0, **_BIASES}
 
 @dataclass
 class Radius(Lossy):
-    """Values at one top-k mask, which is resampled every T steps; the rest waits in a residual (MLSys 2025, Alg. 1).
+    """The values at a mask of the largest, chosen again every T steps; the rest waits (MLSys 2025, Alg. 1).
 
     Args:
-        density: share of each tensor's values that is sent between resamples (the paper's D; its abstract calls
-            density 0.4 "40% sparsity"). Lower => fewer bytes, more of the gradient waits.
-        T: steps for which a mask is used; each T-th step is dense (higher => fewer bytes, staler mask and residual;
-            the paper found T = 10 worse than 200).
-        start: where the sparse phase begins (the paper's threshold): a share of the run below 1, or a number of
-            optimizer steps. Earlier => fewer bytes; the paper needs 15-20% of the run, since masks are not stable
+        density: share of each tensor's values that the mask sends (the paper's D; its abstract calls density 0.4
+            "40% sparsity"). Lower => fewer bytes, more of the gradient waits.
+        T: steps for which a mask is used; each T-th step is dense and chooses a new mask (higher => fewer bytes,
+            staler mask and residual; the paper found T = 10 worse than 200).
+        start: length of the dense start (the paper's threshold): below 1 a share of the run, else a number of
+            optimizer steps. Lower => fewer bytes; the paper needs 15-20% of the run, because masks are not stable
             before.
-        residual_scale: share of the residual that a resample step sends, in (0, 1]; the rest stays in the residual.
-            1 is the paper's: T steps' worth of gradient at once, most of which clipping then removes (see "clip factor
+        residual_scale: share of the residual that each T-th step sends, in (0, 1]; the rest stays in the residual.
+            1 is the paper's: the gradients of T steps at once, most of which clipping then removes (see "clip factor
             at the last resample" in the report). Lower => smaller bursts, longer delay.
     """
 
@@ -211,7 +211,7 @@ class Radius(Lossy):
         def joined() -> Tensor:
             for segment, segment_mask in zip(bucket.segments, segment_masks, strict=True):
                 if segment_mask is None:
-                    raise ThinwireError(f"radius: {segment.name} has no mask: the optimizer does not hold it")
+                    raise ThinwireError(f"radius: {segment.name} has no mask, as no optimizer holds it")
             return torch.cat([segment_mask for segment_mask in segment_masks if segment_mask is not None], 1)
 
         k = sum(self._k(segment.span) for segment in bucket.segments)

@@ -53,7 +53,7 @@ from thinwire.core.state import put_back
 from thinwire.core.weights import Message
 from thinwire.methods.parts.atmask import WeightsAtMask
 from thinwire.methods.parts.masks import WORD, Masks, Schedule, all_ones
-from thinwire.methods.parts.own_steps import refuse_chunks
+from thinwire.methods.parts.own_steps import beta1_of, refuse_chunks
 from thinwire.network.comm import local
 from thinwire.ops import moments
 from thinwire.optim import AdamS
@@ -61,23 +61,23 @@ from thinwire.optim import AdamS
 
 @dataclass
 class SCAPE(Method):
-    """First moments at a mask of the last step's largest, for AdamS; the rest waits (arXiv 2607.01678, Alg. 1).
+    """AdamS's first moments, where the last step's were largest; the rest waits (arXiv 2607.01678, Alg. 1).
 
     The optimizer must be ``thinwire.AdamS``. Recommended betas: (0.9, 0.95); see AdamS for why not 0.999.
 
     Args:
-        density: share of each tensor's values sent once warm (the paper's rho). Lower => fewer bytes, and more of the
-            moment waits. 1: dense AdamS, exactly.
-        warmup: the density falls geometrically from 1 to ``density`` over this share of the run (below 1) or number of
-            steps. Longer => more bytes, steadier start. The first step is always dense.
-        refresh: steps for which a mask is used once warm (the paper: 1). Higher => fewer mask bytes, staler masks.
-        weights: which values of sharded weights FSDP2 gathers: "masked", those at the mask (a copy of all weights stays
-            in memory, float32), or "dense", all. "auto": masked where FSDP2 gathers float32, dense where
-            MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
-        offload: keep what waits on each rank in CPU memory (8 bytes per value; on a GPU up to 16, as torch pins powers
-            of two), with two staging buffers of the largest bucket on the device: less device memory, one copy each way
-            over PCIe per step.
-        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+        density: share of each tensor's values sent after the warm-up (the paper's rho). Lower => fewer bytes, and more
+            of the moment waits. 1: dense AdamS, exactly.
+        warmup: length of the warm-up, in which the density falls geometrically from 1: below 1 a share of the run, else
+            a number of steps. Longer => more bytes, steadier start. The first step is always dense.
+        refresh: steps for which a mask is used after the warm-up (the paper: 1). Higher => fewer bytes, staler masks.
+        weights: which values of sharded weights FSDP2 gathers: "masked", those at the mask (each rank keeps a float32
+            copy of all weights), or "dense", all. "auto": "masked" if FSDP2 gathers float32; "dense" if
+            MixedPrecisionPolicy(param_dtype=) makes it gather fewer bits: such a copy cannot be kept up to date.
+        offload: keep what waits on each rank in CPU memory (8 bytes per value; with a GPU up to 16, because torch pins
+            powers of two). The device then has two staging buffers of the largest bucket: less device memory, one copy
+            each way over PCIe per step.
+        smallest: tensors of fewer elements stay dense (higher => fewer tensors compressed).
     """
 
     name: ClassVar[str] = "scape"
@@ -130,10 +130,7 @@ class SCAPE(Method):
                     f"scape is built on AdamS: pass thinwire.AdamS as the optimizer of {name}, got "
                     f"{type(optimizer).__name__}, or name it in dense="
                 )
-        betas = {group["betas"][0] for _, group in sent.values()}
-        if len(betas) > 1:
-            raise ThinwireError(f"scape needs one beta1 for all parameter groups, got {sorted(betas)}")
-        self.beta1 = betas.pop() if betas else 0.0
+        self.beta1 = beta1_of(self.name, run, sent)
         warm = first_step(self.name, "warmup", self.warmup, run.steps)
         self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
@@ -145,6 +142,7 @@ class SCAPE(Method):
             exchange.mean(bucket)
             return
         self._step = bucket.step
+        self.beta1 = beta1_of(self.name, self.run, (segment.name for segment in bucket.segments))
         self._masks.finish()
         chosen = None if whole else self._masks.used(bucket)
         if chosen is None:  # M is all ones (l. 5): what is sent is as long as the gradients, and takes their place

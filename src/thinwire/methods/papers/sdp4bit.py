@@ -62,22 +62,21 @@ _DENSE = {"bits": 32, "intra_bits": 32}
 
 @dataclass
 class SDP4Bit(Method):
-    """Weight differences in 4 bits, gradients in 8 bits inside a node and 4 across (arXiv 2410.15526, Alg. 3-4).
+    """Weight differences in 4 bits; gradients in 8 bits inside a node, in 4 across (arXiv 2410.15526, Alg. 3-4).
 
     Args:
-        weights: what is sent of them where the engine shards them: "difference" (qWD: to a replica of all weights on
-            every rank, n values more memory), "plain" (qW: the weights themselves, whose small changes are rounded
-            away) or "dense".
+        weights: what is sent of sharded weights: "difference" (qWD: the change since the last message; each rank
+            keeps a copy of all weights), "plain" (qW: the weights, whose small changes are rounded away) or "dense".
         weight_bits: bits of a weight value, 4 or 8 (fewer => fewer bytes, more error).
         weight_group: weight values that share a scale (larger => fewer bytes, more error).
         weight_rounding: "nearest", "stochastic" (the authors'; twice the variance, and differences need no
             unbiasedness: what is left out comes next) or "shift" (QSDP's: 8 bits, one random shift for all values).
-        bits: bits of a gradient value across nodes: 4, 8, 16 (bfloat16) or 32 (fewer => fewer bytes, more error).
-        intra_bits: the same inside a node.
+        bits: bits per gradient value across nodes: 4, 8, 16 (bfloat16) or 32 (fewer => fewer bytes, more error).
+        intra_bits: bits per gradient value inside a node: 4, 8, 16 or 32.
         group: gradient values that share a scale, a power of two from 32.
         hadamard: transform gradients before they are quantized (halves the error of heavy tails).
-        rounding: of gradients, "stochastic" (unbiased) or "nearest" (half the variance, and a bias that adds up).
-        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed).
+        rounding: of gradients: "stochastic" (unbiased) or "nearest" (half the variance, and a bias that adds up).
+        smallest: tensors of fewer elements stay dense (higher => fewer tensors compressed).
     """
 
     name: ClassVar[str] = "sdp4bit"

@@ -43,10 +43,10 @@ Beta = Annotated[float, Within(lambda beta: 0 <= beta <= 1, "is a weight from 0 
 
 @dataclass
 class SEPARATE(Lossy):
-    """A common random projection of every block: 32 / ratio bits per value (ICLR 2025, Alg. 1, and without feedback).
+    """A random projection of each block, the same on all ranks: 32 / ratio bits per value (ICLR 2025, Alg. 1).
 
     Args:
-        ratio: values per value sent, a power of two (higher => fewer bytes, longer delay or more noise).
+        ratio: how many values become one, a power of two (higher => fewer bytes, longer delay or more noise).
         estimator: "cyclic_srht" or "paper": see ``thinwire.codecs.projection.Estimator``.
         block: values projected together, a power of two (larger => more work; the error depends on the ratio alone).
             None: 256 for the SRHT (which pads tensors to multiples of 16 blocks), 512 for the paper's matrices.
@@ -89,9 +89,8 @@ class SEPARATE(Lossy):
         bound = 2 / (1 + variance)
         if unbiased and 1 - self.beta >= bound:
             raise ThinwireError(
-                f"separate: beta={self.beta} diverges: the new error's weight, 1 - beta = {1 - self.beta:.3f}, must "
-                f"be below 2 / (1 + w) = {bound:.3f} (w = (block + 1) / m = {variance:.1f}): "
-                f"take beta above {1 - bound:.3f}"
+                f"separate: with beta={self.beta} the error that is fed back grows without bound: take beta above "
+                f"{1 - bound:.3f} (1 - beta must be below 2 / (1 + w), where w = (block + 1) / m = {variance:.1f})"
             )
         return self.beta
 

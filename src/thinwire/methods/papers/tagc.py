@@ -59,13 +59,13 @@ SMALLEST_EXPONENT = -126
 
 @dataclass
 class TAGC(Lossy):
-    """Each rank's own largest values, merged in one count sketch and one index of bits (EuroMLSys 2025, Alg. 1).
+    """Each rank's largest values, summed in one count sketch, and a bitmap of their places (EuroMLSys 2025, Alg. 1).
 
     By default they are the values of the step that AdamW would take (``feedback``), and the union of the masks, with it
     the bytes, grows with the ranks. "tagc:paper" sends gradients, for any optimizer.
 
     Args:
-        theta: share of each tensor's values that is zeroed (higher => fewer bytes, longer waits); 0 is dense.
+        theta: share of each tensor's values that waits on a rank (higher => fewer bytes, longer waits); 0 is dense.
         select: "non-attention" (the paper: every matrix but those that make queries, keys and values), "all", or a
             pattern (``fnmatch``) of names.
         leftovers: "accumulate": what cannot be recovered returns to the accumulator; "median": the paper's guess.

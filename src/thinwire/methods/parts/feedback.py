@@ -132,14 +132,14 @@ class Lossy(Method):
     """The base of methods that do not send all of each gradient: the common policy, a dense start, and what waits.
 
     Args:
-        start: length of a dense start: a share of the run below 1, or a number of optimizer steps. Higher => more
-            bytes, and the first steps, in which weights move fastest, lose nothing to waiting.
-        smallest: elements below which a tensor stays dense (higher => fewer tensors compressed). None: 65,536 where
-            gradients are sent; 1024, so that all matrices are compressed, where steps are: with attention left dense
-            the loss of a short run from scratch was up to 25% higher (docs/quality.md).
-        feedback: what becomes of what is not sent. ``Gradients()``: it is added to this rank's next gradient, with any
-            optimizer (8 bytes per element). ``Updates(...)``: ranks send the steps that AdamW would take, and what is
-            not sent is added to the next step. None: it is lost, where a method allows that. As text: "gradients",
+        start: length of a dense start: below 1 a share of the run, else a number of optimizer steps. Higher => more
+            bytes, and nothing waits in the first steps, in which weights move fastest.
+        smallest: tensors of fewer elements stay dense (higher => fewer tensors compressed). None: 65,536 if gradients
+            are sent; 1024 if steps are sent, so that all matrices are compressed: with dense attention the loss of a
+            short run from scratch was up to 25% higher (docs/quality.md).
+        feedback: what happens to what is not sent. ``Gradients()``: it is added to this rank's next gradient, with any
+            optimizer (8 bytes per element). ``Updates(...)``: ranks send AdamW's steps in place of gradients, and what
+            is not sent is added to the next step. None: it is lost, if the method allows that. As text: "gradients",
             "updates(delivered_share=0.25)".
     """
 
@@ -260,7 +260,7 @@ class Lossy(Method):
             return None
 
         def make() -> Tensor:
-            shares = torch.full((bucket.shape[1],), share, device=bucket.device)
+            shares = torch.full((bucket.shape[1],), share, dtype=torch.float32, device=bucket.device)
             for segment in whole:
                 shares[segment.columns] = 1.0
             return shares

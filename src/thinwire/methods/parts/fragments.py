@@ -117,7 +117,9 @@ class Fragment:
         self.method, self.deliver_next, self._delivers = method, False, False
         # They have no memory of their own until the first local step.
         self.anchors = {
-            name: nn.Parameter(torch.zeros((), device=local(weight).device).expand(local(weight).shape))
+            name: nn.Parameter(
+                torch.zeros((), dtype=torch.float32, device=local(weight).device).expand(local(weight).shape)
+            )
             for name, weight in run.weights.items()
             if name in names
         }

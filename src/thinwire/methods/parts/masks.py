@@ -128,7 +128,7 @@ class Masks:
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
         self._arriving: list[Tensor] = []  # (1, bytes) each: the chunks under way of masks that several ranks choose
-        self._joined = torch.empty(0, device="cpu")  # these masks to come, one behind the other
+        self._joined = torch.empty(0, dtype=torch.float32, device="cpu")  # these masks to come, one behind the other
 
     def used(self, bucket: Bucket) -> BucketMasks | None:
         """Return the masks in use of the bucket's rows; None: they are all ones."""

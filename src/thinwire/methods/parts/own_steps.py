@@ -90,6 +90,19 @@ def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return step in [inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)]
 
 
+def beta1_of(method: str, run: Run, names: Iterable[str]) -> float:
+    """Return beta1 as the groups of ``names`` have it in this step: schedulers (OneCycleLR) and checkpoints change it.
+
+    Raises:
+        ThinwireError: the groups differ.
+    """
+    holders = run.holders
+    betas = {float(holders[name].group["betas"][0]) for name in names if name in holders}
+    if len(betas) > 1:
+        raise ThinwireError(f"{method} needs one beta1 for all parameter groups, got {sorted(betas)}")
+    return betas.pop() if betas else 0.0
+
+
 def refuse_chunks(method: str, run: Run) -> None:
     """Refuse two levels on DDP for a ``method`` on the optimizer's moments: DDP has them whole, levels send chunks."""
     if run.chunk is not None:

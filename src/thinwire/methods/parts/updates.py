@@ -137,7 +137,7 @@ class UpdateSpace:
     def watch(self, bucket: Bucket) -> None:
         """Update v_n from gradients that are sent dense."""
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
-        self._precondition(bucket, values, torch.ones((), device=bucket.device))
+        self._precondition(bucket, values, torch.ones((), dtype=torch.float32, device=bucket.device))
 
     def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
         """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, then."""
@@ -266,10 +266,10 @@ class UpdateSpace:
                 local(momentum).copy_(second)
             return {"momentum_buffer": momentum}
         steps, r = self._state.get("seen", name), self._state.get("alike", "")
-        count = torch.zeros((), device="cpu") if second is None or steps is None else steps.float().cpu()
-        on_device = group.get("capturable") or group.get("fused")
+        number = 0.0 if second is None or steps is None else float(steps)
+        on_device = weight.device if group.get("capturable") or group.get("fused") else "cpu"
         moments = {
-            "step": count.to(weight.device) if on_device else count.clone(),
+            "step": torch.tensor(number, dtype=torch.float32, device=on_device),
             "exp_avg": torch.zeros_like(weight),
             "exp_avg_sq": torch.zeros_like(weight),
         }
@@ -340,7 +340,7 @@ class UpdateSpace:
         holders = self._run.holders
         matrices = self.matrices
         names = [name for name, held in holders.items() if name in matrices or "betas" in held.group]
-        none = torch.zeros((), device="cpu")
+        none = torch.zeros((), dtype=torch.float32, device="cpu")
         found = [self._state.get(self._counter(name), name) for name in names]
         counts = torch.stack([none if count is None else count.cpu() for count in found]) + 1
         groups = [holders[name].group for name in names]

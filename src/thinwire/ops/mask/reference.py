@@ -55,7 +55,7 @@ def write_at(payload: Tensor, words: Tensor, out: Tensor, factor: float | None) 
 
 def size_error(payload: Tensor) -> ThinwireError:
     """Return the error for a mask with another number of bits than its ``payload``."""
-    return ThinwireError(f"a row's mask does not have the {payload.shape[1]} bits that its payload has room for")
+    return ThinwireError(f"a mask is damaged: it does not have the {payload.shape[1]} bits of its values")
 
 
 def scatter(
@@ -84,7 +84,8 @@ def renew(
         columns = rows[:, segment.start : segment.start + segment.numel]
         if not write_at(payload, mask, columns, segment.factor):
             raise ThinwireError(
-                f"a row's mask does not have the {segment.k} bits of its values, or one beyond {segment.numel} columns"
+                f"a message is damaged: its mask does not have the {segment.k} bits of its values, or has one beyond "
+                f"{segment.numel} columns"
             )
     for message, row in zip(messages, rows, strict=True):
         packing.unpack(message, copied, row)

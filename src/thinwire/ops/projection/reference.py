@@ -11,7 +11,7 @@ LANES = 16
 
 def hadamard(size: int, device: torch.device) -> Tensor:
     """Return the orthonormal Hadamard matrix (size, size) in Sylvester's order, float32."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix * size**-0.5

@@ -126,7 +126,7 @@ def requantize(
     codes: Tensor, scales: Tensor, format: Format, codes_out: Tensor, scales_out: Tensor, factor: float,
     drawn: Seeds | None,
 ) -> None:  # fmt: skip
-    total = torch.empty((1, scales.shape[1] * format.group), device=codes.device)
+    total = torch.empty((1, scales.shape[1] * format.group), dtype=torch.float32, device=codes.device)
     decode(codes, scales, format, total, len(codes), factor)
     quantize(total, format, codes_out, scales_out, drawn)
 

@@ -27,7 +27,7 @@ def unpack(bits: Tensor, scales: Tensor, group: int, out: Tensor) -> None:
 
 
 def unpack_sum(bits: Tensor, scales: Tensor, group: int, out: Tensor, scale: float) -> None:
-    rows = torch.empty((len(bits), out.numel()), device=out.device)
+    rows = torch.empty((len(bits), out.numel()), dtype=torch.float32, device=out.device)
     unpack(bits, scales, group, rows)
     total = rows[0].clone()
     for row in rows[1:]:

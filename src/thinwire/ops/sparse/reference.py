@@ -50,7 +50,7 @@ def _largest_columns(values: Tensor, k: int) -> Tensor:
     return by_size.gather(1, by_nan)[:, :k].sort(1).values
 
 
-NOT_A_WIRE = "a wire of positions does not hold as many as it should, or one beyond its columns, or out of order"
+NOT_A_WIRE = "a message is damaged: it holds too few or too many positions, or one out of range or out of order"
 
 
 def pack(positions: Tensor, segments: tuple[ListSegment, ...], wire: Tensor) -> None:

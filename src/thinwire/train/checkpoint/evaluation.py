@@ -20,7 +20,7 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
-from thinwire.base.terminal import note, say
+from thinwire.base.terminal import ends_at_once, note, say
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Options:
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, of one of its checkpoints, or of a Hugging Face model."""
     tasks: tuple[str, ...]
-    """Names of tasks or groups, or files (.yaml) that describe one."""
+    """Names of tasks or of groups of tasks, or files (.yaml) that describe a task."""
     include: Path | None = None
-    """A folder with tasks of your own, found by their names."""
+    """A folder with the files of your own tasks, so that --tasks can name them."""
     fewshot: int | None = None
     """Examples before each question. Default: the task's."""
     limit: int | None = None
-    """Questions of each task (lower: faster, and less certain). Default: all."""
+    """Questions per task (lower: faster, with larger errors). Default: all."""
     batch_size: int = 8
     """Questions that are answered together."""
     device: str = "cpu"
     """cpu, cuda, or cuda:NUMBER."""
     chat: bool = False
-    """Ask through the tokenizer's chat template."""
+    """Ask the questions through the tokenizer's chat template."""
     out: Path | None = None
-    """A JSON file for the results."""
+    """JSON file to write the results to."""
 
 
 def main(argv: list[str]) -> int:
@@ -95,13 +95,14 @@ def evaluate(options: Options) -> dict[str, Any]:
     Raises:
         ThinwireError: there is no such model or task, or lm_eval is not installed.
     """
-    from thinwire.train.checkpoint import trained_model
-    from thinwire.train.model import pretrained
+    with ends_at_once():
+        from thinwire.train.checkpoint import trained_model
+        from thinwire.train.model import pretrained
 
-    lm_eval = extras.load("lm_eval")
+        lm_eval = extras.load("lm_eval")
+        evaluator: Any = extras.load("lm_eval.evaluator")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # The harness asks git for the working folder's commit, and git complains if the folder is not in a repository.
-    evaluator: Any = extras.load("lm_eval.evaluator")
     evaluator.get_git_commit_hash = lambda: None
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as exported:
         folder = options.run

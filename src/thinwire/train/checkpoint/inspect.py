@@ -20,10 +20,10 @@ from thinwire.train.checkpoint.run_settings import TABLE
 
 HELP = """usage: thinwire inspect CHECKPOINT [OTHER]
 
-Show a checkpoint: the settings of its run, whether every checksum fits, and,
-by parameter, the norm of what each rank has not sent yet. With OTHER: how the
-two differ. Each is the folder of a checkpoint or of a run; of a run, its
-newest good checkpoint is taken, and damaged ones are passed over with a line.
+Show a checkpoint: the settings of its run, whether the checksums fit, and, for
+each parameter and rank, the norm of what was not sent yet. With OTHER: how the
+two differ. Each is the folder of a checkpoint or of a run. Of a run, the newest
+good checkpoint is taken; if a newer one is damaged, a line says so.
 
 Exit status: 0; 1: a file is damaged, or the two differ; 2: no checkpoint."""
 MOST_RANKS = 8  # ranks with a column each in a table; for more, it shows the least, the median and the largest norm

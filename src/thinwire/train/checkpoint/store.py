@@ -150,7 +150,7 @@ class Checkpoints:
         if damaged or not candidates:
             raise Damaged([*damaged, *errors][0])
         if len(candidates) > 1:
-            raise ThinwireError(f"{path} is not the same checkpoint on all ranks")
+            raise ThinwireError(f"{path} is another checkpoint on some ranks: let all ranks read the same folder")
         return self._read(candidates[0])
 
     def _find_newest(self, resume: str) -> ResumedState | None:

@@ -82,9 +82,9 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
     config = from_yaml(run / "config.yaml")
     shape = None
     if init:
-        tokenizer = Tokenizer(f"folder:{config.init}", None, run / pretrained.HUB_FOLDER)
+        tokenizer = Tokenizer(f"folder:{config.init}", run / pretrained.HUB_FOLDER)
     else:
-        tokenizer = Tokenizer(config.tokenizer, None, run)
+        tokenizer = Tokenizer(config.tokenizer, run)
         sizes = {field.name: description[field.name] for field in fields(ModelConfig)}
         # A run's description leaves out the context of a llama.
         shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()
@@ -107,7 +107,7 @@ class SampleOptions:
     top_k: int = 50
     """Draw among this many of the likeliest tokens; 0: among all."""
     seed: int = 0
-    """Another seed: another text."""
+    """Another seed gives another text."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ExportOptions:
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write."""
     adapter: bool = False
-    """After --lora: write peft's adapter alone, in place of the model with the adapter merged into it."""
+    """For a run with --lora: write only peft's adapter, not the model with the adapter merged into it."""
 
 
 def generate(

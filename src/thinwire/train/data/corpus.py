@@ -9,6 +9,7 @@ import lzma
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -73,15 +74,30 @@ def match_paths(name: str) -> list[Path]:
     return [Path(path) for path in paths]
 
 
-def _read_file(path: Path) -> Iterator[str]:
-    openers: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
+def check_there(names: Sequence[str]) -> None:
+    """Raise what ``match_paths`` and reading raise if one of these files is not there; of a glob the first is tried."""
+    for name in names:
+        if name != "stdlib" and not name.startswith("hub:"):
+            path = match_paths(name)[0]
+            with reading(path), path.open("rb"):
+                pass
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say in one line what keeps a file of the corpus from being read."""
     try:
-        with openers.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as file:
-            while text := file.read(PIECE):
-                yield text
+        yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ThinwireError(f"cannot read the corpus {path}: {reason}") from None
+
+
+def _read_file(path: Path) -> Iterator[str]:
+    openers: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
+    with reading(path), openers.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as file:
+        while text := file.read(PIECE):
+            yield text
 
 
 def _standard_library() -> list[Path]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning, first_line
-from thinwire.train.data.corpus import HELD_OUT, match_paths
+from thinwire.train.data.corpus import HELD_OUT, match_paths, reading
 from thinwire.train.data.windows import Windows
 
 Passage = tuple[str, bool]  # a text, and whether it is learnt
@@ -105,7 +105,7 @@ def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield ("FILE, line NUMBER", value) for each line of JSON."""
     for path in (path for name in names for path in match_paths(name)):
         try:
-            with path.open(encoding="utf-8") as file:
+            with reading(path), path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield f"{path}, line {number}", json.loads(line)

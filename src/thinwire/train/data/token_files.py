@@ -6,7 +6,8 @@
     FOLDER/tokenizer-bpe-SIZE.json
 
 ``--corpus FOLDER`` trains on such a folder. ``--corpus "train-*.bin" --tokenizer ids:50304`` trains on files without a
-``tokens.json``: nanoGPT's and NumPy's ``.npy``. Memory does not grow with the corpus.
+``tokens.json``: nanoGPT's and NumPy's ``.npy``. Memory does not grow with the corpus. Torch is imported when tokens are
+read: what is wrong with files and names is said before.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import tyro
-from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
-from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, split_spans
-from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
+from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, reading, split_spans
+from thinwire.train.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT, META, SIDES = 1, "tokens.json", ("train", "valid")
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int32")}
@@ -58,6 +60,7 @@ class TokenFiles:
 
     def __init__(self, ranges: Sequence[FileRange], vocabulary: int, digest: str | None = None) -> None:
         self._vocabulary = vocabulary
+        self._paths = [file.path for file in ranges]
         self._files = [(os.open(file.path, os.O_RDONLY), file.first, file.dtype) for file in ranges]
         self._starts = [0, *itertools.accumulate(file.count for file in ranges)]
         self._digest = digest
@@ -67,6 +70,8 @@ class TokenFiles:
 
     def __getitem__(self, wanted: slice) -> Tensor:
         start, stop, _ = wanted.indices(len(self))
+        import torch
+
         arrays, file = [np.empty(0, np.int64)], bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             end = min(stop, self._starts[file + 1])
@@ -78,13 +83,11 @@ class TokenFiles:
         handle, start, dtype = self._files[file]
         data = os.pread(handle, count * dtype.itemsize, start + first * dtype.itemsize)
         if len(data) != count * dtype.itemsize:
-            raise ThinwireError("a token file has become shorter since the run began")
+            raise ThinwireError(f"{self._paths[file]} has become shorter since the run began")
         tokens = np.frombuffer(data, dtype).astype(np.int64)
         if count and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             worst = tokens.max() if tokens.min() >= 0 else tokens.min()
-            raise ThinwireError(
-                f"the corpus holds token {worst}, but the tokenizer has only {self._vocabulary} tokens"
-            )
+            raise ThinwireError(f"the corpus holds token {worst}, but the tokenizer has only {self._vocabulary} tokens")
         return tokens
 
     def digest(self) -> str:
@@ -131,7 +134,7 @@ def find_token_files(
             f"token files hold numbers: pass the size of the vocabulary, --tokenizer ids:SIZE (nanoGPT: ids:50304), "
             f"not {tokenizer}"
         )
-    size = Tokenizer(tokenizer, None, Path()).vocabulary
+    size = Tokenizer(tokenizer, ()).vocabulary
     train, held_out = ([_whole_file(path) for name in names for path in match_paths(name)] for names in (corpus, valid))
     if not valid:  # the end of the last file is held out
         last = train[-1]
@@ -167,7 +170,7 @@ def _open_folder(
             raise ThinwireError(f"{path} is damaged: it has {actual} bytes in place of {needed}")
         files[side] = TokenFiles([FileRange(path, 0, count, dtype)], size, digest)
     if model is not None:
-        made_with = Tokenizer(name, None, folder).as_hub()
+        made_with = Tokenizer(name, folder).as_hub()
         if model[0].as_hub().get_vocab() != made_with.get_vocab():
             raise ThinwireError(
                 f"--corpus {folder} was tokenized with {name}, not with the tokenizer of --init: "
@@ -179,9 +182,10 @@ def _open_folder(
 def _whole_file(path: Path) -> FileRange:
     """Find all tokens of a .bin (uint16) or .npy file."""
     try:
-        if path.suffix == ".bin":
-            return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
-        array = np.lib.format.open_memmap(path, mode="r")
+        with reading(path):
+            if path.suffix == ".bin":
+                return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
+            array = np.lib.format.open_memmap(path, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ThinwireError(f"{path} holds {array.dtype} {array.shape}: tokens are integers in one dimension")
         return FileRange(path, array.offset, len(array), array.dtype)
@@ -203,7 +207,8 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
-        encoder = Tokenizer(tokenizer, train, folder)
+        encoder = Tokenizer(tokenizer, train)
+        encoder.save(folder)
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
         paths = [folder / f"{side}.bin" for side in SIDES]
         with ExitStack() as stack:
@@ -224,12 +229,6 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
             shutil.rmtree(folder)
         raise
     return meta
-
-
-def copy_tokenizer(corpus: TokenCorpus, run: Path) -> None:
-    """Copy the tokenizer of a corpus to the folder of the run that trains on it."""
-    if corpus.folder is not None and (source := tokenizer_file(corpus.tokenizer, corpus.folder)):
-        shutil.copyfile(source, run / source.name)
 
 
 @dataclass(frozen=True)

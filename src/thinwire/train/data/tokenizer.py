@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.files import write
 from thinwire.train.data.corpus import spans
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BATCH = 16  # spans tokenized at a time: the library tokenizers keeps about 100 bytes for each byte of them
 
@@ -25,33 +27,71 @@ def tokenizer_file(name: str, folder: Path) -> Path | None:
     return {"bpe": folder / f"tokenizer-bpe-{size}.json", "folder": folder / "tokenizer.json"}.get(kind)
 
 
+def is_kept(name: str, folder: Path | None) -> bool:
+    """Is the tokenizer ``name`` in ``folder``?"""
+    path = tokenizer_file(name, folder) if folder else None
+    return path is not None and path.exists()
+
+
+def check_tokenizer(name: str, folder: Path | None) -> None:
+    """Raise what ``Tokenizer`` raises of a name that is none, or of a Hugging Face folder, unless ``folder`` has it."""
+    kind, argument = _read_name(name)
+    if kind == "folder" and not is_kept(name, folder):
+        _load(Path(argument, "tokenizer.json"))
+
+
+def _read_name(name: str) -> tuple[str, str]:
+    """Return the kind of a tokenizer and what stands behind the colon."""
+    kind, _, argument = name.partition(":")
+    if name != "bytes" and not (argument and kind in ("bpe", "folder", "hub", "ids")):
+        raise ThinwireError(f"unknown tokenizer '{name}'; there are: bytes, bpe:SIZE, folder:PATH, hub:NAME, ids:SIZE")
+    least = {"bpe": 257, "ids": 1}.get(kind, 0)
+    if least and not (argument.isdecimal() and int(argument) >= least):
+        raise ThinwireError(f"{name}: the size is a number of tokens, {least} or more")
+    return kind, argument
+
+
 class Tokenizer:
     """A tokenizer by its name, with ``vocabulary`` tokens.
 
-    Names: ``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; ``folder:PATH``, the
-    tokenizer.json of a Hugging Face folder, kept likewise; ``hub:NAME``; ``ids:SIZE``, numbers without a text.
+    Names: ``bytes``; ``bpe:SIZE``, trained on the training text; ``folder:PATH``, the tokenizer.json of a Hugging Face
+    folder; ``hub:NAME``; ``ids:SIZE``, numbers without a text. The second and the third are kept in a run's folder.
     """
 
-    def __init__(self, name: str, train: Iterable[str] | None, folder: Path, *, anew: bool = False) -> None:
-        """``train``: the training text in spans: the tokenizer's file is made if it is missing, or ``anew``; None: the
-        file that another rank wrote is loaded."""
+    def __init__(self, name: str, source: Iterable[str] | Path | HubTokenizer) -> None:
+        """``source``: the training text in spans, of which a tokenizer is made; or the folder that keeps one; or what
+        ``as_hub`` has returned."""
         self.name, self._tokenizer = name, None
-        kind, _, argument = name.partition(":")
+        kind, argument = _read_name(name)
         self._adds_special_tokens = kind != "folder"
-        size = int(argument) if argument.isdigit() else 0
-        if name == "bytes" or (kind == "ids" and size > 0):
-            self.vocabulary = size or 256
+        if kind in ("bytes", "ids"):
+            self.vocabulary = int(argument or 256)
             return
-        if kind not in ("bpe", "folder", "hub") or not argument:
-            kinds = "bytes, bpe:SIZE, folder:PATH, hub:NAME, ids:SIZE"
-            raise ThinwireError(f"unknown tokenizer '{name}'; there are: {kinds}")
-        path = tokenizer_file(name, folder)
-        if path and train is not None and (anew or not path.exists()):
-            trained = _train_bpe(argument, train) if kind == "bpe" else _load(Path(argument, "tokenizer.json"))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, trained.to_str(pretty=True))
-        self._tokenizer = _load(path or argument)
+        if isinstance(source, HubTokenizer):
+            self._tokenizer = source
+        elif kind == "hub":
+            self._tokenizer = _load(argument)
+        elif isinstance(source, Path):
+            path = tokenizer_file(name, source)
+            assert path is not None
+            self._tokenizer = _load(path)
+        elif kind == "bpe":
+            self._tokenizer = HubTokenizer.from_str(_train_bpe(argument, source).to_str())
+        else:
+            self._tokenizer = _load(Path(argument, "tokenizer.json"))
         self.vocabulary = self._tokenizer.get_vocab_size()
+
+    def save(self, folder: Path) -> None:
+        """Keep the tokenizer in ``folder``, if it needs a file."""
+        if path := tokenizer_file(self.name, folder):
+            write(path, self.text)
+
+    @property
+    def text(self) -> str:
+        """The content of the file that keeps it; "": it needs none."""
+        if self._tokenizer is None or tokenizer_file(self.name, Path()) is None:
+            return ""
+        return self._tokenizer.to_str(pretty=True)
 
     def as_hub(self) -> HubTokenizer:
         """Return a ``tokenizers.Tokenizer`` that gives the same tokens."""
@@ -74,6 +114,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of ``text``, (T,) of ``dtype``."""
+        import torch
+
         return torch.from_numpy(np.concatenate([*self.encode_spans(spans([text])), np.empty(0, self.dtype)]))
 
     def _check_knows_text(self) -> None:
@@ -106,8 +148,6 @@ def _byte_level(model: models.Model, use_regex: bool = True) -> HubTokenizer:
 
 
 def _train_bpe(size: str, train: Iterable[str]) -> HubTokenizer:
-    if not size.isdigit() or int(size) < 257:
-        raise ThinwireError(f"bpe:{size}: the size must be a number of 257 tokens or more")
     tokenizer, alphabet = _byte_level(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=int(size), initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(train, trainer)

@@ -53,12 +53,12 @@ def _measure_rate(comm: GroupComm) -> float:
     for size in PROBES if comm.size > 1 else ():
         row = torch.zeros(size, dtype=torch.uint8, device=comm.device)
         out = row.new_empty(comm.size, size)
-        comm.all_reduce(torch.zeros(1, device=comm.device))  # so that all begin together
+        comm.all_reduce(torch.zeros(1, dtype=torch.float32, device=comm.device))  # so that all begin together
         began = time.perf_counter()
         comm.all_gather(out, row)
         if row.is_cuda:
             torch.cuda.synchronize(row.device)
-        slowest = torch.tensor([time.perf_counter() - began], device=comm.device)
+        slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float32, device=comm.device)
         comm.all_reduce(slowest, "max")
         rate = (comm.size - 1) * size / float(slowest)
         if float(slowest) > BRIEF_S:

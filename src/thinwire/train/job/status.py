@@ -23,9 +23,9 @@ from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log, summary_
 
 HELP = """usage: thinwire status RUN
 
-Show who takes part in a run of `thinwire train --elastic`, its last step that
-counted, the share of the time in which steps counted (goodput), and what was
-lost. RUN is the folder of --out.
+Show which replicas take part in a run of `thinwire train --elastic`, the last
+step that counted, the share of the time in which steps counted (goodput), and
+what was lost. RUN is the folder of --out.
 
   $ thinwire status runs/train"""
 ANSWER_S = 1.0
@@ -118,7 +118,7 @@ def read_run(path: Path) -> Run:
         reason = "its ranks are fixed: it was not started with --elastic" if is_run else "it holds no run"
         raise ThinwireError(f"{path}: {reason}") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise ThinwireError(f"cannot read {path / ELASTIC}") from None
+        raise ThinwireError(f"cannot read {path / ELASTIC}: it is damaged, or not yours to read") from None
     settings: Any = {}
     with contextlib.suppress(OSError, yaml.YAMLError):
         settings = yaml.safe_load((path / "config.yaml").read_text())

@@ -78,7 +78,7 @@ class Stepper:
         """Run forward and backward passes over this rank's micro-batches; return the loss, and seconds of loading."""
         config, device, windows = self.config, self.ranks.device, self.inputs.train
         rank, size = self.place
-        loss, loading = torch.zeros(1, device=device), 0.0
+        loss, loading = torch.zeros(1, dtype=torch.float32, device=device), 0.0
         learnt = windows.count_learnt(self.sequences, self.sequences_per_step)
         for micro in range(config.accumulate):
             began, first = time.perf_counter(), self.sequences + rank * config.batch_size

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as HubTokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
+from thinwire.train.model.shapes import hub_folder
 
 HUB_FOLDER = "hf"  # folder in --out of the model's files that hold no tensors
 GENERATION = "generation_config.json"
@@ -84,9 +86,7 @@ def load(init: str, adapters: dict[str, Any] | None, seed: int = 0) -> Pretraine
     Raises:
         ThinwireError: there is no model, it lacks weights, or it has none of the modules that adapters are for.
     """
-    folder = Path(init)
-    if not (folder / "config.json").is_file():
-        raise ThinwireError(f"--init {folder} is no Hugging Face folder: it has no config.json")
+    folder = hub_folder(init)
     with _quiet(f"cannot load the model in {folder}"):
         hub, report = extras.load("transformers").AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -115,14 +115,20 @@ def save_hub_files(init: str, run: Path) -> None:
         extras.load("transformers").AutoConfig.from_pretrained(init, local_files_only=True).save_pretrained(folder)
     if (source := Path(init, GENERATION)).exists():
         shutil.copyfile(source, folder / GENERATION)
-    if not (folder / "tokenizer.json").exists():
-        raise ThinwireError(f"the tokenizer in {init} has no tokenizer.json, and none can be made from it")
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Load transformers' tokenizer from a Hugging Face folder, or from the folder hf of a run."""
     with _quiet(f"cannot load the tokenizer in {folder}"):
         return extras.load("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def fast_tokenizer(hub: Any, init: str) -> HubTokenizer:
+    """Return a copy of the tokenizer inside ``hub``, transformers' own of the folder ``init``: its tokenizer.json."""
+    backend = getattr(hub, "backend_tokenizer", None)
+    if backend is None:
+        raise ThinwireError(f"the tokenizer in {init} has no tokenizer.json, and none can be made from it")
+    return HubTokenizer.from_str(backend.to_str())
 
 
 def rebuild(
@@ -141,7 +147,7 @@ def rebuild(
     if adapters is not None or any(name not in weights for name, _ in model.named_parameters()):
         model = load(init, adapters)
         if model.digest != digest:
-            raise ThinwireError(f"{init} does not hold the weights that the run began with")
+            raise ThinwireError(f"{init} does not hold the weights that the run began with: put them back there")
     _, unknown = model.load_state_dict(weights, strict=False)
     if unknown:
         raise ThinwireError(f"{run} holds {unknown[0]}, which the model does not have")

@@ -8,6 +8,7 @@ H2O-Danube3-500M and H2O-Danube-1.8B, as SCAPE trains them; Llama 7B and 13B aft
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from thinwire.base.errors import ThinwireError
@@ -72,3 +73,15 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-7b": replace(_LLAMA, layers=32, width=4096, heads=32, hidden=11008),
     "llama-13b": replace(_LLAMA, layers=40, width=5120, heads=40, hidden=13824),
 }
+
+
+def hub_folder(init: str) -> Path:
+    """Return the Hugging Face folder of --init.
+
+    Raises:
+        ThinwireError: it has no config.json, in which the shape of a model stands.
+    """
+    folder = Path(init)
+    if not (folder / "config.json").is_file():
+        raise ThinwireError(f"--init {folder} is no Hugging Face folder: it has no config.json")
+    return folder
