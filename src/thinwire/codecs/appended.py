@@ -39,7 +39,7 @@ class Appended(Codec):
         return self.codec.draws
 
     @property
-    def takes_steps(self) -> bool:
+    def takes_steps(self) -> bool:  # type: ignore[override]
         return self.codec.takes_steps
 
     def wire_numel(self, n: int) -> int:
