@@ -117,8 +117,7 @@ class UpdateSpace:
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
-        # The number of a step, the flag of a part of it on the host, and the event after which it is there.
-        self._scaled: list[tuple[int, Tensor, Any]] = []
+        self._scaled: list[tuple[int, Tensor, Any]] = []  # a step, a flag on the host, the event after which it is there
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
 
@@ -210,12 +209,11 @@ class UpdateSpace:
             _, scaled, copied = self._scaled.pop(0)
             if copied is not None:
                 copied.synchronize()  # over, unless nobody has waited for the step's flag
-            if not bool(scaled):
-                continue
-            raise ThinwireError(
-                f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
-                "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
-            )
+            if bool(scaled):
+                raise ThinwireError(
+                    f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
+                    "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
+                )
 
     def end_step(self, step: Step) -> None:
         """Forget what was noted for the step, and update r."""
