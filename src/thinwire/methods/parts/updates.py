@@ -117,7 +117,7 @@ class UpdateSpace:
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
-        self._scaled: list[tuple[int, Tensor, Any]] = []  # a step, a flag on the host, the event after which it is there
+        self._scaled: list[tuple[int, Tensor, Any]] = []  # step, flag on the host, event after which it is there
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
 
