@@ -160,7 +160,7 @@ class StepLoop:
         if self.ended:  # only the last micro-batch exchanges, so no later check would raise for the others
             raise ThinwireError(ENDED.format(what="a micro-batch begins"))
         self._leave()
-        if self._exchanged and all_zero(self.engine.gradients(), self.engine.comms):
+        if self._exchanged and self.engine.emptied():
             self._abandon()
 
     def finish(self) -> None:
