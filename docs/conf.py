@@ -56,9 +56,12 @@ def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
 
 
 def apart(app, docname: str, content: list[str]) -> None:
-    """The papers' reports are pages that papers.md links to; no table of contents lists them."""
+    """The papers' reports are pages that papers.md links to; no table of contents lists them.
+
+    A hyphen at which no line ends holds "figure-1" together in a title.
+    """
     if docname.startswith("data/papers/"):
-        content[0] = f"---\norphan: true\n---\n\n{content[0]}"
+        content[0] = f"---\norphan: true\n---\n\n{NUMBERED.sub(BOUND, content[0], count=1)}"
 
 
 def plain(app, what, name, obj, options, lines: list[str]) -> None:
@@ -92,18 +95,35 @@ def whole(app, what, name, obj, options, lines: list[str]) -> None:
         lines[0] = f"{line.removeprefix(':type: ')}: {lines[0]}"
 
 
-def long_words(app, pagename, templatename, context, doctree) -> None:
-    """Words of code that are too long for a line of a phone may be broken (static/site.css)."""
-    if "body" in context:
-        context["body"] = re.sub(r'(?<=<span class="pre)(?=">[^<]{29,}</span>)', " long", context["body"])
+def of_its_type(app, what, name, obj, options, signature: str | None, returns: str | None):
+    """In a signature a knob has its type; its range is a function, of which nobody can read more than an address."""
+    return (RANGE.sub(r"\1", signature), returns) if signature else None
 
 
+def unbroken(app, pagename, templatename, context, doctree) -> None:
+    """Marks what static/site.css keeps whole or lets break: browsers break a flag after each of its hyphens.
+
+    Words of code that are too long for a line of a phone may be broken; flags in a block of commands may not.
+    """
+    if "body" not in context:
+        return
+    body = re.sub(r'(?<=<span class="pre)(?=">[^<]{29,}</span>)', " long", context["body"])
+    context["body"] = COMMANDS.sub(lambda block: FLAG.sub(r'<span class="flag">\g<0></span>', block[0]), body)
+
+
+COMMANDS = re.compile(r'<div class="highlight-(?:ba)?sh .*?</pre>', re.DOTALL)
+FLAG = re.compile(r"(?<![^\s>(\[])--?[A-Za-z](?:[\w-]*\w)?")
+RANGE = re.compile(
+    r"""(?:typing\.)?Annotated\[(.+?), Within\(holds=<function .+? at 0x[0-9a-f]+>, words=(?:'.*?'|".*?")\)\]"""
+)
+NUMBERED, BOUND = re.compile(r"^(# .*(?:figure|table))-(?=\d+:)"), "\\1\u2011"
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
 
 def setup(app) -> None:
     app.connect("source-read", apart)
     app.connect("include-read", from_above)
-    app.connect("html-page-context", long_words)
+    app.connect("html-page-context", unbroken)
     app.connect("autodoc-process-docstring", plain, priority=400)  # before napoleon makes its own marks
     app.connect("autodoc-process-docstring", whole, priority=600)
+    app.connect("autodoc-process-signature", of_its_type)

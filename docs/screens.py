@@ -52,7 +52,7 @@ FAULTS = """() => {
     if (!box.width || !box.height || style.visibility === "hidden" || style.opacity === "0") continue
     if (box.right > seen + 1 && box.left >= 0 && box.left < seen && !scrolls(node.parentElement))
       found.push("wider than the screen: " + name(node))
-    if (node.matches(":is(p, li, td, dd) code span.pre:not(.long)") && node.getClientRects().length > 1)
+    if (node.matches(":is(p, li, td, dd) code span.pre:not(.long), .flag") && node.getClientRects().length > 1)
       found.push("a broken word: " + name(node))
     const cell = node.closest("td")
     if (cell && box.right > cell.getBoundingClientRect().right + 1)

@@ -1,7 +1,8 @@
 """The runs of ``regimes.py`` as rows: each method at its best learning rate, and how far it ends from dense.
 
 A gap's ± is half of the 95% t-interval over the seeds that both sides have. These runs ended on 256 held-out windows,
-which by themselves do not resolve 0.5%, and one seed has no ±: what is to be resolved is run by ``ladder.py``.
+which by themselves do not resolve 0.5%, and one seed has no ± of its own: what is to be resolved is run by
+``ladder.py``. In measured.csv one seed has the ± that the seeds of all other runs of its kind have (``error_of_one``).
 
     python benchmarks/loss/regime_tables.py > src/thinwire/plan/measured.csv    # what plans say of loss
 """
@@ -16,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import ladder_tables
-from thinwire.lab.verdict import Span, interval
+from thinwire.lab.verdict import T95, interval
 
 Run = dict[str, Any]
 SETTING = ("regime", "model", "text", "ranks", "steps", "base")
@@ -42,10 +43,10 @@ class Row:
     Attributes:
         losses: validation loss (nats per token) by seed, at ``lr``; inf: none.
         tried: mean loss by learning rate, over the seeds that all of them have, or over each one's own.
-        gap: loss above dense at dense's own best learning rate, percent, mean over the seeds that both have; inf: none.
-        error: half of the 95% interval of ``gap`` over these seeds, percent; None: there are not two.
+        gaps: loss above dense at dense's own best learning rate, percent, of each seed that both have; inf: none. ():
+            no such run of dense, or one without a loss.
         tokens_per_parameter: that the run was trained on; None: no run has ended.
-        gap_same_lr: the same against dense at ``lr``. None, for both: no such run of dense, or one without a loss.
+        gap_same_lr: the mean of the same against dense at ``lr``. None: no such run of dense, or one without a loss.
         share: bytes sent for compressed tensors, percent of what dense sends for them; None: no run has ended.
         share_all: bytes sent in all, percent of dense's.
         failures: what became of the runs without a loss, at any learning rate.
@@ -61,8 +62,7 @@ class Row:
     lr: float
     losses: dict[int, float]
     tried: dict[float, float]
-    gap: float | None
-    error: float | None
+    gaps: tuple[float, ...]
     tokens_per_parameter: float | None
     gap_same_lr: float | None
     share: float | None
@@ -72,6 +72,17 @@ class Row:
     @property
     def setting(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in SETTING)
+
+    @property
+    def gap(self) -> float | None:
+        """The mean of ``gaps``; None: there are none."""
+        return fmean(self.gaps) if self.gaps else None
+
+    @property
+    def error(self) -> float | None:
+        """Half of the 95% interval of ``gap`` over its seeds, percent; None: there are not two."""
+        half = interval(self.gaps).half if self.gaps and math.inf not in self.gaps else 0.0
+        return half or None
 
 
 def read(file: Path) -> dict[str, Run]:
@@ -97,15 +108,13 @@ def _rows_of(setting: tuple[Any, ...], methods: dict[str, list[Run]]) -> list[Ro
         lr = _best(mine)
         ended = [run for run in runs if run["lr"] == lr and run.get("dense_bytes_compressed")]
         dense = losses.get(PARTNER[next((run["optimizer"] for run in runs if "optimizer" in run), "adamw")], {})
-        span = _gap(mine[lr], dense[_best(dense)]) if dense else None
-        same_lr = _gap(mine[lr], dense.get(lr, {}))
+        same_lr = _gaps(mine[lr], dense.get(lr, {}))
         found.append(
             Row(
                 *setting, method=method, lr=lr, losses=mine[lr], tried=tried,
-                gap=None if span is None else span.mean,
-                error=None if span is None or not 0 < span.half < math.inf else span.half,
+                gaps=_gaps(mine[lr], dense[_best(dense)]) if dense else (),
                 tokens_per_parameter=_tokens(runs),
-                gap_same_lr=None if same_lr is None else same_lr.mean,
+                gap_same_lr=fmean(same_lr) if same_lr else None,
                 share=_share(ended, "bytes_compressed"),
                 share_all=_share(ended, "bytes"),
                 failures=tuple(
@@ -151,12 +160,22 @@ def _tokens(runs: list[Run]) -> float | None:
     return None if ended is None else ended["steps"] * TOKENS[ended["model"]] / ended["parameters"]
 
 
-def _gap(mine: dict[int, float], dense: dict[int, float]) -> Span | None:
-    seeds = mine.keys() & dense.keys()
-    if not seeds or any(dense[seed] == math.inf for seed in seeds):
+def _gaps(mine: dict[int, float], dense: dict[int, float]) -> tuple[float, ...]:
+    seeds = sorted(mine.keys() & dense.keys())
+    if any(dense[seed] == math.inf for seed in seeds):
+        return ()
+    return tuple(100 * (mine[seed] / dense[seed] - 1) for seed in seeds)
+
+
+def error_of_one(found: Iterable[Row], *regimes: str) -> float | None:
+    """Half of the 95% interval of a gap of one seed, percent, from how far seeds lie apart in all rows of ``regimes``
+    that have several; None: none has."""
+    several = [row.gaps for row in found if row.regime in regimes and row.error is not None]
+    degrees = sum(len(gaps) - 1 for gaps in several)
+    if not degrees:
         return None
-    gaps = [100 * (mine[seed] / dense[seed] - 1) for seed in sorted(seeds)]
-    return Span(math.inf, math.inf, math.inf) if math.inf in gaps else interval(gaps)
+    squares = sum((len(gaps) - 1) * variance(gaps) for gaps in several)
+    return T95[min(degrees, len(T95)) - 1] * math.sqrt(squares / degrees)
 
 
 def error_of(error: float | None) -> str:
@@ -222,20 +241,26 @@ def measured(regimes: Iterable[Run], ladder: Iterable[Run]) -> str:
     """What a plan says of loss, as CSV: each method's gap to dense by setting, without rows that have none.
 
     First those of the ladder, whose dense runs were tuned and which ended on all held-out text; then those of
-    ``regimes.py`` in settings that the ladder has not run."""
-    regimes, ladder = list(regimes), list(ladder)
-    found = [*_of_ladder(ladder)]
+    ``regimes.py`` in settings that the ladder has not run. Of several runs that were gone on from, the longest counts.
+    """
+    regimes, found = list(regimes), [*_of_ladder(list(ladder))]
+    tuned = {line[:7] for line in found}
     parameters = {run["model"]: run["parameters"] for run in regimes if "parameters" in run}
     optimizers = {run["method"]: run["optimizer"] for run in regimes if "optimizer" in run}
-    for row in rows(regimes):
+    every = rows(regimes)
+    kinds = [("scratch", "long"), ("going-on",), ("finetune",)]
+    of_one = {regime: error_of_one(every, *kind) for kind in kinds for regime in kind}
+    others: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for row in sorted(every, key=lambda row: "long" in row.base):
         if row.gap is None or row.gap == math.inf or " --" in row.method or row.method.startswith("dense"):
             continue
-        error = "nan" if row.error is None else f"{row.error:.2f}"
-        setting = (row.text, row.ranks, parameters[row.model], row.steps)
-        dense = DENSE[optimizers.get(row.method, "adamw")]
-        if not any(one[:7] == (row.method, dense, row.regime, *setting) for one in found):
-            found.append((row.method, dense, row.regime, *setting, len(row.losses), f"{row.gap:.2f}", error,
-                          f"{row.tokens_per_parameter or 0:.2f}"))  # fmt: skip
+        error = row.error or of_one[row.regime]
+        name = (row.method, DENSE[optimizers.get(row.method, "adamw")], row.regime, row.text, row.ranks,
+                parameters[row.model], row.steps)  # fmt: skip
+        if name not in tuned:
+            others[name] = (*name, len(row.gaps), f"{row.gap:.2f}", "nan" if error is None else f"{error:.2f}",
+                            f"{row.tokens_per_parameter or 0:.2f}")  # fmt: skip
+    found += others.values()
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(("method", "dense", "regime", "text", "ranks", "parameters", "steps", "seeds", "gap_percent",

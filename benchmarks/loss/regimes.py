@@ -156,7 +156,7 @@ def windows_of(corpora: Path, name: str, length: int, seed: int = 0) -> Windows:
     """Of the text in the file ``name``, byte by byte, read once per process."""
     if name not in _TOKENS:
         text = read_corpus([str(corpora / name)])
-        _TOKENS[name] = Tokenizer("bytes", text, corpora).encode(text)
+        _TOKENS[name] = Tokenizer("bytes", text).encode(text)
     return Windows(_TOKENS[name], length, seed)
 
 

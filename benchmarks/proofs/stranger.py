@@ -9,9 +9,9 @@ itself is not on the path. Then commands that cannot be followed, since what the
 and a clone of the checkout, whose ``make train`` uses that environment. Of each command: seconds until its first line
 and until its end, the longest time in which nothing was printed, the widest line, the status. Then the same command
 with Ctrl-C after 0.2, 1, 3 and 8 seconds, and into ``| head -1``. Wrong, with exit status 1: a first line after more
-than 10 s, a line of more than 80 columns (but of what a model writes), a traceback, a hidden cursor, a process that
-is left, a status that is not the command's own, 130, or 2 for what cannot be followed. A Ctrl-C that meets Python
-itself before it has started is Python's to answer. Evaluation needs ``pip install 'thinwire[eval]'``.
+than 10 s, a line of more than 80 columns (but of what a model writes), a traceback, a hidden cursor, a process or
+a temporary file that is left, a status that is not the command's own, 130, or 2 for what cannot be followed. A Ctrl-C
+that meets Python itself before it has started is Python's to answer. Evaluation needs ``pip install 'thinwire[eval]'``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ LEFT_S = 10
 """How long processes may take to go after their command."""
 MARK = "THINWIRE_STRANGER"
 """A variable of the environment by which a command's processes are found, wherever they have gone."""
+TORCHS = "torchinductor_"
+"""A user's cache of torch's, which it keeps among temporary files."""
 RUN = "--preset tiny --steps 40"
 COMMANDS = [
     "thinwire", "thinwire --help", "thinwire --version", "thinwire env", "thinwire methods", "thinwire methods trickle",
@@ -167,17 +170,26 @@ def processes(mark: str) -> list[str]:
     return found
 
 
-def left_of(mark: str) -> list[str]:
-    """Wait until the processes of ``mark`` have gone; return those that have not."""
+def given(mark: str, bin_: Path) -> dict[str, str]:
+    """A command's environment: the programs of ``bin_``, and a folder of its own for temporary files."""
+    temporary = tempfile.mkdtemp(prefix="t-", dir=bin_.parents[1])
+    return {MARK: mark, "TMPDIR": temporary, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
+
+
+def left_of(mark: str, temporary: str) -> list[str]:
+    """Wait until the processes of ``mark`` have gone; return those that have not, and the files in ``temporary``."""
     end = time.monotonic() + LEFT_S
     while (found := processes(mark)) and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    files = sorted(path.name for path in Path(temporary).iterdir() if not path.name.startswith(TORCHS))
+    shutil.rmtree(temporary)
+    return found + files
 
 
 def type_in(words: Sequence[str], bin_: Path, folder: Path, key_s: float | None = None, limit: float = 900) -> Typed:
     """Type a command in ``folder``, and Ctrl-C after ``key_s`` seconds."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    environment = given(mark, bin_)
     first: list[float] = []
     typed: list[float] = []
     length, silences = 0, [0.0]
@@ -187,7 +199,7 @@ def type_in(words: Sequence[str], bin_: Path, folder: Path, key_s: float | None 
         os.chdir(folder)
         for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
             os.environ.pop(name, None)
-        os.environ |= {MARK: mark, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
+        os.environ |= environment
         os.execvp(words[0], list(words))
 
     def after(seen: str, seconds: float) -> int | None:
@@ -206,7 +218,7 @@ def type_in(words: Sequence[str], bin_: Path, folder: Path, key_s: float | None 
     seen = terminals.on_terminal(start, after=after, limit=limit)._replace(words=tuple(words))
     seconds = time.monotonic() - began
     first_s = first[0] if first else (seconds if seen.output else None)
-    return Typed(seen, first_s, max(silences), seconds, left_of(mark), bool(typed))
+    return Typed(seen, first_s, max(silences), seconds, left_of(mark, environment["TMPDIR"]), bool(typed))
 
 
 def faults(typed: Typed, statuses: Sequence[int], wide: bool = False) -> Iterator[str]:
@@ -228,11 +240,10 @@ def faults(typed: Typed, statuses: Sequence[int], wide: bool = False) -> Iterato
 def head(words: Sequence[str], bin_: Path, folder: Path) -> list[str]:
     """What is wrong with ``COMMAND | head -1``."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    environment = {**os.environ, MARK: mark, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
-    environment.pop("PYTHONPATH", None)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | given(mark, bin_)
     piped = ["bash", "-c", f"{shlex.join(words)} | head -1; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(piped, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
-    found = [f"left behind: {left}"] if (left := left_of(mark)) else []
+    found = [f"left behind: {left}"] if (left := left_of(mark, environment["TMPDIR"])) else []
     said = done.stdout + done.stderr
     if "Traceback" in said or "BrokenPipe" in said:
         found.append(f"| head: {said}")

@@ -1,6 +1,9 @@
 """Entry of the ``thinwire`` program, also as ``python -m thinwire``: from here on Ctrl-C leaves no traceback."""
 
-import signal
+try:
+    import signal
+except KeyboardInterrupt:  # typed before the program could ask for anything else
+    raise SystemExit(130) from None
 
 
 def start() -> None:

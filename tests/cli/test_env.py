@@ -83,6 +83,19 @@ def test_a_newer_torch_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(note.startswith(f"torch {newer} is newer") for note in facts()["notes"])
 
 
+SWALLOWED = BROKEN.replace('raise OSError("libcudart.so.13: cannot open shared object file")', """
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("cannot load module more than once per process")""")
+
+
+def test_ctrl_c_while_torch_is_loaded_ends_it_though_an_import_swallows_it() -> None:
+    program = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{SWALLOWED}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "thinwire: interrupted\n")
+
+
 @pytest.mark.parametrize("words", ((), ("--json",)))
 def test_it_works_where_torch_is_broken(words: tuple[str, ...]) -> None:
     done = subprocess.run([sys.executable, "-c", BROKEN, *words], capture_output=True, text=True)

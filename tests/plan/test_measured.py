@@ -41,6 +41,17 @@ def test_tuned_runs_on_all_held_out_text_take_the_place_of_others():
     assert short.seeds == 3 and abs(short.gap_percent) < 3, "the other: one seed, 8.5% below untuned dense"
 
 
+def test_a_gap_has_the_seeds_of_both_sides_those_of_the_longest_start_and_an_error():
+    def row(*wanted):
+        return next(r for r in read_measured() if (r.method, r.regime, r.text, r.parameters, r.steps) == wanted)
+
+    assert row("onebit-adam(warmup_bits=4)", "scratch", "peps", 842496, 800).seeds == 1, "it has three, dense one"
+    going_on = row("sdp4bit", "going-on", "peps", 120576, 300)
+    assert going_on.seeds == 3 and going_on.error_percent < 0.1, "one went on from a shorter run"
+    assert 2 < row("bf16", "scratch", "wikitext", 842496, 800).error_percent < 3
+    assert all(row.error_percent > 0 for row in read_measured())
+
+
 def test_the_longest_run_speaks_first():
     """A short run's lead is gone at 20 tokens per parameter: a plan that named it would promise it."""
     row = nearest_measured(resolve("trickle"), 4)[0]

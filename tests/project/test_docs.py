@@ -381,6 +381,30 @@ def test_the_papers_stand_on_the_pages_of_their_methods(pages: ModuleType) -> No
     assert pages.cite("trickle") == "" == pages.cite("int8")
 
 
+def test_the_site_keeps_the_flags_of_a_command_whole() -> None:
+    """In a block of commands, which is wrapped; in a block of what was printed, nothing is."""
+    block = '<div class="highlight-%s no"><pre><span></span>python a-b.py --in-two -n 2 -- x\n--out</pre></div>'
+    for language, found in (("sh", ["--in-two", "-n", "--out"]), ("bash", ["--in-two", "-n", "--out"]), ("text", [])):
+        given = {"body": block % language}
+        of_docs("conf").unbroken(None, "page", "page.html", given, None)
+        assert re.findall('<span class="flag">(.*?)</span>', given["body"]) == found
+
+
+@pytest.mark.parametrize("cls", [thinwire.SDP4Bit, thinwire.SCAPE])
+def test_a_signature_on_the_site_names_the_types_of_knobs_without_their_ranges(cls: type) -> None:
+    bare = str(inspect.signature(cls, eval_str=True))
+    assert "<lambda> at 0x" in bare
+    shown, returns = of_docs("conf").of_its_type(None, "class", cls.__name__, cls, None, bare, "None")
+    assert "lambda" not in shown and "Annotated" not in shown and returns == "None"
+    assert ", smallest: int = 65536)" in shown
+
+
+def test_the_title_of_a_papers_report_is_not_broken_within_its_number() -> None:
+    content = [(ROOT / "docs/data/papers/radius-figure-1.md").read_text()]
+    of_docs("conf").apart(None, "data/papers/radius-figure-1", content)
+    assert "orphan: true" in content[0] and ", figure\u20111: " in content[0] and " figure-1 " in content[0]
+
+
 def test_the_site_has_every_page_and_what_pages_include() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.DOTALL | re.MULTILINE)

@@ -150,6 +150,9 @@ def test_the_arithmetic_of_a_table(tmp_path: Path) -> None:
     assert sign.failures == ("lr 0.004, seed 0: RuntimeError: gone",)
     assert (scape.gap, scape.gap_same_lr) == (None, None), "there is no dense run of AdamS"
     assert (later.setting[0], later.gap, later.losses) == ("going-on", None, {0: 2.4}), "no dense in that regime"
+    # topk's two seeds are all that tell how far seeds lie apart: 12.706 is the t of one degree, 50 the variance of +-5.
+    assert regime_tables.error_of_one(rows, "scratch") == pytest.approx(12.706 * math.sqrt(50))
+    assert regime_tables.error_of_one(rows, "going-on") is None
 
     first, second = regime_tables.markdown(rows).split("\n\ngoing-on")
     assert "| `topk` | 0.008 | 2.1000, 2.0900 | +0.00% ± 63.5% | -2.94% | 7.50% | 26.00% | 0.004: 3.0000, "\

@@ -117,6 +117,9 @@ def test_machines_of_one_run_share_its_folder_and_others_do_not(tmp_path):
         assert not (tmp_path / "metrics.jsonl").exists()
 
 
+STEP = '{"step": 1, "loss": 5.5}\n'
+
+
 @pytest.mark.parametrize("begins", [False, True])
 def test_overwrite_removes_a_run_only_when_the_new_one_has_begun(begins, tmp_path):
     """An input that cannot be used, which replicas find out, must not cost the run that was there."""
@@ -126,9 +129,10 @@ def test_overwrite_removes_a_run_only_when_the_new_one_has_begun(begins, tmp_pat
     with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
         assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name[0] != ".") == [REPLICAS]
         settle_previous(tmp_path, over=False)
-        if begins:
-            (tmp_path / "metrics.jsonl").write_text("new")
-    assert (tmp_path / "metrics.jsonl").read_text() == ("new" if begins else "old")
+        (tmp_path / "metrics.jsonl").write_text(new := STEP if begins else '{"step": 0, "valid_loss": 5.5}\n')
+        settle_previous(tmp_path, over=False)
+        assert (tmp_path / ".previous").exists() is not begins
+    assert (tmp_path / "metrics.jsonl").read_text() == (new if begins else "old")
     assert (tmp_path / "checkpoints/step-000007/model.safetensors").exists() is not begins
     assert not (tmp_path / ".previous").exists() and (tmp_path / REPLICAS).exists() is begins
 
@@ -169,7 +173,7 @@ def test_what_another_launcher_has_removed_already_is_no_error(tmp_path, monkeyp
     """Both see that the new run has begun, and remove the one that was set aside."""
     (tmp_path / "metrics.jsonl").write_text("old")
     with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
-        (tmp_path / "metrics.jsonl").write_text("new")
+        (tmp_path / "metrics.jsonl").write_text(STEP)
         twice = lambda path: (files.remove(path), files.remove(path))  # noqa: E731
         monkeypatch.setattr(run_folder, "remove", twice)
         settle_previous(tmp_path, over=False)

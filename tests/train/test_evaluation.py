@@ -69,7 +69,7 @@ def test_the_harness_says_what_one_finds_by_hand(task, tmp_path, monkeypatch, ca
     model = Decoder(ModelConfig(layers=1, width=32, heads=2, context=64)).eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
-    tokenizer = Tokenizer("bytes", (), tmp_path)
+    tokenizer = Tokenizer("bytes", ())
     export(model.shape, dict(model.named_parameters()), tokenizer.as_hub(), tmp_path / "model")
     out = tmp_path / "found.json"
     words = ["eval", str(tmp_path / "model"), "--include", str(tmp_path / "tasks"), "--out", str(out)]

@@ -41,7 +41,7 @@ def decoder(family: str) -> Decoder:
 def test_transformers_gives_the_same_logits_and_tokens(family, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = decoder(family)
-    tokenizer = Tokenizer("bytes", (), tmp_path)
+    tokenizer = Tokenizer("bytes", ())
     export(model.shape, dict(model.named_parameters()), tokenizer.as_hub(), tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     text = "Grüße, 17 Ω"
@@ -52,7 +52,7 @@ def test_transformers_gives_the_same_logits_and_tokens(family, tmp_path):
 
 
 def test_a_folder_that_holds_a_model_and_a_shape_without_counterpart_are_refused(tmp_path):
-    model, hub = decoder("gpt"), Tokenizer("bytes", (), tmp_path).as_hub()
+    model, hub = decoder("gpt"), Tokenizer("bytes", ()).as_hub()
     export(model.shape, dict(model.named_parameters()), hub, tmp_path / "hf")
     with pytest.raises(ThinwireError, match="holds a model already"):
         export(model.shape, dict(model.named_parameters()), hub, tmp_path / "hf")
@@ -100,7 +100,7 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
     assert cli.main(["sample", str(out), "--prompt", "5 times", "--tokens", "9", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("5 times")
     assert cli.main(["export", str(out / "checkpoints" / "step-000003"), str(tmp_path / "hf")]) == 0
-    kept = Tokenizer("bpe:280", None, out).as_hub().to_str()
+    kept = Tokenizer("bpe:280", out).as_hub().to_str()
     assert HubTokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).to_str() == kept
     assert sum(1 for _ in (tmp_path / "hf").iterdir()) == 4
     written = [*(tmp_path / "hf").iterdir(), *(out / "checkpoints" / "step-000003").iterdir()]

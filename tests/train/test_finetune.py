@@ -317,7 +317,7 @@ def test_folders_that_hold_no_such_model_are_refused(place, tmp_path):
     (broken / "model.safetensors").unlink()
     with pytest.raises(ThinwireError, match="cannot load the model"):
         pretrained.load(str(broken), None)
-    ours = Tokenizer(f"folder:{place / 'llama'}", (), tmp_path / "kept")
+    ours = Tokenizer(f"folder:{place / 'llama'}", ())
     token_files.tokenize([str(place / "text.txt")], "bytes", tmp_path / "bytes")
     with pytest.raises(ThinwireError, match="was tokenized with bytes, not with the tokenizer of --init"):
         token_files.find_token_files([str(tmp_path / "bytes")], (), "bytes", model=(ours, 304))

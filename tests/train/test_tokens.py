@@ -31,7 +31,7 @@ def test_files_hold_what_the_text_is_tokenized_to(length, tokenizer, tmp_path):
     token_files.tokenize([str(corpus)], tokenizer, tmp_path / "out")
     found = token_files.find_token_files([str(tmp_path / "out")], (), "bytes")
     train, valid = split(read_corpus([str(corpus)]))
-    made = Tokenizer(tokenizer, spans([train]), tmp_path)
+    made = Tokenizer(tokenizer, spans([train]))
     for part, files in ((train, found.train), (valid, found.valid)):
         assert torch.equal(files[0 : len(files)], made.encode(part).long())
     windows, files = Windows(made.encode(train), 32, seed=3), Windows(found.train, 32, seed=3)
@@ -84,4 +84,4 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ThinwireError, match="is damaged: tokenize the text anew"):
         token_files.find_token_files([str(out)], (), "bytes")
     with pytest.raises(ThinwireError, match="numbers without text"):
-        Tokenizer("ids:9", (), tmp_path).decode([1])
+        Tokenizer("ids:9", ()).decode([1])

@@ -154,16 +154,17 @@ def test_the_standard_library_is_a_corpus():
 
 def test_tokenizers(tmp_path):
     text = "the cat sat on the mat. " * 200 + "ÄÖ 语"
-    tokenizer = Tokenizer("bytes", (), tmp_path)
+    tokenizer = Tokenizer("bytes", ())
     assert bytes(tokenizer.encode(text).tolist()).decode() == text
-    bpe = Tokenizer("bpe:300", spans([text]), tmp_path)
+    bpe = Tokenizer("bpe:300", spans([text]))
     assert 256 < bpe.vocabulary <= 300
     assert len(bpe.encode(text)) < len(text) / 2
-    other = Tokenizer("bpe:300", None, tmp_path)
+    bpe.save(tmp_path)
+    other = Tokenizer("bpe:300", tmp_path)
     assert torch.equal(other.encode(text), bpe.encode(text))
     for name in ("bpe:", "bpe:10", "words", "hub:"):
         with pytest.raises(ThinwireError):
-            Tokenizer(name, spans([text]), tmp_path)
+            Tokenizer(name, spans([text]))
 
 
 def test_yaml_command_line_and_object_are_the_same(tmp_path):
@@ -301,9 +302,26 @@ def _train(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[in
     return status, said.getvalue()
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All files in ``folder`` but the lock, which a refused command may take."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
 def train(world: int, *words: str) -> list[tuple[int, str]]:
-    """``thinwire train`` as torchrun starts it, on ranks that have torch already: what each ends with, and says."""
-    return ranks.run(_train, world, free_port(), words, LOCAL_WORLD_SIZE=str(world))
+    """``thinwire train`` as torchrun starts it, on ranks that have torch already: what each ends with, and says.
+
+    One that is refused leaves all files of its folder as they were.
+    """
+    out = Path(words[words.index("--out") + 1]) if "--out" in words else Path("nowhere")
+    before = files_of(out)
+    found = ranks.run(_train, world, free_port(), words, LOCAL_WORLD_SIZE=str(world))
+    if any(status == 2 for status, _ in found):
+        assert files_of(out) == before
+    return found
 
 
 def _train_alone(rank: int, world: int, port: int, words: tuple[str, ...], alone_s: float) -> tuple[int, int]:
@@ -410,11 +428,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engi
 def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
     """As the shell sees it, where one rank says so and the others wait for it; what all see, and what is seen before
     there are ranks, is tried below without a program of its own."""
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints/step-000001").mkdir(parents=True)
     (tmp_path / "run/tokenizer-bpe-300.json").write_text("{}")  # which rank 0 reads, and hands to the others
     done = thinwire(
         "train", "--preset", "tiny", "--ranks", "2", "--corpus", str(text), "--out", f"{tmp_path}/run",
-        "--tokenizer", "bpe:300",
+        "--tokenizer", "bpe:300", "--resume", "auto",
     )  # fmt: skip
     assert done.returncode == 2
     assert "cannot load the tokenizer" in done.stderr
@@ -467,11 +485,59 @@ def test_the_plan_says_which_optimizer_was_chosen(tmp_path, text):
         (["--corpus", "/no/such/text"], "cannot read the corpus"),
         (["--resume", "latest"], "no checkpoint"),
         (["--method", "none", "--engine", "fsdp2"], "runs on ddp only"),
-        (["--engine", "hsdp", "--shard-size", "3"], "does not divide"),
+        (["--engine", "hsdp", "--shard-size", "3", "--overwrite"], "does not divide"),
+        (["--seq-len", "999999", "--overwrite"], "the corpus is too short"),
     ],
 )
 def test_ranks_refuse_what_only_they_can_see(tmp_path, text, words, line):
-    assert refused(train(2, "--preset", "tiny", "--corpus", str(text), "--out", f"{tmp_path}/run", *words), line)
+    """In a folder that holds a run, whose tokenizer belongs to its checkpoints (``train`` looks)."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tokenizer-bpe-300.json").write_text("old")
+    if "--overwrite" in words:
+        (tmp_path / "run/metrics.jsonl").write_text("old")
+    common = ["--preset", "tiny", "--corpus", str(text), "--tokenizer", "bpe:300", "--out", f"{tmp_path}/run"]
+    assert refused(train(2, *common, *words), line)
+
+
+SHORT = ("--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "32", "--batch-size", "2",
+         "--eval-sequences", "4", "--tokenizer", "bpe:300")  # fmt: skip
+
+
+def test_what_a_run_trains_is_its_settings_alone_and_a_refused_one_changes_nothing(tmp_path, text):
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{word}ly " for word in text.read_text().split()))
+    run, fresh = tmp_path / "run", tmp_path / "fresh"
+    torn = ["--engine", "hsdp", "--shard-size", "2"]
+    assert refused(train(1, *SHORT, "--corpus", str(other), "--out", str(run), *torn), "does not divide")
+    for out in (run, fresh):
+        assert train(1, *SHORT, "--corpus", str(text), "--steps", "2", "--out", str(out))[0][0] == 0
+    summary = [json.loads((out / "summary.json").read_text())["valid_loss"] for out in (run, fresh)]
+    assert summary[0] == summary[1]
+    goes_on = ["--corpus", str(other), "--steps", "3", "--out", str(run)]
+    assert refused(train(1, *SHORT, *goes_on, "--resume", "auto"), "has other data")
+    assert refused(train(1, *SHORT, *goes_on, "--overwrite", *torn), "does not divide")
+    assert train(1, *SHORT, *goes_on, "--overwrite")[0][0] == 0
+    assert (run / "tokenizer-bpe-300.json").read_text() != (fresh / "tokenizer-bpe-300.json").read_text()
+
+
+@pytest.mark.parametrize("consent", [["--overwrite"], ["--resume", "auto", "--resume-anyway"]])
+def test_the_settings_of_a_run_do_not_agree_to_lose_it_or_to_go_on(tmp_path, text, consent):
+    run = tmp_path / "run"
+    words = [*SHORT, "--corpus", str(text), "--steps", "1", "--out", str(run), *consent]
+    assert train(1, *words)[0][0] == 0
+    assert refused(train(1, "--config", str(run / "config.yaml"), "--out", str(run)), "holds a run already")
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_the_earlier_one_whole(tmp_path, text):
+    run = tmp_path / "run"
+    words = (*SHORT, "--corpus", str(text), "--steps", "2", "--out", str(run))
+    assert train(1, *words)[0][0] == 0
+    before = files_of(run)
+    for more in ((), ("--tokenizer", "bpe:290", "--track", "csv")):
+        assert ranks.run(_train_until, 1, free_port(), (*words, *more, "--overwrite"), 0) == [2]
+        assert files_of(run) == before
+    assert ranks.run(_train_until, 1, free_port(), (*words, "--tokenizer", "bpe:290", "--overwrite"), 1) == [2]
+    assert not (run / "checkpoints").exists() and not (run / "tokenizer-bpe-300.json").exists()
 
 
 @pytest.mark.parametrize("rank", spread(2, ["1", "0"]))
@@ -680,10 +746,13 @@ def test_what_is_not_there_is_refused_before_torch_is_loaded(tmp_path, text):
 def test_what_the_ranks_would_not_read_is_not_refused(tmp_path, text):
     """A tokenizer that an earlier run has kept, and a cluster of a run that has chosen."""
     (tmp_path / "tokenizer.json").touch()
-    kept = Config(corpus=(str(text),), tokenizer="folder:gone", out=tmp_path)
-    kept.check_files()
-    with pytest.raises(ThinwireError, match="cannot load the tokenizer gone"):
-        dataclasses.replace(kept, overwrite=True).check_files()
+    (tmp_path / "checkpoints/step-000001").mkdir(parents=True)
+    kept = Config(corpus=(str(text),), tokenizer="folder:gone", out=tmp_path, resume="auto")
+    for resume in ("auto", "latest", f"{tmp_path}/checkpoints/step-000001"):
+        dataclasses.replace(kept, resume=resume).check_files()
+    for resume in (None, f"{tmp_path}/other/checkpoints/step-000001"):
+        with pytest.raises(ThinwireError, match="cannot load the tokenizer gone"):
+            dataclasses.replace(kept, resume=resume).check_files()
     chosen = Config(corpus=(str(text),), method="auto", cluster="gone.toml", resume="auto")
     chosen.check_files()
     with pytest.raises(ThinwireError, match=r"gone\.toml"):

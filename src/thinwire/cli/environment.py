@@ -23,6 +23,7 @@ from typing import Any
 from thinwire.base.errors import ThinwireError, in_words
 from thinwire.base.extras import PACKAGES, missing_for_triton
 from thinwire.base.processes import processor
+from thinwire.base.terminal import ends_at_once
 from thinwire.base.version import __version__, torch_warning
 
 HELP = """usage: thinwire env [--json]
@@ -86,8 +87,9 @@ def installed(distribution: str) -> str | None:
 def of_torch() -> tuple[dict[str, Any], list[str]]:
     """Return torch's version, devices and backends, and notes on them."""
     try:
-        import torch
-        import torch.distributed as dist
+        with ends_at_once():
+            import torch
+            import torch.distributed as dist
     except Exception as error:  # a broken installation fails in many ways
         line = in_words(error)
         return {"version": installed("torch"), "error": line}, [f"torch cannot be imported, so nothing runs: {line}"]

@@ -30,8 +30,8 @@ class MeasuredLoss:
         method: with its knobs. regime: "scratch", "long", "going-on" or "finetune". ranks: number of ranks.
         parameters: number in the model. gap_percent: loss above dense's (negative: below), mean over ``seeds`` runs.
         error_percent: half of the 95% interval of that. Of a tuned run on all held-out text: of the text and of seeds,
-            whose spread is taken from all settings of its size and length, so that one seed has it, too; of others:
-            over the seeds. NaN: not known, as of one seed.
+            whose spread is that of all settings with its optimizer; of others: over the seeds, and of one seed from
+            the spread that the seeds of other such runs have. NaN: not known.
         tokens_per_parameter: that the run was trained on. dense: the optimizer of the dense run, "AdamW", "AdamS" or
             "Muon".
     """
@@ -47,6 +47,11 @@ class MeasuredLoss:
     error_percent: float = math.nan
     tokens_per_parameter: float = 0.0
     dense: str = "AdamW"
+
+    @property
+    def highest_percent(self) -> float:
+        """The upper end of the 95% interval of the gap; NaN: not known."""
+        return self.gap_percent + self.error_percent
 
     def __str__(self) -> str:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"

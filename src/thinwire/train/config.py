@@ -97,8 +97,8 @@ class Config:
     """The method that exchanges gradients, by its name, or with knobs in parentheses: "int8(group=64)". `thinwire
     methods` lists them. "auto": tries a few steps of several, and trains with the fastest."""
     max_loss: str = "1%"
-    """With --method auto: how far a method's loss may have been above dense's in measured runs of similar length: 1%
-    or 0.01 (lower: fewer candidates), or "any".
+    """With --method auto: how far a method's loss may have been above dense's, its ± included, in measured runs of
+    similar length: 1% or 0.01 (lower: fewer candidates), or "any".
     """
     cluster: str | None = None
     """Name or TOML file of the cluster from which --method auto predicts. Default: it measures the links."""
@@ -234,6 +234,13 @@ class Config:
         return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
 
     @property
+    def goes_on_from(self) -> Path | None:
+        """Folder of the run of --resume, which has the tokenizer, too; None: the run begins afresh."""
+        if self.resume not in ("auto", "latest"):
+            return Path(self.resume).resolve().parent.parent if self.resume else None
+        return self.out if any((self.out / "checkpoints").glob("step-*")) else None
+
+    @property
     def text_name(self) -> str:
         """Name of the text to train on, as typed."""
         return " ".join(self.data or self.corpus)
@@ -316,7 +323,7 @@ class Config:
                 tokens = token_files.find_token_files(self.corpus, self.valid, self.tokenizer) is not None
             if not tokens:
                 corpus.check_there((*(self.data or self.corpus), *self.valid))
-                tokenizer.check_tokenizer(self.tokenizer, self.out, anew=self.overwrite)
+                tokenizer.check_tokenizer(self.tokenizer, self.goes_on_from)
 
     def check_methods(self) -> None:
         """Check what only the methods, and so torch, can say."""

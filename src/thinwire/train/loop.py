@@ -10,6 +10,7 @@ import resource
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -64,15 +65,17 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
     with open_run_folder(config.out, Collective(ranks.comm.patient(config.file_timeout))) as folder:
         if not config.resume and not config.overwrite:
             folder.check_free()
-        start = prepare(config, ranks, folder, read_inputs(config, folder))
+        start = prepare(config, ranks, folder, read_inputs(config, folder.collective, config.goes_on_from))
         if start.ended:  # no error: a scheduler may start the run again and again until it has ended
             if ranks.comm.rank == 0:
                 say(start.ended)
             return {}
         trainer = Trainer(start, ranks)
+        # Nothing has been changed in the folder so far, because the run might have been refused.
         if start.resumed is None:
-            folder.clear()
-        return trainer.run()
+            folder.make_room()
+        folder.do_once(lambda: start.inputs.save(config, folder.path))
+        return trainer.run(folder.settle)
 
 
 class Start(NamedTuple):
@@ -205,8 +208,8 @@ class Trainer(Stepper):
         self.collective.do(lambda: resumed.restore(model=self.model, optimizers=self.optimizers, wire=self.kept))
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
 
-    def run(self) -> dict[str, Any]:
-        """Train to the last step; return the summary. Collective.
+    def run(self, begun: Callable[[], None]) -> dict[str, Any]:
+        """Train to the last step; return the summary. ``begun`` is called after the first. Collective.
 
         Raises:
             ThinwireError: the run diverges, was stopped by a signal, or its files cannot be written.
@@ -225,7 +228,10 @@ class Trainer(Stepper):
             self.wire.ledger.close_step()
             self.wire.reset_stats()
             while self.step < config.steps:
-                if (outcome := self.train_step(signals)) is not None:
+                outcome = self.train_step(signals)
+                if len(self.step_seconds) == 1:
+                    begun()
+                if outcome is not None:
                     self._conclude_step(outcome, signals)
             summary = self._conclude(first_loss)
         self.wire.close()
@@ -397,7 +403,11 @@ class Trainer(Stepper):
 
     def _write_plan(self) -> None:
         init = self.config.init and str(Path(self.config.init).resolve())
-        config = dataclasses.replace(self.config, tokenizer=self.inputs.tokenizer.name, init=init)
+        # Who repeats the run by this file has not agreed to lose this one, or to go on from it.
+        config = dataclasses.replace(
+            self.config, tokenizer=self.inputs.tokenizer.name, init=init, overwrite=False, resume=None,
+            resume_anyway=False,
+        )  # fmt: skip
         write(config.out / "config.yaml", config.to_yaml())
         by_method = config.optimizer is None and config.optimizer_name != "adamw"
         optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method

@@ -35,6 +35,7 @@ from thinwire.network.comm import ManagedComm
 from thinwire.network.ledger import Ledger
 from thinwire.train.checkpoint import format
 from thinwire.train.config import LIGHTHOUSE, Config
+from thinwire.train.data.tokenizer import is_kept
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, summary_time, turn
@@ -83,10 +84,16 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
         )  # fmt: skip
         manager = open_manager if restarted or goes_on(os.environ[LIGHTHOUSE]) else open_manager()
         folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
-        with turn(config.out / REPLICAS):  # which makes the tokenizer, if one is to be made
-            inputs = read_inputs(config, folder)
+        logs = config.out / REPLICAS
+        with turn(logs):  # the first makes the tokenizer, if one is to be made, for all
+            kept = is_kept(config.tokenizer, logs)
+            inputs = read_inputs(config, folder.collective, logs if kept else config.goes_on_from)
+            if not kept:
+                inputs.tokenizer.save(logs)
         with turn(config.out):
             start = prepare(config, ranks, folder, inputs)
+            if not start.ended:
+                inputs.save(config, config.out)
         if start.ended:
             say(f"thinwire: {start.ended}", sys.stderr)
             return 0

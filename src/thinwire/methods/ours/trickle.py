@@ -59,19 +59,19 @@ class Trickle(TopK):
 
     Args:
         mask: "own": each rank sends its largest values and their positions to all; bytes grow with the number of ranks.
-            "merged": each rank sends them to the server of their row, and servers send the largest of the mean to all;
-            bytes do not grow.
-        server_density: with mask="merged", the share of each tensor's values that servers send to all (of sharded
-            weights: that their owners change). Higher => more bytes, and less waits at the servers: only rounding
-            errors do from N times density on, as N ranks choose no more.
-        bits: bits of a value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
+            "merged": each rank sends them to the rank that sums their row (its server), and servers send the largest
+            of the mean to all; bytes do not grow.
+        server_density: with mask="merged", the share of each tensor's values that servers send to all (with sharded
+            weights: that their owners change). Higher => more bytes, and less waits at the servers. From N times
+            density on, only rounding errors wait there, because N ranks choose no more values.
+        bits: bits per value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
-        feedback: what is sent, and what waits: "updates", the steps that Adam would take, or "gradients", as in top-k's
-            paper.
+        feedback: what is sent, and what waits: "updates" (the steps that Adam would take) or "gradients" (as in top-k's
+            paper).
         weights: with mask="merged" and feedback="updates", which values of sharded weights FSDP2 gathers: "masked",
             only those that may have changed (each rank keeps a float32 copy of all weights), or "dense", all; the
-            weights are the same bit for bit. "auto": masked where FSDP2 gathers float32, dense where
-            MixedPrecisionPolicy(param_dtype=) has it gather fewer bits, which cannot be kept up to date.
+            weights are the same bit for bit. "auto": "masked" if FSDP2 gathers float32; "dense" if
+            MixedPrecisionPolicy(param_dtype=) makes it gather fewer bits: such a copy cannot be kept up to date.
     """
 
     name: ClassVar[str] = "trickle"

@@ -20,7 +20,7 @@ from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
-from thinwire.base.terminal import note, say
+from thinwire.base.terminal import ends_at_once, note, say
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,14 @@ def evaluate(options: Options) -> dict[str, Any]:
     Raises:
         ThinwireError: there is no such model or task, or lm_eval is not installed.
     """
-    from thinwire.train.checkpoint import trained_model
-    from thinwire.train.model import pretrained
+    with ends_at_once():
+        from thinwire.train.checkpoint import trained_model
+        from thinwire.train.model import pretrained
 
-    lm_eval = extras.load("lm_eval")
+        lm_eval = extras.load("lm_eval")
+        evaluator: Any = extras.load("lm_eval.evaluator")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # The harness asks git for the working folder's commit, and git complains if the folder is not in a repository.
-    evaluator: Any = extras.load("lm_eval.evaluator")
     evaluator.get_git_commit_hash = lambda: None
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as exported:
         folder = options.run

@@ -82,9 +82,9 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
     config = from_yaml(run / "config.yaml")
     shape = None
     if init:
-        tokenizer = Tokenizer(f"folder:{config.init}", None, run / pretrained.HUB_FOLDER)
+        tokenizer = Tokenizer(f"folder:{config.init}", run / pretrained.HUB_FOLDER)
     else:
-        tokenizer = Tokenizer(config.tokenizer, None, run)
+        tokenizer = Tokenizer(config.tokenizer, run)
         sizes = {field.name: description[field.name] for field in fields(ModelConfig)}
         # A run's description leaves out the context of a llama.
         shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()

@@ -32,7 +32,7 @@ from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, reading, split_spans
-from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
+from thinwire.train.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ def find_token_files(
             f"token files hold numbers: pass the size of the vocabulary, --tokenizer ids:SIZE (nanoGPT: ids:50304), "
             f"not {tokenizer}"
         )
-    size = Tokenizer(tokenizer, None, Path()).vocabulary
+    size = Tokenizer(tokenizer, ()).vocabulary
     train, held_out = ([_whole_file(path) for name in names for path in match_paths(name)] for names in (corpus, valid))
     if not valid:  # the end of the last file is held out
         last = train[-1]
@@ -170,7 +170,7 @@ def _open_folder(
             raise ThinwireError(f"{path} is damaged: it has {actual} bytes in place of {needed}")
         files[side] = TokenFiles([FileRange(path, 0, count, dtype)], size, digest)
     if model is not None:
-        made_with = Tokenizer(name, None, folder).as_hub()
+        made_with = Tokenizer(name, folder).as_hub()
         if model[0].as_hub().get_vocab() != made_with.get_vocab():
             raise ThinwireError(
                 f"--corpus {folder} was tokenized with {name}, not with the tokenizer of --init: "
@@ -207,7 +207,8 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
-        encoder = Tokenizer(tokenizer, train, folder)
+        encoder = Tokenizer(tokenizer, train)
+        encoder.save(folder)
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
         paths = [folder / f"{side}.bin" for side in SIDES]
         with ExitStack() as stack:
@@ -228,12 +229,6 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
             shutil.rmtree(folder)
         raise
     return meta
-
-
-def copy_tokenizer(corpus: TokenCorpus, run: Path) -> None:
-    """Copy the tokenizer of a corpus to the folder of the run that trains on it."""
-    if corpus.folder is not None and (source := tokenizer_file(corpus.tokenizer, corpus.folder)):
-        shutil.copyfile(source, run / source.name)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,16 @@ def tokenizer_file(name: str, folder: Path) -> Path | None:
     return {"bpe": folder / f"tokenizer-bpe-{size}.json", "folder": folder / "tokenizer.json"}.get(kind)
 
 
-def check_tokenizer(name: str, folder: Path, *, anew: bool) -> None:
-    """Raise what ``Tokenizer`` raises of a name that is none, or of a Hugging Face folder that it would read."""
+def is_kept(name: str, folder: Path | None) -> bool:
+    """Is the tokenizer ``name`` in ``folder``?"""
+    path = tokenizer_file(name, folder) if folder else None
+    return path is not None and path.exists()
+
+
+def check_tokenizer(name: str, folder: Path | None) -> None:
+    """Raise what ``Tokenizer`` raises of a name that is none, or of a Hugging Face folder, unless ``folder`` has it."""
     kind, argument = _read_name(name)
-    if kind == "folder" and (anew or not (folder / "tokenizer.json").exists()):
+    if kind == "folder" and not is_kept(name, folder):
         _load(Path(argument, "tokenizer.json"))
 
 
@@ -48,26 +54,44 @@ def _read_name(name: str) -> tuple[str, str]:
 class Tokenizer:
     """A tokenizer by its name, with ``vocabulary`` tokens.
 
-    Names: ``bytes``; ``bpe:SIZE``, trained on the training text and kept in ``folder``; ``folder:PATH``, the
-    tokenizer.json of a Hugging Face folder, kept likewise; ``hub:NAME``; ``ids:SIZE``, numbers without a text.
+    Names: ``bytes``; ``bpe:SIZE``, trained on the training text; ``folder:PATH``, the tokenizer.json of a Hugging Face
+    folder; ``hub:NAME``; ``ids:SIZE``, numbers without a text. The second and the third are kept in a run's folder.
     """
 
-    def __init__(self, name: str, train: Iterable[str] | None, folder: Path, *, anew: bool = False) -> None:
-        """``train``: the training text in spans: the tokenizer's file is made if it is missing, or ``anew``; None: the
-        file that another rank wrote is loaded."""
+    def __init__(self, name: str, source: Iterable[str] | Path | HubTokenizer) -> None:
+        """``source``: the training text in spans, of which a tokenizer is made; or the folder that keeps one; or what
+        ``as_hub`` has returned."""
         self.name, self._tokenizer = name, None
         kind, argument = _read_name(name)
         self._adds_special_tokens = kind != "folder"
         if kind in ("bytes", "ids"):
             self.vocabulary = int(argument or 256)
             return
-        path = tokenizer_file(name, folder)
-        if path and train is not None and (anew or not path.exists()):
-            trained = _train_bpe(argument, train) if kind == "bpe" else _load(Path(argument, "tokenizer.json"))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, trained.to_str(pretty=True))
-        self._tokenizer = _load(path or argument)
+        if isinstance(source, HubTokenizer):
+            self._tokenizer = source
+        elif kind == "hub":
+            self._tokenizer = _load(argument)
+        elif isinstance(source, Path):
+            path = tokenizer_file(name, source)
+            assert path is not None
+            self._tokenizer = _load(path)
+        elif kind == "bpe":
+            self._tokenizer = HubTokenizer.from_str(_train_bpe(argument, source).to_str())
+        else:
+            self._tokenizer = _load(Path(argument, "tokenizer.json"))
         self.vocabulary = self._tokenizer.get_vocab_size()
+
+    def save(self, folder: Path) -> None:
+        """Keep the tokenizer in ``folder``, if it needs a file."""
+        if path := tokenizer_file(self.name, folder):
+            write(path, self.text)
+
+    @property
+    def text(self) -> str:
+        """The content of the file that keeps it; "": it needs none."""
+        if self._tokenizer is None or tokenizer_file(self.name, Path()) is None:
+            return ""
+        return self._tokenizer.to_str(pretty=True)
 
     def as_hub(self) -> HubTokenizer:
         """Return a ``tokenizers.Tokenizer`` that gives the same tokens."""

@@ -36,6 +36,15 @@ class Collective:
         self._comm.all_gather(rows, row)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths[:, 0], strict=True)]
 
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's ``value``, which JSON can hold."""
+        data = json.dumps(value if self.rank == 0 else None).encode()
+        row = torch.zeros(self.share(len(data))[0], dtype=torch.uint8, device="cpu")
+        if self.rank == 0:
+            row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._comm.all_reduce(row, "max")
+        return json.loads(row.numpy().tobytes())
+
     def do(self, work: Callable[[], T]) -> T:
         """Return what ``work()`` returned on this rank, once it has succeeded on all.
 

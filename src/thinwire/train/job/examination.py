@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
 from thinwire.train.config import Config
 from thinwire.train.job.collective import Collective
-from thinwire.train.job.run_folder import open_run_folder
 from thinwire.train.job.setup import join_ranks, read_inputs
 from thinwire.train.job.trial import Trial, slowest
 
@@ -64,8 +62,7 @@ class Examination:
     def _run(self) -> None:
         config, job = self.config, self._job
         collective = Collective(job.patient(config.file_timeout))
-        with tempfile.TemporaryDirectory() as folder, open_run_folder(Path(folder), collective) as run_folder:
-            inputs = read_inputs(config, run_folder)
+        inputs = read_inputs(config, collective, None)
         if job.size > 1:
             self._tell("measuring the links")
             self.samples = sweep(job, self.per_node, self._left(0.2))

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from thinwire.train.job.collective import Collective
 
 _PREVIOUS, _WHOLE = ".previous", "whole"
-"""The folder in which --overwrite --elastic sets an earlier run aside until the new one has begun."""
+"""The folder in which an earlier run is set aside until the new one has taken a step."""
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
               "valid_losses.csv", ELASTIC)  # fmt: skip
-_OF_A_RUN = ("checkpoints", *_RUN_FILES, REPLICAS)
+_OF_A_RUN = ("checkpoints", *_RUN_FILES, REPLICAS, "hf", "tokenizer.json", "tokenizer-bpe-*.json")
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
 _REMOVED = r"\.[0-9a-f]{8}\.old"
 _UNFINISHED = {
-    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}|\.previous){_REMOVED}|"
+    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}|hf|\.previous){_REMOVED}|"
           r"\.rank-[0-9a-f]{32}-\d+",
     "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
     "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
@@ -68,9 +68,13 @@ class RunFolder:
         if any(self.collective.share(_holds_run(self.path))):
             raise ThinwireError(_HOLDS_RUN.format(path=self.path))
 
-    def clear(self) -> None:
-        """Remove an earlier run's files, checkpoints last: visible checkpoints are always whole. Collective."""
-        self.do_once(lambda: _clear(self.path))
+    def make_room(self) -> None:
+        """Set an earlier run aside for a new one; it comes back unless ``settle`` is called. Collective."""
+        self.do_once(lambda: _make_room(self.path))
+
+    def settle(self) -> None:
+        """Remove the run that was set aside: the new one has begun. Collective."""
+        self.do_once(lambda: _remove_previous(self.path))
 
 
 _HOLDS_RUN = (
@@ -113,21 +117,28 @@ def _holds_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or any((path / "checkpoints").glob("step-*"))
 
 
-def _clear(path: Path) -> None:
-    for name in _RUN_FILES:
-        (path / name).unlink(missing_ok=True)
-    for name in (REPLICAS, "checkpoints"):
-        if (path / name).exists():
-            remove(path / name)
+def _has_begun(path: Path) -> bool:
+    """Has the run in ``path`` taken a step?"""
+    if any((path / "checkpoints").glob("step-*")):
+        return True
+    with contextlib.suppress(FileNotFoundError), (path / "metrics.jsonl").open(errors="replace") as rows:
+        return any('"loss":' in row for row in rows)  # an evaluation's is a "valid_loss"
+    return False
 
 
-def _set_aside(path: Path) -> None:
-    """Move the run in ``path`` to ``_PREVIOUS``; its mark says that all of it is there."""
+def _of_a_run(path: Path) -> list[Path]:
+    return [found for name in _OF_A_RUN for found in path.glob(name)]
+
+
+def _make_room(path: Path) -> None:
+    """Move the run in ``path``, if it holds one, to ``_PREVIOUS``, whose mark then says that all of it is there."""
+    if not _holds_run(path):  # a tokenizer may be the user's
+        _remove(path / name for name in (*_RUN_FILES, REPLICAS, "checkpoints"))
+        return
     previous = path / _PREVIOUS
     previous.mkdir(exist_ok=True)
-    for name in _OF_A_RUN:
-        if (path / name).exists():
-            (path / name).rename(previous / name)
+    for found in _of_a_run(path):
+        found.rename(previous / found.name)
     (previous / _WHOLE).touch()
 
 
@@ -135,12 +146,24 @@ def _put_back(path: Path) -> None:
     """Move back what is in ``_PREVIOUS``, in the place of what is there."""
     previous = path / _PREVIOUS
     (previous / _WHOLE).unlink(missing_ok=True)  # from now on it may be a part
-    for name in _OF_A_RUN:
-        if (previous / name).exists():
-            if (path / name).is_dir():
-                remove(path / name)
-            (previous / name).replace(path / name)
+    for found in _of_a_run(previous):
+        if (path / found.name).is_dir():
+            remove(path / found.name)
+        found.replace(path / found.name)
     remove(previous)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            remove(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _remove_previous(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # there is none, or another machine's launcher does the same
+        remove(path / _PREVIOUS)
 
 
 def settle_previous(path: Path, *, over: bool) -> None:
@@ -153,11 +176,11 @@ def settle_previous(path: Path, *, over: bool) -> None:
         if not previous.exists():
             return
         whole = (previous / _WHOLE).exists()
-        if whole and _holds_run(path):
+        if whole and _has_begun(path):
             remove(previous)
         elif over:
             if whole:
-                _clear(path)
+                _remove(_of_a_run(path))
             _put_back(path)
 
 
@@ -181,10 +204,8 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
             settle_previous(path, over=True)  # of a launcher that was killed
             if not anew and not goes_on and _holds_run(path):
                 raise ThinwireError(_HOLDS_RUN.format(path=path))
-            if anew and _holds_run(path):
-                _set_aside(path)
-            elif not goes_on:
-                _clear(path)
+            if not (goes_on and any((path / "checkpoints").glob("step-*"))):
+                _make_room(path)
             (path / REPLICAS).mkdir(exist_ok=True)
             if lighthouse is not None:
                 write(path / ELASTIC, json.dumps({"lighthouse": lighthouse}) + "\n")
@@ -211,7 +232,9 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
     with contextlib.ExitStack() as stack:
         folder.do_once(lambda: stack.enter_context(_lock(path)[0]))
         folder.do_once(lambda: _sweep(path))
-        folder.do_once(lambda: settle_previous(path, over=True))  # of a launcher of replicas that was killed
+        folder.do_once(lambda: settle_previous(path, over=True))  # of a run that was killed
+        if folder.is_keeper:
+            stack.callback(settle_previous, path, over=True)
         yield folder
 
 

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer as HubTokenizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,11 +31,10 @@ from thinwire.plan.plan import plan_of
 from thinwire.train.config import Config
 from thinwire.train.data.corpus import read_corpus, spans, split
 from thinwire.train.data.instruction_rows import read_rows
-from thinwire.train.data.token_files import copy_tokenizer, find_token_files
-from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
+from thinwire.train.data.token_files import find_token_files
+from thinwire.train.data.tokenizer import Tokenizer, is_kept
 from thinwire.train.data.windows import Windows
 from thinwire.train.job.collective import Collective
-from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.model import pretrained
 from thinwire.train.model.pretrained import Pretrained
 
@@ -211,45 +212,58 @@ class Inputs:
                 raise ThinwireError(f"rank {rank} reads another text than rank 0: --corpus, --valid must be the same")
         return hashes[0]
 
+    def save(self, config: Config, path: Path) -> None:
+        """Write to the run's folder what its checkpoints need beside the weights."""
+        if config.init:
+            pretrained.save_hub_files(config.init, path)
+        else:
+            self.tokenizer.save(path)
 
-def read_inputs(config: Config, folder: RunFolder) -> Inputs:
-    """Read the model of --init, the tokenizer and the text. Collective."""
-    collective = folder.collective
+
+def read_inputs(config: Config, collective: Collective, earlier: Path | None) -> Inputs:
+    """Read the model of --init, the tokenizer and the text; nothing is written, as the run may yet be refused.
+    Collective.
+
+    ``earlier``: the folder of a run with the same tokenizer, which need not be made again if it is there.
+    """
     if init := config.init:
         model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
-        folder.do_once(lambda: pretrained.save_hub_files(init, folder.path))
-        return Inputs(model, *collective.do(lambda: _read_pretrained_text(config, folder, model.vocabulary)))
-    return Inputs(None, *_read_text(config, folder))
+        text = collective.do(lambda: _read_pretrained_text(config, init, model.vocabulary, collective.rank == 0))
+        return Inputs(model, *text)
+    return Inputs(None, *_read_text(config, collective, earlier))
 
 
-def _read_text(config: Config, folder: RunFolder) -> tuple[Tokenizer, Windows, Windows]:
+def _read_text(config: Config, collective: Collective, earlier: Path | None) -> tuple[Tokenizer, Windows, Windows]:
     """Read token files, or read text and let rank 0 make its tokenizer. Collective."""
-    collective = folder.collective
     corpus = collective.do(lambda: find_token_files(config.corpus, config.valid, config.tokenizer))
     if corpus is not None:
-        folder.do_once(lambda: copy_tokenizer(corpus, folder.path))
-        tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, None, folder.path))
+        tokenizer = collective.do(lambda: Tokenizer(corpus.tokenizer, corpus.folder or ()))
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
 
     train, valid = collective.do(lambda: _texts(config))
-    name, anew = config.tokenizer, config.overwrite
-    collective.do(lambda: Tokenizer(name, spans([train]), folder.path, anew=anew) if collective.rank == 0 else None)
-    if path := tokenizer_file(name, folder.path):
-        collective.copy(0, path, path if folder.is_keeper and collective.rank else None)
-    tokenizer = collective.do(lambda: Tokenizer(name, None, folder.path))
+    tokenizer = _share_tokenizer(config.tokenizer, train, collective, earlier)
     return tokenizer, *collective.do(lambda: _windows(config, tokenizer.encode(train), tokenizer.encode(valid)))
 
 
-def _read_pretrained_text(config: Config, folder: RunFolder, vocabulary: int) -> tuple[Tokenizer, Windows, Windows]:
+def _share_tokenizer(name: str, train: str, collective: Collective, earlier: Path | None) -> Tokenizer:
+    """Let rank 0 load or make the tokenizer, which may take minutes, and give it to the others. Collective."""
+    source = earlier if earlier and is_kept(name, earlier) else spans([train])
+    tokenizer = collective.do(lambda: Tokenizer(name, source) if collective.rank == 0 else None)
+    text = collective.broadcast(tokenizer.text if tokenizer else "")
+    return tokenizer or Tokenizer(name, HubTokenizer.from_str(text) if text else ())
+
+
+def _read_pretrained_text(
+    config: Config, init: str, vocabulary: int, warns: bool
+) -> tuple[Tokenizer, Windows, Windows]:
     """Read instructions, token files or text, with the tokenizer of --init."""
-    hub_files = folder.path / pretrained.HUB_FOLDER
-    tokenizer = Tokenizer(f"folder:{config.init}", None, hub_files)
+    hub = pretrained.load_tokenizer(Path(init))
+    tokenizer = Tokenizer(f"folder:{init}", pretrained.fast_tokenizer(hub, init))
     if (size := tokenizer.vocabulary) > vocabulary:
-        raise ThinwireError(f"--init {config.init}: its tokenizer has {size} tokens, its model {vocabulary}")
+        raise ThinwireError(f"--init {init}: its tokenizer has {size} tokens, its model {vocabulary}")
     if config.data:
         return tokenizer, *read_rows(
-            config.data, config.valid, pretrained.load_tokenizer(hub_files), config.sequence_length, config.seed,
-            warns=folder.collective.rank == 0,
+            config.data, config.valid, hub, config.sequence_length, config.seed, warns=warns
         )  # fmt: skip
     corpus = find_token_files(config.corpus, config.valid, config.tokenizer, model=(tokenizer, vocabulary))
     if corpus is not None:

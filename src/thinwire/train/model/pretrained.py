@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as HubTokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,14 +115,20 @@ def save_hub_files(init: str, run: Path) -> None:
         extras.load("transformers").AutoConfig.from_pretrained(init, local_files_only=True).save_pretrained(folder)
     if (source := Path(init, GENERATION)).exists():
         shutil.copyfile(source, folder / GENERATION)
-    if not (folder / "tokenizer.json").exists():
-        raise ThinwireError(f"the tokenizer in {init} has no tokenizer.json, and none can be made from it")
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Load transformers' tokenizer from a Hugging Face folder, or from the folder hf of a run."""
     with _quiet(f"cannot load the tokenizer in {folder}"):
         return extras.load("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def fast_tokenizer(hub: Any, init: str) -> HubTokenizer:
+    """Return a copy of the tokenizer inside ``hub``, transformers' own of the folder ``init``: its tokenizer.json."""
+    backend = getattr(hub, "backend_tokenizer", None)
+    if backend is None:
+        raise ThinwireError(f"the tokenizer in {init} has no tokenizer.json, and none can be made from it")
+    return HubTokenizer.from_str(backend.to_str())
 
 
 def rebuild(
