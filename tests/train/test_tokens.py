@@ -72,8 +72,18 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     ):
         with pytest.raises(ThinwireError, match=why):
             token_files.find_token_files(corpora, (), tokenizer)
-    with pytest.raises(ThinwireError, match="holds token files already"):
-        token_files.tokenize([str(corpus)], "bytes", out)
+    for name in ("tokens.json", "train.bin", "valid.bin", "tokenizer-bpe-300.json"):
+        own = tmp_path / f"own-{name}"
+        own.mkdir()
+        (own / name).write_text("my own")
+        for given in (str(corpus), str(tmp_path / "nowhere.txt")):
+            with pytest.raises(ThinwireError, match=rf"{name} is there already: name another folder"):
+                token_files.tokenize([given], "bpe:300", own)
+        assert [(path.name, path.read_text()) for path in own.iterdir()] == [(name, "my own")]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ThinwireError, match="cannot read the corpus"):  # behind the first piece
+        token_files.tokenize([str(corpus), str(tmp_path / "nowhere.txt")], "bytes", tmp_path / "other")
+    assert not any((tmp_path / "other").iterdir())
     np.array([1, 2, 9], "<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(ThinwireError, match="token 9, but the tokenizer has only 9"):
         token_files.find_token_files([str(tmp_path / "a.bin")], (), "ids:9").train[0:3]

@@ -39,7 +39,7 @@ from thinwire.train.data import windows as window_module
 from thinwire.train.data.corpus import read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows
-from thinwire.train.job import run_folder, setup
+from thinwire.train.job import held_out, run_folder, setup
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
@@ -124,6 +124,18 @@ def test_an_order_without_memory_has_everything_once_and_looks_like_chance(count
         assert sum(apart) / len(apart) / count == pytest.approx(1 / 3, abs=0.02)
 
 
+def test_no_window_is_evaluated_twice_and_each_rank_has_as_many():
+    for count, size, number in itertools.product(range(1, 6), range(1, 5), range(1, 8)):
+        valid = Windows(torch.arange(8 * count + 1), 8)
+        shares = [held_out.shared_by(size, rank, valid, number) for rank in range(size)]
+        assert len({len(share) for share in shares}) == 1 and shares[0]
+        every = sorted(index for share in shares for index in share)
+        if min(number, count) >= size:
+            assert len(set(every)) == len(every) > min(number, count) - size
+        else:  # the rows of a window that several ranks have are one
+            assert sorted(set(every)) == sorted(held_out.positions(valid, min(number, count)))
+
+
 def test_corpora(tmp_path):
     (tmp_path / "a.txt").write_text("plain")
     with gzip.open(tmp_path / "b.gz", "wt") as file:
@@ -137,6 +149,14 @@ def test_corpora(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ThinwireError, match="no text"):
         read_corpus([str(tmp_path / "empty.txt")])
+    for name, opener in (("latin.txt", open), ("latin.gz", gzip.open), ("latin.xz", lzma.open)):
+        with opener(tmp_path / name, "wb") as file:
+            file.write("ä".encode() * 3 + "ö".encode("latin-1") + b" more")
+        with pytest.raises(ThinwireError, match=rf"{name} is not UTF-8 text: byte 6 cannot be read"):
+            read_corpus([str(tmp_path / name)])
+    (tmp_path / "cut.txt").write_bytes(b"abc" + "ä".encode()[:1])
+    with pytest.raises(ThinwireError, match="byte 3 "):
+        read_corpus([str(tmp_path / "cut.txt")])
     (tmp_path / "broken.xz").write_text("not xz")
     with pytest.raises(ThinwireError, match="broken"):
         read_corpus([str(tmp_path / "broken.xz")])
@@ -224,6 +244,7 @@ def test_yaml_command_line_and_object_are_the_same(tmp_path):
         ("- a", "name: value"),
         ("a: [", "not YAML"),
         ("steps:", "needs a value"),
+        ("lr: 0.5\nlr: 0.001", "'lr' is there twice"),
     ],
 )
 def test_yaml_that_cannot_be_used(tmp_path, text, words):
@@ -450,6 +471,7 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
         (["--optimizer", "lion"], "optimizer"),
         (["--lr", "fast"], "lr"),
         (["--method", "scape", "--optimizer", "adamw"], "scape is built on AdamS: leave --optimizer adamw out"),
+        (["--optimizer", "muon", "--lr", "0", "--muon-lr", "0.01"], "--lr 0 does not go with --muon-lr"),
         (["--no-checkpoints", "--checkpoint-every", "5"], "--checkpoint-every does not go with --no-checkpoints"),
         (["--resume", "auto", "--overwrite"], "--resume does not go with --overwrite"),
         (["--track", "csv", "trackio"], "the package 'trackio' is not installed: pip install 'thinwire[trackio]'"),
@@ -526,6 +548,95 @@ def test_the_settings_of_a_run_do_not_agree_to_lose_it_or_to_go_on(tmp_path, tex
     words = [*SHORT, "--corpus", str(text), "--steps", "1", "--out", str(run), *consent]
     assert train(1, *words)[0][0] == 0
     assert refused(train(1, "--config", str(run / "config.yaml"), "--out", str(run)), "holds a run already")
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    spread(3, [
+        ("fsdp2", "sdp4bit"), ("ddp", "local-steps(every=4,fragments=2,delay=1)"), ("hsdp", "sdp4bit"),
+        ("fsdp2", "zeropp"), ("fsdp2", "local-steps(every=4,fragments=2,delay=1)"), ("fsdp2", "dense"),
+    ]),
+)  # fmt: skip
+def test_bytes_are_those_of_the_steps_however_often_they_are_evaluated(tmp_path, text, engine, method):
+    """Also of messages under way while an evaluation runs, and of weights that it fetches for the next step."""
+    sent = []
+    for every in ("0", "1", "3"):
+        out = tmp_path / every
+        words = ["--corpus", str(text), "--engine", engine, "--method", method, "--shard-size", "2", "--steps", "8"]
+        found = train(2, *SHORT, *words, "--eval-every", every, "--no-checkpoints", "--out", str(out))
+        assert [status for status, _ in found] == [0, 0], found
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        dense = json.loads((out / "summary.json").read_text())["dense_bytes_per_step"]
+        sent.append((sum(sum(row["wire_bytes"].values()) for row in rows if "loss" in row), dense))
+    assert sent[0] == sent[1] == sent[2] and sent[0][0] > 0
+
+
+def _train_and_die(rank: int, world: int, port: int, words: tuple[str, ...]) -> int:
+    """As ``_train``, on ranks that end in the evaluation behind the last checkpoint."""
+
+    def fail(self: loop.Trainer) -> dict[str, Any]:
+        raise ThinwireError("no more")
+
+    loop.Trainer._conclude = fail  # type: ignore[method-assign]
+    return _train(rank, world, port, words)[0]
+
+
+def test_a_run_that_ended_in_its_last_evaluation_gets_its_results_when_it_is_resumed(tmp_path, text):
+    """A killed run's folder then has the files of one that was not."""
+    run = tmp_path / "run"
+    words = (*SHORT, "--corpus", str(text), "--steps", "3", "--out", str(run))
+    assert train(2, *words)[0][0] == 0
+    results = {name: (run / name).read_text() for name in run_folder.RESULTS}
+    longer = (*words, "--steps", "5", "--resume", "auto")
+    assert ranks.run(_train_and_die, 2, free_port(), longer, LOCAL_WORLD_SIZE="2") == [2, 2]
+    assert not any((run / name).exists() for name in run_folder.RESULTS), "those of three steps"
+    for _ in range(2):
+        assert [status for status, _ in train(2, *longer)] == [0, 0]
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["steps"] == 5 and summary.keys() == json.loads(results["summary.json"]).keys()
+        assert summary["train_loss"] > 0 and summary["step_ms"] > 0 and sum(summary["wire_bytes_per_step"].values()) > 0
+        assert all((run / name).stat().st_size > 20 for name in results)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_went_back_goes_on_from_its_own_past_when_it_is_killed(tmp_path, text):
+    run = tmp_path / "run"
+    words = (*SHORT, "--corpus", str(text), "--keep", "9", "--out", str(run))
+    assert train(1, *words, "--steps", "4", "--checkpoint-every", "1")[0][0] == 0
+    back = ("--resume", f"{run}/checkpoints/step-000001", "--lr", "1e-5", "--steps", "4")
+    assert ranks.run(_train_until, 1, free_port(), (*words, *back), 3) == [2]
+    assert train(1, *words, "--lr", "1e-5", "--steps", "4", "--resume", "auto")[0][0] == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = {row["step"]: row["lr"] for row in rows if "loss" in row}
+    assert sorted(rates) == [1, 2, 3, 4] and rates[1] > 1e-4 > 2e-5 > max(rates[2], rates[3], rates[4])
+
+
+def test_auto_does_not_lose_the_results_of_a_run_without_checkpoints(tmp_path, text):
+    words = [*SHORT, "--corpus", str(text), "--no-checkpoints", "--steps", "2", "--out", f"{tmp_path}/run"]
+    assert train(1, *words)[0][0] == 0
+    assert refused(train(1, *words, "--resume", "auto"), "holds a run without checkpoints, which has ended")
+
+
+@pytest.mark.parametrize(
+    ("name", "restarts"),
+    spread(1, [("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"), ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]),
+)
+def test_overwrite_of_a_job_that_is_started_again_goes_on_from_its_own_checkpoints(tmp_path, text, name, restarts):
+    def run(body: Any, job: str, count: str, *more: Any) -> Any:
+        found = ranks.run(body, 1, free_port(), words, *more, **{name: job, restarts: count})
+        rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        return found, [row for row in rows if '"loss"' in row]
+
+    words = (*SHORT, "--corpus", str(text), "--steps", "4", "--checkpoint-every", "1", "--overwrite",
+             "--out", f"{tmp_path}/run")  # fmt: skip
+    first = run(_train, "1", "0")[1]
+    assert run(_train_until, "2", "0", 0)[1] == first  # not begun: the earlier run is not this job's
+    began = run(_train_until, "2", "1", 2)[1]
+    assert len(began) == 2 and began != first[:2]
+    ended = run(_train, "2", "2")[1]
+    assert len(ended) == 4 and ended[:2] == began
+    assert run(_train, "3", "1")[1][0] != ended[0]
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_the_earlier_one_whole(tmp_path, text):

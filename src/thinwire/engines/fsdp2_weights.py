@@ -52,10 +52,12 @@ class ModuleAllGather:
         return replica.allocate()
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> Work | None:
-        comm, ledger, link, replica = self.engine.comm(group), self.engine.ledger, self.link, self.link.replica
+        comm, ledger, link = self.engine.comm(group), self.engine.ledger, self.link
+        replica = link.replica if self._encoded else None
         ledger.count_dense((comm.size - 1) * input_tensor.nbytes)
-        with self.engine.waited(), self.exchanging(), ledger.weights(), torch.no_grad():
-            if replica is not None and self._encoded:
+        stay = replica is not None and replica.message.resident
+        with self.engine.waited(), self.exchanging(), ledger.weights(stay=stay), torch.no_grad():
+            if replica is not None:
                 # While only some of the optimizers have stepped, weights change before the step is over.
                 unsettled = link.step_loop.open
                 if not unsettled:
@@ -83,7 +85,7 @@ class ModuleAllGather:
         group, replica = self.link.group, self.link.replica
         if replica is None or not group.is_sharded or not replica.sends(step):
             return
-        with self.exchanging(), self.engine.ledger.weights(), torch.no_grad():
+        with self.exchanging(), self.engine.ledger.weights(stay=replica.message.resident), torch.no_grad():
             # A copy on the computing stream: weights may change from now on without waiting for its reader.
             shard = torch.cat([values.view(-1) for param in group.fsdp_params for values in param.all_gather_inputs])
             with self._on_gather_stream(shard):

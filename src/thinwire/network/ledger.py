@@ -29,7 +29,8 @@ _UNTIMED = nullcontext()
 class Account:
     """Bytes by link, collective calls by kind, and times of optimizer ``steps`` on this rank.
 
-    timed: *encode*, *wire* and *decode* were measured; *exposed* always is.
+    timed: *encode*, *wire* and *decode* were measured; *exposed* always is. passing: those bytes of weights, by link,
+    that serve one forward pass only.
     """
 
     steps: int = 1
@@ -41,6 +42,7 @@ class Account:
     events: list[tuple[str, Any, Any]] = field(default_factory=list)
     weight_bytes: float = 0.0
     dense_bytes: float = 0.0
+    passing: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def read_events(self, *, wait: bool = False) -> None:
         """Convert pairs of device events to seconds, and keep those that are not over, or ``wait`` for them.
@@ -67,6 +69,13 @@ class Account:
         self.dense_bytes += step.dense_bytes
 
 
+class _Thread(threading.local):
+    """The state of one thread: does it send weights ("stay", "pass"), and is it left out of the books?"""
+
+    weights = ""
+    aside = False
+
+
 class Ledger:
     """Bytes sent by this rank and time spent, per step.
 
@@ -83,43 +92,72 @@ class Ledger:
         self.last = self._last_timed = Account()
         self.reset()
         self._lock = threading.Lock()  # an exchange may be under way on one thread while another ends the step
-        self._thread_state = threading.local()
+        self._thread_state = _Thread()
         self._by_events = False  # stages are timed by events, which not every step has
         self._under_way, self._since = 0, 0.0  # messages, and the time up to which they are counted
         self._unread: list[Account] = []  # closed steps with events that were not over yet
 
     def count(self, link: str, nbytes: float) -> None:
         """Add ``nbytes`` sent by this rank on ``link``."""
+        if self._thread_state.aside:
+            return
         with self._lock:
             self.current.bytes[link] += nbytes
-            if getattr(self._thread_state, "weights", False):
+            if self._thread_state.weights:
                 self.current.weight_bytes += nbytes
+            if self._thread_state.weights == "pass":
+                self.current.passing[link] += nbytes
 
     def call(self, kind: str) -> None:
         """Add one collective: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all"."""
         with self._lock:
-            self.current.calls[kind] += 1
+            self.current.calls[kind] += not self._thread_state.aside
 
     @contextmanager
-    def weights(self) -> Iterator[None]:
-        """Count bytes of this thread inside as weights (sharded engines gather them), not gradients."""
-        outer, self._thread_state.weights = getattr(self._thread_state, "weights", False), True
+    def weights(self, *, stay: bool = False) -> Iterator[None]:
+        """Count bytes of this thread inside as weights (sharded engines gather them), not gradients.
+
+        ``stay``: the next forward pass finds them, so that they are the next step's even if an evaluation asks first.
+        """
+        state = self._thread_state
+        outer = state.weights, state.aside
+        state.weights, state.aside = "stay" if stay else "pass", state.aside and not stay
         try:
             yield
         finally:
-            self._thread_state.weights = outer
+            state.weights, state.aside = outer
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Count nothing of what this thread does inside, but weights that stay."""
+        outer, self._thread_state.aside = self._thread_state.aside, True
+        try:
+            yield
+        finally:
+            self._thread_state.aside = outer
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """As ``aside``, between two steps: what was sent for one forward pass of the next is the evaluation's, too."""
+        with self._lock:
+            for link, nbytes in self.current.passing.items():
+                self.current.bytes[link] -= nbytes
+                self.current.weight_bytes -= nbytes
+            self.current.passing.clear()
+        return self.aside()
 
     def count_dense(self, nbytes: float) -> None:
         """Add the bytes that the engine's own dense training would have sent."""
         with self._lock:
-            self.current.dense_bytes += nbytes
+            self.current.dense_bytes += 0 if self._thread_state.aside else nbytes
 
     def add(self, kind: str, seconds: float) -> None:
         with self._lock:
-            self.current.seconds[kind] += seconds
+            self.current.seconds[kind] += 0 if self._thread_state.aside else seconds
 
     def span(self, kind: str, tensor: torch.Tensor | None = None) -> AbstractContextManager[None]:
         """Time a stage: on a GPU by events on the current stream (no host sync), otherwise by the clock."""
+        if self._thread_state.aside:
+            return _UNTIMED
         on_device = tensor is not None and devices.streams(tensor.device) is not None
         if on_device and kind != "exposed":
             self._by_events = True
@@ -156,7 +194,8 @@ class Ledger:
 
     def between(self, kind: str, start: Any, end: Any) -> None:
         """Add the time from ``start`` to ``end``, zero if ``end`` came first."""
-        self.current.events.append((kind, start, end))
+        if not self._thread_state.aside:
+            self.current.events.append((kind, start, end))
 
     def close_step(self, *, skipped: bool = False) -> None:
         """End the current step."""

@@ -352,6 +352,8 @@ class Config:
             raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
         if self.muon_lr is not None and self.optimizer != "muon":
             raise ThinwireError("--muon-lr is for --optimizer muon")
+        if self.muon_lr is not None and self.lr == 0:
+            raise ThinwireError("--lr 0 does not go with --muon-lr, which rises and falls with it")
         if self.bucket_mb is not None and self.engine != "ddp":
             raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}")
         for name in ("data", "lora", "lora_alpha", "lora_targets"):
@@ -409,6 +411,17 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class _Settings(yaml.SafeLoader):
+    """A loader that refuses a name that is there twice; PyYAML takes the last of its values."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"'{name}' is there twice")
+        return super().construct_mapping(node, deep)
+
+
 def from_yaml(path: Path) -> Config:
     """Read a YAML file, which maps names of fields of ``Config`` to values.
 
@@ -416,7 +429,7 @@ def from_yaml(path: Path) -> Config:
         ThinwireError: there is no such file, it is no mapping, or a field does not exist or has another type.
     """
     try:
-        read = yaml.safe_load(path.read_text())
+        read = yaml.load(path.read_text(), _Settings)
     except OSError as error:
         raise ThinwireError(f"cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, dates that are none

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import resource
 import signal
 import statistics
@@ -36,6 +37,7 @@ from thinwire.train.job.collective import Collective
 from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
+from thinwire.train.job.scheduler import job_of
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizers, read_inputs, rebuild_buckets, wrap
 from thinwire.train.job.signals import note_signals
 from thinwire.train.job.stepper import Stepper
@@ -63,6 +65,9 @@ def train(config: Config) -> dict[str, Any]:
 def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Train on ``ranks`` that have joined; return as ``train``. Collective."""
     with open_run_folder(config.out, Collective(ranks.comm.patient(config.file_timeout))) as folder:
+        job, again = job_of(os.environ)
+        if config.overwrite and again and folder.holds_run_of(job):  # which is not to be removed
+            config = dataclasses.replace(config, overwrite=False, resume="auto")
         if not config.resume and not config.overwrite:
             folder.check_free()
         start = prepare(config, ranks, folder, read_inputs(config, folder.collective, config.goes_on_from))
@@ -73,7 +78,10 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
         trainer = Trainer(start, ranks)
         # Nothing has been changed in the folder so far, because the run might have been refused.
         if start.resumed is None:
-            folder.make_room()
+            folder.make_room(job)
+        else:
+            start.checkpoints.go_on()
+            folder.remove_results()
         folder.do_once(lambda: start.inputs.save(config, folder.path))
         return trainer.run(folder.settle)
 
@@ -103,6 +111,9 @@ def prepare(config: Config, ranks: Ranks, folder: RunFolder, inputs: Inputs) -> 
     )  # fmt: skip
     resumed = checkpoints.find(config.resume) if config.resume else None
     if resumed is not None and (step := resumed.checkpoint.step) >= config.steps:
+        was_killed = not folder.collective.share((config.out / "summary.json").exists())[0]  # in its last evaluation
+        if was_killed and checkpoints.latest and step == config.steps and resumed.checkpoint.meta.get("result"):
+            return Start(config, inputs, checkpoints, resumed)
         line = f"the checkpoint is at step {step}, the run ends at {config.steps}: nothing is left to do"
         if config.resume != "auto":
             raise ThinwireError(f"{line}; raise --steps")
@@ -136,9 +147,13 @@ class Trainer(Stepper):
         wall_s: seconds of all steps, including those before the checkpoint.
         trained: sequences that all ranks together have trained on since the process began.
         wire: the exchange. kept: what saves its state, and takes it back; ``wire`` itself where ranks are fixed.
+        first_loss: of the evaluation before the first step.
+        result: at the end of the steps, the summary and the report without the last evaluation; in the checkpoint, too.
     """
 
     diverged: tuple[int, int] | None = None
+    first_loss = math.nan
+    result: dict[str, Any] | None = None
 
     def __init__(self, start: Start, ranks: Ranks) -> None:
         """Begin as ``start`` says, or where its checkpoint has ended. Collective."""
@@ -207,6 +222,7 @@ class Trainer(Stepper):
         """Restore weights, moments, the method's state and the place in the text. Collective."""
         self.collective.do(lambda: resumed.restore(model=self.model, optimizers=self.optimizers, wire=self.kept))
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
+        self.result = resumed.checkpoint.meta.get("result") if self.step == self.config.steps else None
 
     def run(self, begun: Callable[[], None]) -> dict[str, Any]:
         """Train to the last step; return the summary. ``begun`` is called after the first. Collective.
@@ -223,17 +239,17 @@ class Trainer(Stepper):
             stack.callback(self._log_unshared)
             self.wall_s = self.display.wall_s
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
-            first_loss = self.evaluate()
-            # Evaluation may have gathered sharded weights: those bytes belong to no step.
             self.wire.ledger.close_step()
             self.wire.reset_stats()
+            if self.step < config.steps:
+                self.first_loss = self.evaluate()
             while self.step < config.steps:
                 outcome = self.train_step(signals)
                 if len(self.step_seconds) == 1:
                     begun()
                 if outcome is not None:
                     self._conclude_step(outcome, signals)
-            summary = self._conclude(first_loss)
+            summary = self._conclude()
         self.wire.close()
         return summary
 
@@ -243,7 +259,6 @@ class Trainer(Stepper):
         self._check(outcome)
         if config.eval_every and self.step % config.eval_every == 0 and self.step < config.steps:
             self.evaluate()
-            self.wire.ledger.current = type(self.wire.ledger.current)()
         self._save_checkpoint(outcome)
         if outcome.stopped and self.step < config.steps:
             self._stop(max(self.collective.share(max(signals, default=0))))
@@ -259,14 +274,15 @@ class Trainer(Stepper):
     def _window_losses(self, number: int) -> list[held_out.WindowLoss]:
         """Compute the losses of ``number`` held-out windows, less what ranks cannot share evenly. Collective."""
         comm, valid = self.ranks.comm, self.inputs.valid
-        indices = held_out.positions(valid, max(1, number // comm.size) * comm.size)[comm.rank :: comm.size]
+        indices = held_out.shared_by(comm.size, comm.rank, valid, number)
         self.runner.eval()
-        own_losses = held_out.window_losses(
-            self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
-        )  # fmt: skip
+        with self.wire.ledger.evaluation():
+            own_losses = held_out.window_losses(
+                self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
+            )
         self.runner.train()
         shared = self.collective.share([list(row) for row in own_losses])
-        return [held_out.WindowLoss(*row) for rows in shared for row in rows]
+        return list({row[0]: held_out.WindowLoss(*row) for rows in shared for row in rows}.values())
 
     def train_step(self, signals: list[int]) -> StepOutcome | None:
         """Take one optimizer step, count it and log it, unless that waits (``_shares``): None. Collective."""
@@ -350,13 +366,16 @@ class Trainer(Stepper):
         good = self.streak == 0
         if final and self.streak == 1 and outcome.skipped == 1:
             good = all(self.collective.gather(lambda: _is_finite(self.model)))
+        if self.step == config.steps:
+            self.result = self._result()
         self._save(good)
 
     def _save(self, good: bool) -> None:
         """Save a checkpoint. Collective."""
         self.checkpoints.save(
-            self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.kept, good=good
-        )
+            self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.kept, good=good,
+            result=self.result,
+        )  # fmt: skip
 
     def _stop(self, number: int) -> NoReturn:
         """Raise ThinwireError for signal ``number``, with a line that says what is saved."""
@@ -369,25 +388,36 @@ class Trainer(Stepper):
         stopped.status = 128 + number
         raise stopped
 
-    def _conclude(self, first_loss: float) -> dict[str, Any]:
+    def _result(self) -> dict[str, Any]:
+        return {"summary": self._summary(self.wire.stats()), "report": str(self.wire.report())}
+
+    def _conclude(self) -> dict[str, Any]:
         """Evaluate, write the run's last files, and show the result; return the summary. Collective."""
-        config, stats = self.config, self.wire.stats()
+        config, result = self.config, self.result or self._result()
         losses: list[held_out.WindowLoss] = []
         if config.eval_sequences:
             self.evaluate()
             losses = self._window_losses(held_out.count_at_end(self.inputs.valid, config.eval_sequences, self.tokens))
-        summary = self._summary(stats, first_loss, losses)
+        summary = result["summary"] | {
+            "valid_loss": held_out.mean_loss(losses) if losses else None,
+            "valid_tokens": sum(row.targets for row in losses),
+            "files": [
+                "summary.json", "metrics.jsonl", *["metrics.csv"] * ("csv" in config.track), "config.yaml", "plan.txt",
+                "report.txt", *[held_out.FILE] * bool(losses),
+            ],
+        }  # fmt: skip
 
         def write_summary() -> None:
             self.display.check()
             if self.ranks.comm.rank == 0:
                 write(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
-                write(config.out / "report.txt", f"{self.wire.report()}\n")
+                write(config.out / "report.txt", f"{result['report']}\n")
                 if losses:
                     write(config.out / held_out.FILE, held_out.to_csv(losses))
 
         self.collective.do(write_summary)
-        line = f"validation loss {first_loss:.4f} -> {summary['valid_loss']:.4f}, " if config.eval_sequences else ""
+        first_loss = summary["first_valid_loss"]
+        line = f"validation loss {first_loss:.4f} -> {summary['valid_loss']:.4f}, " if losses and first_loss else ""
         self.display.say(
             f"{line}{summary['tokens_per_s']:,.0f} tokens/s, "
             f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
@@ -445,8 +475,8 @@ class Trainer(Stepper):
         kernel = interface_bytes()
         return row if kernel is None else row | {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
 
-    def _summary(self, stats: dict[str, Any], first_loss: float, losses: list[held_out.WindowLoss]) -> dict[str, Any]:
-        """Return what summary.json holds. Collective."""
+    def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
+        """Return what summary.json holds of the steps. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
         round_steps = self.wire.method.card.round_steps
         step_ms = 1e3 * statistics.median(settled_rounds(times, round_steps))
@@ -463,9 +493,9 @@ class Trainer(Stepper):
             "nodes": self.ranks.nodes,
             "steps": config.steps,
             "train_loss": statistics.fmean(self.losses[-10:]),
-            "first_valid_loss": first_loss if config.eval_sequences else None,
-            "valid_loss": held_out.mean_loss(losses) if losses else None,
-            "valid_tokens": sum(row.targets for row in losses),
+            "first_valid_loss": self.first_loss if config.eval_sequences else None,
+            "valid_loss": None,
+            "valid_tokens": 0,
             "tokens_per_parameter": self.tokens / self.parameters,
             "tokens_per_s": self.trained * self.inputs.train.targets_per_window / sum(times),
             "step_ms": step_ms,
@@ -484,11 +514,7 @@ class Trainer(Stepper):
             "wall_s": self.wall_s,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "files": [
-                "summary.json", "metrics.jsonl", *["metrics.csv"] * ("csv" in config.track), "config.yaml", "plan.txt",
-                "report.txt", *[held_out.FILE] * bool(losses),
-            ],
-        }  # fmt: skip
+        }
 
 
 def _is_finite(model: nn.Module) -> bool:

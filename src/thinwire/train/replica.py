@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import os
 import signal
 import socket
@@ -94,6 +93,7 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
             start = prepare(config, ranks, folder, inputs)
             if not start.ended:
                 inputs.save(config, config.out)
+                start.checkpoints.go_on()
         if start.ended:
             say(f"thinwire: {start.ended}", sys.stderr)
             return 0
@@ -109,14 +109,13 @@ class ReplicaTrainer(Trainer):
 
     Attributes:
         dropped: attempts at a step of this process that did not count.
-        first_loss: of the evaluation before the run's first step.
     """
 
     def __init__(
         self, start: Start, ranks: Ranks, manager: Any, compress: Callable[..., Wire], log: ReplicaLog, restarted: bool
     ) -> None:  # fmt: skip
         self.manager, self.log, self._compress, self._restarted = manager, log, compress, restarted
-        self.dropped, self.first_loss = 0, math.nan
+        self.dropped = 0
         self._begin_counts()
         super().__init__(start, ranks)
 
@@ -187,7 +186,7 @@ class ReplicaTrainer(Trainer):
             if self.step < config.steps:
                 return self._leave(signals[0], counted)
             if self._keeps:
-                self._conclude(self.first_loss)
+                self._conclude()
             self.log.write("ended", step=self.step, why="done")
         self.wire.close()
         return 0
@@ -397,8 +396,8 @@ class ReplicaTrainer(Trainer):
         self._rows.append(row)
         return row
 
-    def _summary(self, stats: dict[str, Any], first_loss: float, losses: Any) -> dict[str, Any]:
-        summary = super()._summary(stats, first_loss, losses)
+    def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
+        summary = super()._summary(stats)
         return summary | {"dropped_attempts": self.dropped, "lost": stats["lost"]}
 
 

@@ -47,7 +47,8 @@ class Checkpoint:
 
     Attributes:
         meta: format, run and save (ids of the run and of this save), step, sequences, good, world_size, files {name:
-            bytes}, about (a description of the run: :mod:`thinwire.train.checkpoint.run_settings`).
+            bytes}, about (a description of the run: :mod:`thinwire.train.checkpoint.run_settings`), result (at the end
+            of a run: its summary and report without the last evaluation; else None).
         holders: file -> the ranks that see it whole; {} if one process alone reads the checkpoint.
     """
 

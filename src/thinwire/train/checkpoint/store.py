@@ -55,12 +55,13 @@ class Checkpoints:
 
     def save(
         self, step: int, sequences: int, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire,
-        good: bool = True,
+        good: bool = True, result: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Write the checkpoint of ``step``, and remove this run's obsolete ones.
 
         A checkpoint that is not ``good`` (the run diverges) replaces no good one, and ``latest`` does not name it.
-        ``sequences`` counts those of the shuffled text that all ranks together have trained on.
+        ``sequences`` counts those of the shuffled text that all ranks together have trained on. ``result``: what the
+        run's last files say of its steps, where they are over.
 
         Raises:
             ThinwireError: on all ranks, with what kept one of them from writing. Older checkpoints are as they were.
@@ -93,6 +94,7 @@ class Checkpoints:
                 "format": format.FORMAT, "run": self.run, "save": collective.share(uuid.uuid4().hex)[0], "step": step,
                 "sequences": sequences, "good": good, "world_size": collective.size,
                 "files": dict(sorted(sizes.items())), "about": self.description,
+                "result": collective.share(result)[0],
             }  # fmt: skip
             folder.do_once(lambda: format.write_meta(partial, meta))
         except BaseException:
@@ -140,6 +142,12 @@ class Checkpoints:
                 self._warn(f"going on, but not bit for bit as an uninterrupted run: {difference}")
         return state
 
+    def go_on(self) -> None:
+        """Begin to go on from the checkpoint that ``find`` has read. Should this run be killed before it saves, the
+        next one goes on from there, too, and not from a future that this one has gone back from."""
+        if self.latest:
+            self.folder.do_once(lambda: files.write(self.path / "latest", self.latest + "\n"))
+
     def _warn(self, line: str) -> None:
         if self.collective.rank == 0:
             warnings.warn(line, ThinwireWarning, stacklevel=3)
@@ -174,6 +182,7 @@ class Checkpoints:
         if errors:
             raise ThinwireError(f"no checkpoint in {self.path} can be used: {'; '.join(errors)}")
         if resume == "auto" and not candidates:
+            self.folder.check_unfinished()
             return None
         but = ", only some that were saved while the run diverged; --overwrite starts afresh" if candidates else ""
         raise ThinwireError(f"there is no checkpoint in {self.path} to resume from{but}")

@@ -78,7 +78,7 @@ def read(path: Path) -> TrainedModel:
 
 def _read(checkpoint: Checkpoint) -> TrainedModel:
     description = checkpoint.meta["about"]
-    run, init = checkpoint.path.parent.parent, description.get("init") or ""
+    run, init = checkpoint.path.resolve().parent.parent, description.get("init") or ""
     config = from_yaml(run / "config.yaml")
     shape = None
     if init:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import itertools
@@ -11,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
@@ -94,10 +95,31 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _read_file(path: Path) -> Iterator[str]:
-    openers: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
-    with reading(path), openers.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as file:
-        while text := file.read(PIECE):
-            yield text
+    openers: dict[str, Callable[..., IO[Any]]] = {".xz": lzma.open, ".gz": gzip.open}
+    opener = openers.get(path.suffix, open)
+    try:
+        with reading(path), opener(path, "rt", encoding="utf-8") as file:
+            while text := file.read(PIECE):
+                yield text
+    except UnicodeDecodeError:
+        with opener(path, "rb") as file:
+            place = _first_that_is_not_utf8(file)
+        raise ThinwireError(
+            f"{path} is not UTF-8 text: byte {place:,} cannot be read. Convert it (iconv -f LATIN1 -t UTF-8), or drop "
+            "such bytes (iconv -c -f UTF-8 -t UTF-8)"
+        ) from None
+
+
+def _first_that_is_not_utf8(file: IO[bytes]) -> int:
+    """Return the number of the first byte, from 0, that is not part of UTF-8 text."""
+    decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
+    while True:
+        block, pending = file.read(PIECE), len(decoder.getstate()[0])
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            return before - pending + error.start
+        before += len(block)
 
 
 def _standard_library() -> list[Path]:

@@ -32,7 +32,7 @@ from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, reading, split_spans
-from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,18 +199,19 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     Split and tokens are the same as those of ``thinwire train`` on the text itself.
 
     Raises:
-        ThinwireError: the text cannot be read or is empty, the folder cannot be written to, or holds token files.
+        ThinwireError: the text cannot be read or is empty, the folder cannot be written to, or holds such files.
     """
-    if (folder / META).exists():
-        raise ThinwireError(f"{folder} holds token files already: name another folder")
+    names = [META, *(f"{side}.bin" for side in SIDES)]
+    for path in [folder / name for name in names] + [tokenizer_file(tokenizer, folder)]:
+        if path is not None and path.exists():
+            raise ThinwireError(f"{path} is there already: name another folder")
     is_new = not folder.exists()
+    paths = [folder / f".{side}.bin.partial" for side in SIDES]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
         encoder = Tokenizer(tokenizer, train)
-        encoder.save(folder)
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
-        paths = [folder / f"{side}.bin" for side in SIDES]
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("wb")) for path in paths]
             for held_out, run in itertools.groupby(split_spans(read_pieces(corpus)), lambda pair: pair[0]):
@@ -221,10 +222,15 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
             meta[side] = {"tokens": path.stat().st_size // DTYPES[dtype].itemsize, "hash": digest}
+        encoder.save(folder)
+        for side, path in zip(SIDES, paths, strict=True):
+            path.rename(folder / f"{side}.bin")
         write(folder / META, json.dumps(meta, indent=2) + "\n")
     except OSError as error:
         raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
     except ThinwireError:
+        for path in paths:
+            path.unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(folder)
         raise

@@ -44,6 +44,15 @@ def positions(held_out: Windows, number: int) -> list[int]:
     return [i * held_out.count // number for i in range(number)]
 
 
+def shared_by(ranks: int, rank: int, held_out: Windows, number: int) -> list[int]:
+    """Return the indices of those of ``number`` windows that ``rank`` evaluates: as many on each of the ``ranks``, as
+    they may have to gather weights for each batch together. Only where there are fewer windows than ranks, some
+    evaluate the same one."""
+    number = min(number, held_out.count)
+    chosen = positions(held_out, number - number % ranks or number)
+    return chosen[rank::ranks] or [chosen[rank % number]]
+
+
 @torch.no_grad()
 def window_losses(
     model: Callable[..., Tensor],

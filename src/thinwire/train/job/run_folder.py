@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 _PREVIOUS, _WHOLE = ".previous", "whole"
 """The folder in which an earlier run is set aside until the new one has taken a step."""
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
-_RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", "summary.json", "report.txt", "plan.txt", "config.yaml",
-              "valid_losses.csv", ELASTIC)  # fmt: skip
+_JOB = ".job"
+"""The name of the job that began a run, if its launcher may start it again."""
+RESULTS = ("summary.json", "report.txt", "valid_losses.csv")
+_RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", *RESULTS, "plan.txt", "config.yaml", ELASTIC, _JOB)
 _OF_A_RUN = ("checkpoints", *_RUN_FILES, REPLICAS, "hf", "tokenizer.json", "tokenizer-bpe-*.json")
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
 _REMOVED = r"\.[0-9a-f]{8}\.old"
@@ -68,9 +70,29 @@ class RunFolder:
         if any(self.collective.share(_holds_run(self.path))):
             raise ThinwireError(_HOLDS_RUN.format(path=self.path))
 
-    def make_room(self) -> None:
-        """Set an earlier run aside for a new one; it comes back unless ``settle`` is called. Collective."""
-        self.do_once(lambda: _make_room(self.path))
+    def check_unfinished(self) -> None:
+        """Raise ThinwireError if there are results of a run without checkpoints, which cannot go on. Collective."""
+        if any(self.collective.share((self.path / RESULTS[0]).exists())):
+            raise ThinwireError(_HAS_ENDED.format(path=self.path))
+
+    def holds_run_of(self, job: str) -> bool:
+        """Has this ``job`` begun the run that is here? Collective."""
+        mark = self.path / _JOB
+        return bool(job) and self.collective.gather(lambda: mark.exists() and mark.read_text() == job)[0]
+
+    def make_room(self, job: str = "") -> None:
+        """Set an earlier run aside for a new one, of ``job``; it comes back unless ``settle`` is called. Collective."""
+
+        def work() -> None:
+            _make_room(self.path)
+            if job:
+                write(self.path / _JOB, job)
+
+        self.do_once(work)
+
+    def remove_results(self) -> None:
+        """Remove the results of a run that goes on. Collective."""
+        self.do_once(lambda: _remove(self.path / name for name in RESULTS))
 
     def settle(self) -> None:
         """Remove the run that was set aside: the new one has begun. Collective."""
@@ -80,6 +102,7 @@ class RunFolder:
 _HOLDS_RUN = (
     "--out {path} holds a run already: --resume auto goes on with it, --overwrite removes it; or choose another --out"
 )
+_HAS_ENDED = "--out {path} holds a run without checkpoints, which has ended: --overwrite removes it; or name another"
 
 
 def refuse(path: Path, *, anew: bool, goes_on: bool) -> None:
@@ -205,6 +228,8 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
             if not anew and not goes_on and _holds_run(path):
                 raise ThinwireError(_HOLDS_RUN.format(path=path))
             if not (goes_on and any((path / "checkpoints").glob("step-*"))):
+                if goes_on and (path / RESULTS[0]).exists():
+                    raise ThinwireError(_HAS_ENDED.format(path=path))
                 _make_room(path)
             (path / REPLICAS).mkdir(exist_ok=True)
             if lighthouse is not None:

@@ -14,7 +14,9 @@ it; inside an allocation, Slurm's list of nodes says where its rank 0 is.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 
@@ -30,6 +32,17 @@ SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Variables, equal on all ranks of a job, from which two jobs on one machine derive different ports."""
 FIRST_PORT, PORTS = 15000, 15000  # below the ports that Linux gives away by itself (from 32768)
+
+
+def job_of(environment: Mapping[str, str]) -> tuple[str, bool]:
+    """Return a name of this job, the same each time that Slurm or torchrun starts it again, and whether they have.
+    "": nobody would.
+    """
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run == "none":  # torchrun without --rdzv-id
+        run = f"{socket.gethostname()} {os.getppid()}"
+    counts = [environment.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+    return environment.get("SLURM_JOB_ID") or run, any(count not in ("", "0") for count in counts)
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
