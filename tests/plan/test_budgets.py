@@ -22,20 +22,20 @@ from thinwire.ops.sketch import ROUNDS
 BUDGETS = {
     # method, engine, ranks: launches, of them ours, collectives, waits of the host, bytes moved per value, MB held
     ("dense", "fsdp2", 512): (33, 0, 14, 1, 0.1, 0),
-    ("int8", "fsdp2", 512): (98, 65, 27, 1, 13.3, 116),
-    ("int8", "ddp", 64): (152, 107, 71, 1, 67.2, 235),
-    ("int8", "ddp", 512): (152, 107, 71, 1, 67.2, 235),
-    ("sdp4bit", "ddp", 64): (154, 107, 71, 1, 65.7, 196),
-    ("sdp4bit", "fsdp2", 64): (138, 91, 27, 1, 20.8, 642),
-    ("sdp4bit", "fsdp2", 512): (138, 91, 27, 1, 22.4, 711),
+    ("int8", "fsdp2", 512): (111, 65, 14, 1, 13.4, 125),
+    ("int8", "ddp", 64): (186, 107, 37, 1, 67.2, 235),
+    ("int8", "ddp", 512): (186, 107, 37, 1, 67.2, 235),
+    ("sdp4bit", "ddp", 64): (188, 107, 37, 1, 65.7, 196),
+    ("sdp4bit", "fsdp2", 64): (151, 91, 14, 1, 20.8, 645),
+    ("sdp4bit", "fsdp2", 512): (151, 91, 14, 1, 22.5, 720),
     ("scape", "ddp", 8): (318, 277, 54, 1, 85.8, 1717),
     ("scape", "ddp", 512): (322, 277, 54, 1, 82.2, 1572),
     ("scape", "fsdp2", 512): (314, 270, 28, 1, 36.5, 1869),
     ("topk(feedback='gradient')", "ddp", 8): (280, 232, 53, 1, 85.4, 1055),
     ("trickle", "ddp", 64): (336, 251, 71, 1, 93.9, 2274),
-    ("trickle", "fsdp2", 64): (258, 184, 40, 1, 38.2, 2038),
+    ("trickle", "fsdp2", 64): (271, 184, 27, 1, 38.2, 2038),
     ("trickle:merged", "ddp", 512): (498, 414, 89, 1, 69.2, 2239),
-    ("trickle:merged", "fsdp2", 512): (453, 340, 53, 1, 52.8, 3013),
+    ("trickle:merged", "fsdp2", 512): (454, 340, 52, 1, 52.8, 3013),
     ("tagc", "ddp", 8): (1434, 953, 125, 1, 347.0, 2063),
     ("tagc", "ddp", 512): (1056, 359, 125, 1, 97.2, 2195),
     ("tagc", "fsdp2", 8): (1050, 690, 79, 1, 137.9, 2220),
@@ -114,7 +114,7 @@ def test_a_bucket_of_gradients_is_a_few_launches_however_many_ranks_there_are(en
         # Tables of places are copied when they are first met; a mask of many choosers is joined by one launch.
         assert found[0].buckets == buckets and found[0].launches == pytest.approx(found[1].launches, abs=4)
         optimizer = found[0].names.get("thinwire.ops.adams._adams", 0)  # one for each tensor
-        assert found[0].launches - optimizer - dense <= 3.5 * (buckets + weights), found[0].names
+        assert found[0].launches - optimizer - dense <= 3.6 * (buckets + weights), found[0].names
 
 
 def test_sketches_are_as_many_launches_whatever_the_number_of_tensors():

@@ -51,6 +51,9 @@ class Codec(ABC):
     takes_steps: bool = False
     """``_encode_and_keep`` takes a residual's ``step`` itself."""
 
+    word: int = 4
+    """Bytes of the widest dtype that a wire is viewed in: each of its rows begins at a multiple."""
+
     @property
     def wire_dtype(self) -> torch.dtype:
         """The dtype of the wire: uint8, bfloat16 or float32, the only ones that the network carries."""

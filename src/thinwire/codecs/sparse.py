@@ -98,6 +98,7 @@ class Sparse(Codec):
 
     linear = False
     takes_steps = True
+    word = 8
     group: ClassVar[int] = mask.WORD
 
     segments: tuple[tuple[int, int], ...]

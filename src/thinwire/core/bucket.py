@@ -157,6 +157,8 @@ class Bucket:
         segments: the parameters, in the engine's order.
         norms: (segments,) float32 of the rows as they were loaded; None: nobody has taken them.
         adam: makes steps of the gradients in ``rows`` in the pass that encodes them; None: they are what is sent.
+        rider: the bucket of what stays dense in the same engine buffer, which may travel in this one's messages.
+        arrived: the step's mean has come in the messages of another bucket.
         step: optimizer steps taken before this one, for random streams.
     """
 
@@ -187,6 +189,8 @@ class Bucket:
         self.rows = self.mean = torch.empty(0, dtype=torch.float32, device="cpu")
         self.norms: Tensor | None = None
         self.adam: Adam | None = None
+        self.rider: Bucket | None = None
+        self.arrived = False
         self.copies = BucketCopies(self.segments, self.shape, device)
         self._arena = Arena() if arena is None else arena
         self._buffers: dict[object, Tensor] = {}

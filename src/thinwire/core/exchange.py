@@ -5,8 +5,9 @@
 
 The network itself sums the wires of a *linear* codec. Other wires, and linear ones if the sum is wanted in fp32, go
 all-to-all, are decoded and summed in fp32 in rank order, and, for an all-reduce, are encoded again and all-gathered:
-all ranks decode the same bytes and so hold the same bits. Without a codec, the network sums in the engine's own dtype:
-the dense baseline, bit for bit what the stock engine does.
+all ranks decode the same bytes and so hold the same bits. What stays dense of the same engine buffer travels behind
+these wires (``codecs/appended.py``). Without a codec, the network sums in the engine's own dtype: the dense baseline,
+bit for bit what the stock engine does.
 
 ``residual.new`` receives the encoding's error (input minus what the peers can decode), plus N times the second
 encoding's error in this rank's row of the mean (the next mean divides it by N again). So nothing is lost: the sum over
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Seeds
+from thinwire.codecs.appended import Appended
 from thinwire.codecs.base import Codec, Residual, Space
 from thinwire.core.bucket import Bucket, same_memory
 from thinwire.network.comm import Comm, Work
@@ -119,14 +121,27 @@ class Exchange(ABC):
                 residual.new.zero_()
             self._reduce(bucket.rows.contiguous(), bucket.mean, "mean", shared=shared)
             return
+        by_network = codec.linear and on_wire
+        if isinstance(bucket, Bucket) and not by_network and (self.owner or not on_wire):
+            codec = self._with_rider(codec, codec.wire_bytes(bucket.shape[1]), bucket.rider)
         wire = self._encode(bucket, bucket.rows, codec, "wire", residual, seed)
-        if codec.linear and on_wire:
+        if by_network:
             exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided at the same place as dense
             reduced = bucket.scratch("row", (1, wire.shape[1]), wire.dtype) if self.owner else wire
             self._reduce(wire, reduced, "mean" if exact else "sum")
             self._decode(bucket, reduced, codec, bucket.mean, 1.0 if exact else 1 / self.ranks)
         else:
             self._sum_at_ranks(bucket, wire, codec, on_wire=on_wire, residual=residual, seed=seed)
+
+    def _with_rider(self, codec: Codec, wire_bytes: int, rider: Bucket | None) -> Codec:
+        """Append the rows of ``rider`` to the wire of ``codec``: they need no exchange of their own then.
+
+        They travel alone if a part would begin within a word: padding would be bytes that no parameter's plan counts.
+        """
+        if rider is None or rider.arrived or wire_bytes % 4 or (wire_bytes + 4 * rider.shape[1]) % codec.word:
+            return codec
+        rider.arrived = True
+        return Appended(codec, rider.rows, rider.mean if self.owner else rider.rows[self.rank : self.rank + 1])
 
     @abstractmethod
     def _reduce(self, values: Tensor, out: Tensor, op: str, *, shared: bool = False) -> None:
@@ -173,7 +188,10 @@ class Exchange(ABC):
 
         Each rank sends row j of its rows, encoded, to rank j, which sums in fp32.
         """
-        mean = bucket.mean if self.owner else bucket.scratch("served", (1, bucket.shape[1]), torch.float32)
+        if self.owner:
+            self.mean(bucket, codec, residual=residual, on_wire=False)
+            return bucket.mean
+        mean = bucket.scratch("served", (1, bucket.shape[1]), torch.float32)
         ReduceScatter(self.comm).mean(Payload(bucket.rows, mean, bucket), codec, on_wire=False, residual=residual)
         return mean
 

@@ -15,31 +15,37 @@ from thinwire.ops import rows as ops
 class BucketGroup:
     """The buckets of one engine buffer, whose rows lie in one memory and are packed and unpacked in one pass."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """``buckets``: of one dtype, with one arena."""
-        self._buckets = buckets
-        head, shapes = buckets[0], [bucket.shape for bucket in buckets]
-        self._means = self._rows = _Stack("rows", head, shapes, [bucket.copies.copy_table for bucket in buckets])
+    def __init__(self, buckets: Sequence[Bucket], *, in_place: bool = False) -> None:
+        """``buckets``: of one dtype, with one arena. ``in_place``: the first one's rows stay in the engine's buffer."""
+        self._buckets, self._in_place, self._packed = buckets, buckets[:in_place], buckets[in_place:]
+        head, shapes = self._packed[0], [bucket.shape for bucket in self._packed]
+        self._means = self._rows = _Stack("rows", head, shapes, [bucket.copies.copy_table for bucket in self._packed])
         if head.owner:
-            tables = [bucket.copies.own_copy_table for bucket in buckets]
-            self._means = _Stack("mean", head, [(1, n) for _, n in shapes], tables)
+            tables = [bucket.copies.own_copy_table for bucket in self._packed]
+            use = "mean beside" if in_place else "mean"  # the first one's may be there
+            self._means = _Stack(use, head, [(1, n) for _, n in shapes], tables)
 
     @property
     def segments(self) -> list[Segment]:
         return [segment for bucket in self._buckets for segment in bucket.segments]
 
     def packing(self, flat: Tensor) -> ops.CopyTable | None:
-        return None if any(bucket.copies.formed for bucket in self._buckets) else self._rows.copy_table
+        formed = any(bucket.copies.formed for bucket in self._buckets)
+        return None if formed or self._in_place else self._rows.copy_table
 
     def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+        for bucket in self._in_place:
+            bucket.load(flat, out)
         ops.pack(flat, self._rows.copy_table, self._rows.borrow(), factors)
-        for bucket, rows, mean in zip(self._buckets, self._rows.views(), self._means.views(), strict=True):
+        for bucket, rows, mean in zip(self._packed, self._rows.views(), self._means.views(), strict=True):
             bucket.rows, bucket.mean = rows, mean
             bucket.copies.pack_formed(flat, rows)
 
     def store(self, out: Tensor) -> None:
+        for bucket in self._in_place:
+            bucket.store(out)
         ops.unpack(self._means.borrow(), self._means.copy_table, out)
-        for bucket in self._buckets:
+        for bucket in self._packed:
             bucket.copies.unpack_formed(bucket.rows, out)
 
     def release(self) -> None:

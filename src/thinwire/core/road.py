@@ -138,8 +138,13 @@ class Stage:
             if cuts is not None:
                 for (_, bucket), norms in zip(buckets, cuts[index].norms, strict=True):
                     bucket.norms = norms
+            for _, bucket in buckets:
+                bucket.step, bucket.arrived = self.step, False  # whatever an error has left
+            first, last = buckets[0][1], buckets[-1][1]
+            first.rider = last if send is None and last is not first else None
             for method, bucket in buckets:
-                bucket.step = self.step
+                if bucket.arrived:
+                    continue
                 if send is None:
                     delivers = self.flush_at == self.step and method is self.method
                     (method.deliver if delivers else method.reduce)(bucket, self.exchange)
@@ -160,8 +165,9 @@ class Stage:
         by_method = ((self.method, compressed), (self._side, dense))
         buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
         alike = len({bucket.dtype for _, bucket in buckets}) == 1
-        if len(buckets) > 1 and alike and not buckets[0][1].lies_in(flat):
-            return [_PackedBuckets.of(BucketGroup([bucket for _, bucket in buckets]), buckets, pieces)]
+        if len(buckets) > 1 and alike:
+            group = BucketGroup([bucket for _, bucket in buckets], in_place=buckets[0][1].lies_in(flat))
+            return [_PackedBuckets.of(group, buckets, pieces)]
         return [_PackedBuckets.of(bucket, [(method, bucket)], pieces) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
