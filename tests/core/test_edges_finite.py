@@ -31,7 +31,7 @@ START = 256.0
 
 def _scaled(
     engine: str, world: int, rank: int, case: Case, steps, *, overflow: int = -1, growth: int = 10**6,
-    clip: bool = False, wrap: bool = True, to_none: bool = True, told: bool = True,
+    clip: bool = False, wrap: bool = True, to_none: bool = True, told: bool = True, batches: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train with a GradScaler. ``overflow``: the step at which rank 1's loss is infinite. ``told``: compress() is."""
     model = build(engine, world, net=Given)
@@ -41,11 +41,12 @@ def _scaled(
     moved = []
     for step in steps:
         factor = float("inf") if step == overflow and rank == 1 else 1.0
+        values = given(step, rank) if batches is None else batches[step]
         if wrap:
             with wire.accumulate():
-                scaler.scale(model(given(step, rank)) * factor).backward()
+                scaler.scale(model(values) * factor).backward()
         else:
-            scaler.scale(model(given(step, rank)) * factor).backward()
+            scaler.scale(model(values) * factor).backward()
         if clip:
             scaler.unscale_(optimizer)
             wire.clip_grad_norm_(40.0)
@@ -116,6 +117,46 @@ def test_an_overflow_on_one_rank_costs_one_step():
         return [f"{key}: {complaint}" for key in what if key != "error" for complaint in what[key]]
 
     each(ranks.run(_overflow, 2), "ddp", check)
+
+
+HIDING = [case for case in on("ddp") if case.name not in (*NO_SCALER, "none")]
+
+
+def _hidden(rank, world):
+    """Columns of no gradient, which no mask has taken, until one of their values overflows on rank 1, or on all."""
+
+    def sparse(step, spoilt):
+        values = given(step, rank)
+        for name in values:
+            values[name][:, ::2] = 0.0
+            if spoilt:
+                values[name][3, 2] = math.inf
+        return values
+
+    def look(case):
+        found = {}
+        for who in dealt([(1,), (0, 1)], HIDING.index(case) % 2, range(2)):
+            runs = []
+            for steps, at in (([0, 1, 2, 4, 5], -1), (range(6), 3)):
+                batches = {step: sparse(step, step == at and rank in who) for step in steps}
+                runs.append(_scaled("ddp", world, rank, case, steps, told=case in STATEFUL, batches=batches))
+            without, run = runs
+            wrong = []
+            if (run["skipped"], run["step"], run["scale"]) != (1, 6, START / 2):
+                wrong.append(f"skipped, step, scale = {run['skipped']}, {run['step']}, {run['scale']}")
+            wrong += ["ranks hold different weights"] * (not run["equal"] and case.name != "none")
+            wrong += ["not as if without that step"] * (not same(run["tensors"], without["tensors"]))
+            found[f"on ranks {who}"] = wrong
+        return found
+
+    return findings(HIDING, look)
+
+
+def test_an_overflow_that_a_mask_hides_lowers_the_scale_all_the_same():
+    def check(method, what):
+        return [f"{key}: {complaint}" for key in what if key != "error" for complaint in what[key]]
+
+    each(ranks.run(_hidden, 2), "ddp", check)
 
 
 def _untold(rank, world):

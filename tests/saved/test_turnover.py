@@ -13,17 +13,18 @@ import lighthouse
 import thinwire.wire
 from breadth import ALL, dealt
 from thinwire.adapters import transport
-from thinwire.base.errors import LostRank
+from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method
 from thinwire.core.safety import Safety
+from thinwire.core.state import dump_state
 from thinwire.engines.replicas import Replicas
 from thinwire.methods import TABLE, resolve
 from thinwire.saved import tape, turnover
 from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from thinwire.wire import Options, join
-from turnover import MemoryFollower, Model, Run
+from turnover import DROPS, FURTHER, MemoryFollower, Model, Replica, Run
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -76,6 +77,61 @@ def test_two_hundred_schedules() -> None:
     assert all(seen[what] > 10 for what in (*joins, "steps taken again")) and seen["fetched more"], seen
     for what in ("died", "joined", "behind", "counted", "failed", "counted by some alone"):
         assert seen[what] > 20, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
+
+
+@pytest.mark.filterwarnings("ignore:.*exchanged a second time")
+def test_batches_that_are_dropped_and_further_passes() -> None:
+    """Between the exchange and the step, of all methods: what is stepped with is the mean of what was not dropped."""
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS if ALL else 60):
+        conserves = seed % 3 < 2
+        texts = CONSERVING if conserves else STEPPING
+        text = texts[seed // 3 % len(texts)]
+        optimizer = SGD if conserves else ADAM
+        run = Run(maker(text), seed, optimizer, conserves=conserves, fetches=seed % 2 == 1, turns=True)
+        try:
+            run.play(6)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {text}: {error}") from error
+        seen += run.seen
+    for what in ("died", "joined", "failed", *DROPS, *FURTHER):
+        assert seen[what] > 5, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
+
+
+@pytest.mark.parametrize("text", [*CONSERVING, *STEPPING])
+def test_a_dropped_batch_is_a_skipped_step_and_leaves_no_trace(text: str) -> None:
+    """To zeros, to None, or in a pass that is added to: the state is that of a run without it, bit for bit."""
+    def played(*turns: str) -> tuple[Any, ...]:
+        run = Run(maker(text), 0, ADAM, conserves=False, calm=True, turns=True)
+        remaining = iter(turns)
+        run._turn = lambda attempt: next(remaining)  # type: ignore[method-assign]
+        if not any(turns):  # the batches that come after those that are dropped
+            draw, run.draw = run.draw, lambda name, attempt: draw(name, attempt if attempt == 0 else ~attempt)
+        run.play(len(turns))
+        wires = [replica.wire for replica in run.replicas]
+        states = [dump_state(wire.method.state) for wire in wires]
+        return run.replicas[0].weights, states, {wire.skipped for wire in wires}
+
+    weights, states, skipped = played("", "", "", "", "")
+    assert skipped == {0}
+    found, kept, skipped = played("", *DROPS, DROPS[0])
+    assert skipped == {4} and torch.equal(weights, found)
+    for ours, theirs in zip(kept, states, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [key for key, value in ours.items() if not torch.equal(value, theirs[key])] == []
+
+
+def test_a_parameter_that_is_frozen_after_compress_is_refused_before_anything_is_sent() -> None:
+    """Its momentum, its weight decay and the mean of the others would go on to move it."""
+    replica = Replica("replica 1", maker("dense"), ADAM, 10)
+    a, b = replica.model.parameters()
+    b.requires_grad_(False)
+    a.grad = torch.ones_like(a)
+    for take in (replica.optimizer.step, lambda: replica.wire.clip_grad_norm_(1.0)):
+        with pytest.raises(ThinwireError, match="b was frozen after compress"):
+            take()
+    assert not replica.weights.any() and replica.comm.verbs == 0
+    replica.wire.close()
 
 
 def test_spares() -> None:

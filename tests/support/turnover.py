@@ -21,6 +21,7 @@ import io
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,10 @@ from thinwire.saved.turnover import Held
 from thinwire.wire import Options, Wire, join
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
+DROPS = ("drop to None", "drop to zeros", "drop to zeros, accumulate")
+FURTHER = ("further", "further, accumulate")
+"""What may come between the exchange of a step's gradients, for clipping, and the optimizer, on all replicas: the batch
+is dropped and another one taken, or its gradients are added to."""
 
 
 class Killed(BaseException):
@@ -180,13 +185,24 @@ class Replica:
         self.alive = True
         self.fetches: MemoryFollower
 
-    def attempt(self, gradient: Tensor) -> None:
-        """Take one optimizer step."""
+    def attempt(self, gradient: Tensor, turn: str = "", later: Tensor | None = None) -> None:
+        """Take one optimizer step. ``turn``: what comes between the exchange, for clipping, and the pass of ``later``.
+        """
         self.members.counted = False
-        sizes = [weight.numel() for weight in self.model.parameters()]
-        for weight, values in zip(self.model.parameters(), gradient.split(sizes), strict=True):
-            weight.grad = values.view(weight.shape).clone()
+        for weight, values in self._parts(gradient):
+            weight.grad = values.clone()
+        if later is not None:
+            self.wire.clip_grad_norm_(1e9)
+            if turn.startswith("drop"):
+                self.optimizer.zero_grad(set_to_none=turn.endswith("None"))
+            with self.wire.accumulate() if "accumulate" in turn else nullcontext():
+                torch.stack([(weight * values).sum() for weight, values in self._parts(later)]).sum().backward()
         self.optimizer.step()
+
+    def _parts(self, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        sizes = [weight.numel() for weight in self.model.parameters()]
+        parts = zip(self.model.parameters(), gradient.split(sizes), strict=True)
+        return [(weight, values.view(weight.shape)) for weight, values in parts]
 
     @property
     def weights(self) -> Tensor:
@@ -221,16 +237,16 @@ class Run:
     def __init__(
         self, make: Callable[[], Method], seed: int, optimizer: Callable[..., torch.optim.Optimizer], *,
         conserves: bool, active: int | None = None, total: int = 1000, calm: bool = False,
-        fetches: bool = False,
+        fetches: bool = False, turns: bool = False,
     ) -> None:  # fmt: skip
         """``conserves``: check that nothing is lost but what is counted as lost. The optimizer must then be SGD with an
         lr of 1, and the method must send gradients. ``active``: replicas that take part, at most; others are spares.
         ``total``: optimizer steps of the whole run. ``calm``: two replicas, to which nothing happens.
-        ``fetches``: some that join fetch a state first, while the others go on."""
+        ``fetches``: some that join fetch a state first, while the others go on. ``turns``: see ``FURTHER``."""
         self._active, self._total = active, total
         self._make, self._optimizer, self._conserves, self._seed = make, optimizer, conserves, seed
         self._draw, self._born = random.Random(seed), list[Replica]()
-        self._quiet, self.fetched = calm, 0
+        self._quiet, self.fetched, self._turns = calm, 0, turns
         self._chance = random.Random(seed) if fetches else None  # a chance of its own: else nothing else happens
         self.replicas = [self._new() for _ in range(2 if calm else self._draw.randint(2, 4))]
         self.seen: Counter[str] = Counter()
@@ -266,7 +282,9 @@ class Run:
                 self.replicas.append(replica)
                 self.seen["joined"] += 1
         stale = self._quorum()
-        gradients = [_gradient(self._seed, replica.name, attempt, self._size) for replica in self.replicas]
+        gradients = [self.draw(replica.name, attempt) for replica in self.replicas]
+        turn = self._turn(attempt)
+        later = [self.draw(replica.name, ~attempt) for replica in self.replicas if turn]
         faults = {} if last else self._draw_fault()
         before = self.taken.clone(), self.delivered.clone(), {id(r): r.waiting() for r in self.replicas if faults}
         world = Threads(len(self.replicas))
@@ -278,7 +296,7 @@ class Run:
             replica = self.replicas[rank]
             replica.comm.enter(world, rank, faults.get(rank), size)
             try:
-                replica.attempt(gradients[rank])
+                replica.attempt(gradients[rank], turn, later[rank] if turn else None)
             except Killed:
                 replica.alive = False
 
@@ -289,8 +307,10 @@ class Run:
         self._failed = len(counted) < len(self.replicas)
         if counted:
             self.seen["counted by some alone" if self._failed else "counted"] += 1
-            pairs = list(zip(gradients, stale, strict=True))[:size]
+            pairs = [] if turn in DROPS else list(zip(gradients, stale, strict=True))[:size]
             self.taken += sum(values.double() for values, gone in pairs if not gone)
+            self.taken += sum(values.double() for values in later[:size])
+            self.seen[turn] += 1
             if self._conserves:
                 means = [weight.grad for weight in counted[0].model.parameters()]
                 self.delivered += size * torch.cat([mean.reshape(-1).double() for mean in means])
@@ -311,6 +331,15 @@ class Run:
             waiting = sum(replica.waiting() for replica in self.replicas)
             error = (self.taken - self.delivered - waiting - self.lost).abs().max()
             assert error < 1e-4 * (1 + self.taken.abs().max()), f"attempt {attempt}: {float(error):.3g} went missing"
+
+    def draw(self, name: str, attempt: int) -> Tensor:
+        return _gradient(self._seed, name, attempt, self._size)
+
+    def _turn(self, attempt: int) -> str:
+        if not self._turns:
+            return ""
+        adds_up = self.replicas[0].wire.method.card.adds_up
+        return random.Random(f"{self._seed} {attempt}").choice(["", *DROPS, *(FURTHER if adds_up else ())])
 
     def join(self, fetches: int) -> Replica:
         """Make a replica that follows the first one from its next step on, and joins ``fetches`` steps later."""

@@ -554,7 +554,7 @@ def test_the_settings_of_a_run_do_not_agree_to_lose_it_or_to_go_on(tmp_path, tex
     ("engine", "method"),
     spread(3, [
         ("fsdp2", "sdp4bit"), ("ddp", "local-steps(every=4,fragments=2,delay=1)"), ("hsdp", "sdp4bit"),
-        ("fsdp2", "zeropp"), ("fsdp2", "local-steps(every=4,fragments=2,delay=1)"), ("fsdp2", "dense"),
+        ("fsdp2", "zeropp"), ("fsdp2", "dense"),
     ]),
 )  # fmt: skip
 def test_bytes_are_those_of_the_steps_however_often_they_are_evaluated(tmp_path, text, engine, method):

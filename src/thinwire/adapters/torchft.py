@@ -161,6 +161,8 @@ def _check_mesh(manager: Any, groups: Sequence[Any]) -> None:
             f"the model's mesh says that this is rank {placed[0]} of {placed[1]}, and the manager says rank "
             f"{counted[0]} of {counted[1]}: pass Manager(rank=..., world_size=...) that match the mesh"
         )
+    if placed[1] == 1:  # torch would not tell of its backward passes
+        raise ThinwireError("a replica of one rank has nothing to shard: pass the bare module, without fully_shard")
 
 
 class ManagerMembers:

@@ -126,6 +126,10 @@ class Engine:
         """Were gradients of ``weights``, exchanged earlier in this step, thrown away? ``look``: check for zeros too."""
         raise NotImplementedError
 
+    def emptied(self) -> bool:
+        """Are the gradients of all ranks None or zero? Collective."""
+        return all_zero(self.gradients(), self.comms)
+
     def end_step(self) -> None:
         """Note that the step is over."""
 

@@ -186,7 +186,7 @@ class StepLoop:
         if self.ended:  # only the last micro-batch exchanges, so no later check would raise for the others
             raise ThinwireError(ENDED.format(what="a micro-batch begins"))
         self._leave()
-        if self._exchanged and all_zero(self.engine.gradients(), self.engine.comms):
+        if self._exchanged and self.engine.emptied():
             self._abandon()
 
     def finish(self) -> None:
@@ -286,7 +286,7 @@ class StepLoop:
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
         if self._settled and self._open is None and idle:
             return  # the others have stepped already, and this one has nothing to do
-        if id(optimizer) in self._skipping or (self._open is None and not self._begin()):
+        if id(optimizer) in self._skipping or (self._open is None and not self._begin(optimizer)):
             _drop_gradients(optimizer)
             self._skipping.discard(id(optimizer))
             return
@@ -316,7 +316,7 @@ class StepLoop:
                 self._finish()
                 self.engine.send_weights(self.road.step)
 
-    def _begin(self) -> bool:
+    def _begin(self, optimizer: torch.optim.Optimizer) -> bool:
         """Agree with all ranks that take the step whether it counts, before any optimizer or state changes."""
         if self.engine.cut_short():  # no agreement: the other ranks may be waiting for this one in the exchange
             raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
@@ -330,14 +330,16 @@ class StepLoop:
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
-            number = self.number
-            self._in_a_row += not self.engine.void
+            number, overflowed = self.number, not self.engine.void
+            self._in_a_row += overflowed
             diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
             self._skip(was_due=True)
             self._look(number)
-            if not _under_scaler():  # it wants to see the gradients of each optimizer
+            if (scaler := _scaler_above()) is None:  # it wants to see the gradients of each optimizer
                 for stopped_optimizer in self.optimizers:
                     _drop_gradients(stopped_optimizer)
+            elif overflowed:
+                _back_off(scaler, optimizer)
             if diverged is not None:
                 raise ThinwireError(diverged)
             return False
@@ -478,7 +480,7 @@ class StepLoop:
         return None
 
     def _look_for_scaler(self) -> None:
-        if not self._knows_scaler and _under_scaler():
+        if not self._knows_scaler and _scaler_above() is not None:
             raise ThinwireError(
                 f"{self.method.name} keeps values from step to step, and a GradScaler changes their scale: pass it "
                 "as compress(..., scaler=scaler)"
@@ -502,11 +504,20 @@ def unwrapped(optimizer: Any) -> Iterator[Any]:
         yield from unwrapped(inner)
 
 
-def _under_scaler() -> bool:
-    """Does a GradScaler step the optimizer? Its only trace is its frame among the callers of ``step``."""
+def _scaler_above() -> torch.amp.GradScaler | None:
+    """Return the GradScaler that steps the optimizer. Its only trace is its frame among the callers of ``step``."""
     frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), FRAMES)
     callers = (frame.f_locals.get("self") for frame, _ in frames)
-    return any(isinstance(caller, torch.amp.GradScaler) and caller.is_enabled() for caller in callers)
+    return next((of for of in callers if isinstance(of, torch.amp.GradScaler) and of.is_enabled()), None)
+
+
+def _back_off(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``scaler.update()`` lower the scale: a mask has hidden from ``scaler`` what overflowed, or another rank."""
+    states = scaler._per_optimizer_states
+    for key, state in states.items():
+        if key == id(optimizer) or id(optimizer) not in states:  # a wrapper's
+            for found in state["found_inf_per_device"].values():
+                found.fill_(1.0)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,16 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from thinwire.base.errors import FailedExchange
+from thinwire.base.errors import FailedExchange, ThinwireError
 from thinwire.core.bucket import Layout, Piece
-from thinwire.core.engine import Engine
+from thinwire.core.engine import Engine, all_zero
 from thinwire.core.exchange import AllReduce
 from thinwire.core.names import describe
 from thinwire.core.road import Road
 from thinwire.core.step import StepLoop
 from thinwire.network.comm import Comm, local
 from thinwire.network.guard import Guard
+
+_FROZEN = (
+    "{name} was frozen after compress(), and the optimizer would still move it, by the mean of the others and by its "
+    "momentum: freeze it before, or give it a group of its own with lr=0"
+)
 
 
 def any_of(inside: Sequence[Comm], flag: bool) -> bool:
@@ -75,6 +81,9 @@ class Replicas(Engine):
         self._weights = [weight for weight in self.model.parameters() if id(weight) in self.parameters]
         self.uncounted = False
         self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
+        self._pass: int | None = None  # the last backward pass since then, by autograd's number
+        self._dropped = False  # were those thrown away before such a pass?
+        self._watches: list[RemovableHandle] = []
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
         for dtype in dict.fromkeys(self.wire_dtype or weight.dtype for weight in self._weights):
@@ -89,17 +98,44 @@ class Replicas(Engine):
 
     def attach(self, step_loop: StepLoop, road: Road) -> None:
         self._step_loop, self._road = step_loop, road
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watch each gradient: its tensor may be the one that was exchanged, with other values."""
+        self._watches = [weight.register_hook(self._note_pass) for weight in self._weights]
+
+    def _note_pass(self, gradient: Tensor) -> None:
+        """Find out, when the first gradient of a backward pass comes, whether exchanged ones were thrown away."""
+        number = torch._C._current_graph_task_id()
+        if self._exchanged and number != self._pass:
+            self._pass = number
+            self._dropped |= all_zero(weight.grad for weight in self._weights)
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.remove()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        return self._exchanged != [id(weight.grad) for weight in self._weights]
+        return self._dropped or (self._pass is None and not self._holds_means())
+
+    def emptied(self) -> bool:
+        return all_zero(self.gradients(), self.inside)  # the others hold the same means
+
+    def _holds_means(self) -> bool:
+        """Are the gradients the very tensors that were exchanged last?"""
+        return self._exchanged == [id(weight.grad) for weight in self._weights]
 
     def end_step(self) -> None:
         self.uncounted = self.void
         self.attempts.end_step()
-        self._exchanged, self.failed, self.void, self._joins_round = [], None, False, False
+        self.void, self._joins_round = self.failed is not None, False  # what has failed fails until the vote
+        self._forget()
+
+    def _forget(self) -> None:
+        self._exchanged, self._pass, self._dropped = [], None, False
 
     def ask(self) -> bool:
         """Ask who takes part in the next step, before its gradients are computed: for a loop that deals out its data by
@@ -111,14 +147,17 @@ class Replicas(Engine):
             return True
         self.members.vote(False)
         self.attempts.agreed(False, ())
+        self.failed = None
         self.end_step()
         return False
 
     @torch.no_grad()
     def exchange(self) -> None:
-        exchanged_already = self._exchanged and self._exchanged == [id(weight.grad) for weight in self._weights]
+        exchanged_already = self._exchanged and self._pass is None and self._holds_means()
         if exchanged_already or self.failed is not None or all(weight.grad is None for weight in self._weights):
             return
+        if (frozen := next((weight for weight in self._weights if not weight.requires_grad), None)) is not None:
+            raise ThinwireError(_FROZEN.format(name=self.parameters[id(frozen)].name))
         with self._attempt():
             stale = self._meet() if not self._alone or not self.attempts.met else False
             if self._alone and self.attempts.asked:  # for the first time: the run begins, or goes on without us
@@ -132,9 +171,7 @@ class Replicas(Engine):
 
     def _average(self, stale: bool) -> None:
         """Average the gradients over the replicas. ``stale``: this one's are of weights that are gone, and not sent."""
-        names = [self.parameters[id(weight)].name for weight in self._weights]
-        if unseen := [name for name in names if not self._step_loop.seen(name)]:
-            self._step_loop.enter(unseen)
+        self._enter([self.parameters[id(weight)].name for weight in self._weights])
         for dtype, weights, pieces in self._buffers:
             flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype, device=weights[0].device)
             columns = [flat[piece.offset :][: local(w).numel()] for w, piece in zip(weights, pieces, strict=True)]
@@ -148,7 +185,11 @@ class Replicas(Engine):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
                 local(weight.grad).copy_(values.view(local(weight.grad).shape))
+        self._forget()
         self._exchanged = [id(weight.grad) for weight in self._weights]
+
+    def _enter(self, names: Sequence[str]) -> None:
+        self._step_loop.enter(names)
 
     def agree(
         self, guard: Guard, device: torch.device, trouble: bool, comms: Sequence[Comm] | None = None
@@ -179,7 +220,7 @@ class Replicas(Engine):
         if agreed and not counted:
             self.attempts.doubt()
         self.attempts.agreed(counted and verdict == 0, waiting, voted=counted)
-        self.void = not counted
+        self.failed, self.void = None, not counted
         return counted and verdict == 0, counted and verdict == 2
 
     @property

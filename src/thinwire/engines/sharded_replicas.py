@@ -7,7 +7,10 @@ as the optimizer steps (``replicas.py``). What one rank of a replica sees fail h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from thinwire.core.bucket import Layout
 from thinwire.core.engine import Meet
@@ -42,7 +45,7 @@ class ShardedReplicas(Replicas):
         self.inside, self.comms = self.sharded.comms, [*self.sharded.comms, across]
         self.hops = (*self.sharded.hops, AllReduce(across, divide="after"))
         self._prepare()
-        for call in ("accumulate", "dropped", "accumulated", "stepping", "stepped", "send_weights", "wait_for_weights",
+        for call in ("accumulate", "accumulated", "stepping", "stepped", "send_weights", "wait_for_weights",
                      "weights_changed", "close"):  # fmt: skip
             setattr(self, call, getattr(self.sharded, call))  # these are about the replica's own ranks alone
 
@@ -61,6 +64,18 @@ class ShardedReplicas(Replicas):
     def attach(self, step_loop: StepLoop, road: Road) -> None:
         super().attach(step_loop, road)
         self.sharded.attach(step_loop, Road(road.stages[:1]))
+
+    def _watch(self) -> None:
+        """The engine inside tells the loop of every backward pass."""
+
+    def _enter(self, names: Sequence[str]) -> None:
+        if unseen := [name for name in names if not self._step_loop.seen(name)]:  # they rest in this step
+            self._step_loop.enter(unseen)
+
+    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+        if look:  # a further pass, which the replica's own ranks have averaged, and not the replicas
+            self._forget()
+        return self.sharded.dropped(weights, look=look)
 
     def end_step(self) -> None:
         super().end_step()
