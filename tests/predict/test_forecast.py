@@ -135,7 +135,7 @@ def _whole(rank, world, engine):
         optimizer.step()
         optimizer.zero_grad()
 
-    wire = thinwire.compress(model, optimizer, Auto(step, cluster="test"), steps=800)
+    wire = thinwire.compress(model, optimizer, Auto(step, cluster="test", max_loss=0.05), steps=800)
     step(wire)
     return wire.plan.choice
 
