@@ -24,7 +24,7 @@ from thinwire.saved import tape, turnover
 from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from thinwire.wire import Options, join
-from turnover import DROPS, FURTHER, MemoryFollower, Model, Replica, Run
+from turnover import DROPS, FURTHER, TOUCHES, MemoryFollower, Model, Replica, Run
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -94,28 +94,31 @@ def test_batches_that_are_dropped_and_further_passes() -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, {text}: {error}") from error
         seen += run.seen
-    for what in ("died", "joined", "failed", *DROPS, *FURTHER):
+    for what in ("died", "joined", "failed", *DROPS, *FURTHER, *TOUCHES):
         assert seen[what] > 5, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
 
 
 @pytest.mark.parametrize("text", [*CONSERVING, *STEPPING])
 def test_a_dropped_batch_is_a_skipped_step_and_leaves_no_trace(text: str) -> None:
     """To zeros, to None, or in a pass that is added to: the state is that of a run without it, bit for bit."""
-    def played(*turns: str) -> tuple[Any, ...]:
+    def played(*turns: str, later: bool = False) -> tuple[Any, ...]:
         run = Run(maker(text), 0, ADAM, conserves=False, calm=True, turns=True)
         remaining = iter(turns)
         run._turn = lambda attempt: next(remaining)  # type: ignore[method-assign]
-        if not any(turns):  # the batches that come after those that are dropped
+        if later:  # the batches that come after those that are dropped
             draw, run.draw = run.draw, lambda name, attempt: draw(name, attempt if attempt == 0 else ~attempt)
         run.play(len(turns))
         wires = [replica.wire for replica in run.replicas]
         states = [dump_state(wire.method.state) for wire in wires]
         return run.replicas[0].weights, states, {wire.skipped for wire in wires}
 
-    weights, states, skipped = played("", "", "", "", "")
+    plain, *_ = played("", "", "", "", "")
+    weights, states, skipped = played(*[""] * 5, later=True)
     assert skipped == {0}
     found, kept, skipped = played("", *DROPS, DROPS[0])
     assert skipped == {4} and torch.equal(weights, found)
+    touched, _, skipped = played("", *TOUCHES, *TOUCHES)
+    assert skipped == {0} and torch.equal(touched, plain)
     for ours, theirs in zip(kept, states, strict=True):
         assert ours.keys() == theirs.keys()
         assert [key for key, value in ours.items() if not torch.equal(value, theirs[key])] == []

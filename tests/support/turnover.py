@@ -44,8 +44,10 @@ from thinwire.wire import Options, Wire, join
 SHAPES = {"a": (12, 16), "b": (5, 7)}
 DROPS = ("drop to None", "drop to zeros", "drop to zeros, accumulate")
 FURTHER = ("further", "further, accumulate")
+TOUCHES = ("replaced", "looked at")
 """What may come between the exchange of a step's gradients, for clipping, and the optimizer, on all replicas: the batch
-is dropped and another one taken, or its gradients are added to."""
+is dropped and another one taken, or its gradients are added to; or the user puts other tensors with the same values in
+their place, or asks ``torch.autograd.grad`` for some."""
 
 
 class Killed(BaseException):
@@ -182,6 +184,7 @@ class Replica:
         )
         self.wire: Wire = join(Replicas(self.model, self.members, self.comm), options, self.comm.ledger)
         self.wire.attach()
+        self.optimizer.register_step_pre_hook(lambda *_: None)  # a user's
         self.alive = True
         self.fetches: MemoryFollower
 
@@ -191,8 +194,15 @@ class Replica:
         self.members.counted = False
         for weight, values in self._parts(gradient):
             weight.grad = values.clone()
-        if later is not None:
+        if turn:
             self.wire.clip_grad_norm_(1e9)
+        if turn == "replaced":
+            for weight in self.model.parameters():
+                weight.grad = None if weight.grad is None else weight.grad.clone()
+        elif turn == "looked at":
+            weights = list(self.model.parameters())
+            torch.autograd.grad(torch.stack([weight.square().sum() for weight in weights]).sum(), weights)
+        elif later is not None:
             if turn.startswith("drop"):
                 self.optimizer.zero_grad(set_to_none=turn.endswith("None"))
             with self.wire.accumulate() if "accumulate" in turn else nullcontext():
@@ -284,7 +294,7 @@ class Run:
         stale = self._quorum()
         gradients = [self.draw(replica.name, attempt) for replica in self.replicas]
         turn = self._turn(attempt)
-        later = [self.draw(replica.name, ~attempt) for replica in self.replicas if turn]
+        later = [self.draw(replica.name, ~attempt) for replica in self.replicas if turn in (*DROPS, *FURTHER)]
         faults = {} if last else self._draw_fault()
         before = self.taken.clone(), self.delivered.clone(), {id(r): r.waiting() for r in self.replicas if faults}
         world = Threads(len(self.replicas))
@@ -296,7 +306,7 @@ class Run:
             replica = self.replicas[rank]
             replica.comm.enter(world, rank, faults.get(rank), size)
             try:
-                replica.attempt(gradients[rank], turn, later[rank] if turn else None)
+                replica.attempt(gradients[rank], turn, later[rank] if later else None)
             except Killed:
                 replica.alive = False
 
@@ -339,7 +349,7 @@ class Run:
         if not self._turns:
             return ""
         adds_up = self.replicas[0].wire.method.card.adds_up
-        return random.Random(f"{self._seed} {attempt}").choice(["", *DROPS, *(FURTHER if adds_up else ())])
+        return random.Random(f"{self._seed} {attempt}").choice(["", *DROPS, *TOUCHES, *(FURTHER if adds_up else ())])
 
     def join(self, fetches: int) -> Replica:
         """Make a replica that follows the first one from its next step on, and joins ``fetches`` steps later."""

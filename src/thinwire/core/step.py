@@ -81,7 +81,7 @@ class StepLoop:
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = self.step_was_skipped = False
         self._hooks: dict[torch.optim.Optimizer, int] = {}  # ``before``'s numbers among the optimizers' own
-        self._in_closure = False
+        self._inside_before = 0  # how deep: a replica that joins takes counted steps again there
         self._frozen = {
             bare_name(name): weight
             for name, weight in engine.model.named_parameters()
@@ -112,7 +112,9 @@ class StepLoop:
         return handles
 
     def _come_last(self) -> None:
-        """Let ``before`` come after the hooks that the user has made since."""
+        """Let ``before`` come after the hooks that the user has made since, unless torch is walking through them."""
+        if self._inside_before:
+            return
         for optimizer, number in self._hooks.items():
             hooks = optimizer._optimizer_step_pre_hooks
             if number in hooks and next(reversed(hooks)) != number:
@@ -137,8 +139,7 @@ class StepLoop:
         if not self._exchanged and self._open is None and self.road.step > 0:
             self.weight_watch.look(alone=self.method.card.alone(self.road.step) or not self.method.rank_equal)
         self._leave()
-        if not self._in_closure:  # torch walks through the hooks then
-            self._come_last()
+        self._come_last()
         repeated = next((name for name in names if name in self._exchanged), None)
         if self._exchanged and self.engine.dropped(self.exchanged(), look=repeated is not None):
             self._abandon()
@@ -255,6 +256,13 @@ class StepLoop:
         Run a closure here, before the check of the gradients that it makes, and return the arguments that ``step`` gets
         in place of ``args`` and ``kwargs``; without a closure return None.
         """
+        self._inside_before += 1
+        try:
+            return self._prepare(optimizer, args, kwargs)
+        finally:
+            self._inside_before -= 1
+
+    def _prepare(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if torch._C._current_graph_task_id() != -1:
             raise ThinwireError(
                 f"{type(optimizer).__name__} steps inside a backward pass, before its gradients are exchanged: call "
@@ -264,12 +272,8 @@ class StepLoop:
         if closure is None:
             self._check(optimizer)
             return None
-        self._in_closure = True
-        try:
-            with torch.enable_grad():
-                ran = _give_once(closure(), optimizer)
-        finally:
-            self._in_closure = False
+        with torch.enable_grad():
+            ran = _give_once(closure(), optimizer)
         self._check(optimizer)
         return (
             tuple(ran if value is closure else value for value in args),

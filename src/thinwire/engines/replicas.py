@@ -80,9 +80,10 @@ class Replicas(Engine):
         self.unsent: FailedExchange | None = None
         self._weights = [weight for weight in self.model.parameters() if id(weight) in self.parameters]
         self.uncounted = False
-        self._exchanged: list[int] = []  # the gradients that this step has exchanged, by id
+        self._exchanged = False  # have this step's gradients been exchanged?
         self._pass: int | None = None  # the last backward pass since then, by autograd's number
         self._dropped = False  # were those thrown away before such a pass?
+        self._looked = -1, False  # the last pass that gave a gradient; were all zero before it?
         self._watches: list[RemovableHandle] = []
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
@@ -102,14 +103,21 @@ class Replicas(Engine):
 
     def _watch(self) -> None:
         """Watch each gradient: its tensor may be the one that was exchanged, with other values."""
-        self._watches = [weight.register_hook(self._note_pass) for weight in self._weights]
+        for weight in self._weights:
+            self._watches.append(weight.register_hook(self._look))
+            self._watches.append(weight.register_post_accumulate_grad_hook(self._note_pass))
 
-    def _note_pass(self, gradient: Tensor) -> None:
-        """Find out, when the first gradient of a backward pass comes, whether exchanged ones were thrown away."""
+    def _look(self, gradient: Tensor) -> None:
+        """Find out, when the first gradient of a pass comes, whether exchanged ones were thrown away before it."""
         number = torch._C._current_graph_task_id()
-        if self._exchanged and number != self._pass:
+        if self._exchanged and number != self._looked[0]:
+            self._looked = number, all_zero(weight.grad for weight in self._weights)
+
+    def _note_pass(self, weight: Tensor) -> None:
+        """Note a pass that has changed ``weight.grad``; ``torch.autograd.grad`` leaves it alone."""
+        if self._exchanged and (number := torch._C._current_graph_task_id()) != self._pass:
             self._pass = number
-            self._dropped |= all_zero(weight.grad for weight in self._weights)
+            self._dropped |= self._looked[1]
 
     def close(self) -> None:
         for watch in self._watches:
@@ -119,14 +127,10 @@ class Replicas(Engine):
         return nullcontext()
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        return self._dropped or (self._pass is None and not self._holds_means())
+        return self._dropped
 
     def emptied(self) -> bool:
         return all_zero(self.gradients(), self.inside)  # the others hold the same means
-
-    def _holds_means(self) -> bool:
-        """Are the gradients the very tensors that were exchanged last?"""
-        return self._exchanged == [id(weight.grad) for weight in self._weights]
 
     def end_step(self) -> None:
         self.uncounted = self.void
@@ -135,7 +139,7 @@ class Replicas(Engine):
         self._forget()
 
     def _forget(self) -> None:
-        self._exchanged, self._pass, self._dropped = [], None, False
+        self._exchanged, self._pass, self._dropped = False, None, False
 
     def ask(self) -> bool:
         """Ask who takes part in the next step, before its gradients are computed: for a loop that deals out its data by
@@ -153,7 +157,7 @@ class Replicas(Engine):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        exchanged_already = self._exchanged and self._pass is None and self._holds_means()
+        exchanged_already = self._exchanged and self._pass is None  # whatever the user has made of the means
         if exchanged_already or self.failed is not None or all(weight.grad is None for weight in self._weights):
             return
         if (frozen := next((weight for weight in self._weights if not weight.requires_grad), None)) is not None:
@@ -186,7 +190,7 @@ class Replicas(Engine):
                     weight.grad = torch.zeros_like(weight)
                 local(weight.grad).copy_(values.view(local(weight.grad).shape))
         self._forget()
-        self._exchanged = [id(weight.grad) for weight in self._weights]
+        self._exchanged = True
 
     def _enter(self, names: Sequence[str]) -> None:
         self._step_loop.enter(names)

@@ -204,8 +204,8 @@ class UpdateSpace:
             self._scaled.append((step, host.copy_(flag, non_blocking=True), devices.mark(flag.device)))
 
     def refuse_scaled(self, before: float = math.inf) -> None:
-        """Raise ThinwireError if something scaled a step ``before`` this one: see ``take_steps``."""
-        while self._scaled and self._scaled[0][0] < before:
+        """Raise ThinwireError if something scaled a step other than ``before``: see ``take_steps``."""
+        while self._scaled and self._scaled[0][0] != before:
             _, scaled, copied = self._scaled.pop(0)
             if copied is not None:
                 copied.synchronize()  # over, unless nobody has waited for the step's flag
