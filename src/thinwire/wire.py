@@ -760,7 +760,7 @@ class Wire:
     def close(self) -> None:
         """End the worker thread and what is under way; all ranks call it. After it, ``accumulate`` and backward passes
         that would exchange gradients raise, until ``compress()`` is called again with the same model."""
-        self._step_loop.ended = True
+        self._step_loop.close()
         for hook in self._hooks:
             hook.remove()
         with suppress(LostRank):  # ranks that are still there have sent what is under way

@@ -18,6 +18,7 @@ from engines import build
 from models import flat
 from test_edges import CASES, Case, Given, each, findings, full, on, parts
 from test_edges_turns import gradients
+from thinwire.base.errors import ThinwireError
 from threaded import entries
 
 STEPS = 5
@@ -134,8 +135,21 @@ class Program:
         self.inside = [[], []]
         self.optimizers[0].step()
         self.look("before close()")
+        taken = not self.wire.method.card.adds_up  # what the other one holds has left the method's state
+        if taken:
+            try:
+                self.wire.state_dict()
+                self.wrong.add("a state was saved that lacks what an optimizer still holds")
+            except ThinwireError:
+                pass
         self.wire.close()
+        if taken:
+            self.arrived[1] = None
         self.look("after close()")
+        before = flat(self.model)
+        self.optimizers[1].step()
+        if taken and not torch.equal(before, flat(self.model)):
+            self.wrong.add("after close() something that is no gradient was stepped with")
 
 
 def _local(values: Any) -> torch.Tensor:

@@ -464,6 +464,7 @@ class VirtualRank:
         step = Step(number, (self.optimizer,), self.weights, clip)
         self.method.before_step(step)
         self.optimizer.step()
+        step.restore()
         self.method.after_step(step)
 
     def _held(self, kind: str) -> dict[str, Array]:

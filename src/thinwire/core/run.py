@@ -133,8 +133,8 @@ class Step:
         agree: (values) -> are they finite on every rank? Collective, waits for the device; True without a guard.
         agree_inside: the same among the ranks that hold this replica together, where the replicas have agreed already.
         failed: did the last agreement fail because a replica was lost, not because of values?
-        put_back: what ``before_step`` adds here is called right after the optimizer's own step, before the hooks of the
-            user's; not if that step raised an error.
+        put_back: what ``before_step`` adds here ``restore`` calls, right after the optimizer's own step, before the hooks
+            of the user's; not if that step raised an error.
     """
 
     number: int
@@ -146,6 +146,11 @@ class Step:
     agree_inside: Callable[[Iterable[Tensor]], bool] = lambda values: True
     failed: Callable[[], bool] = lambda: False
     put_back: list[Callable[[], None]] = field(default_factory=list)
+
+    def restore(self) -> None:
+        """Give the user back what ``before_step`` has hidden or scaled for the optimizer's own step."""
+        for put_back in self.put_back:
+            put_back()
 
     def attempt(self, exchange: Callable[[int], Any]) -> Any:
         """Return ``exchange(number)``, which ``agree`` is to follow; None (``around``): a replica was lost in it."""

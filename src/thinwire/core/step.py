@@ -191,9 +191,19 @@ class StepLoop:
             self._abandon()
 
     def finish(self) -> None:
-        """End a step that some optimizer has not joined, before its state is saved."""
-        if self._open is not None:
-            self._finish()
+        """End a step that some optimizer has not joined, before its state is saved.
+
+        Raises:
+            ThinwireError: that optimizer holds what the method has already taken out of its state.
+        """
+        self._leave()
+
+    def close(self) -> None:
+        """Let no further step begin. What an optimizer has not joined is dropped, if it may be no gradient."""
+        self.ended = True
+        for optimizer in self.optimizers:
+            if id(optimizer) in self._waiting and not self.method.card.adds_up:
+                _drop_gradients(optimizer)
 
     def stranger(self, optimizer: torch.optim.Optimizer) -> None:
         """Check any ``optimizer`` of this process before it steps.
@@ -310,8 +320,8 @@ class StepLoop:
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Note that ``optimizer`` has stepped. After the last one of a step, call ``Method.after_step``."""
         part, self._part = self._part, None
-        for put_back in () if part is None else part.put_back:
-            put_back()
+        if part is not None:
+            part.restore()
         self._come_last()
         if self._open is not None:
             self.engine.stepped()

@@ -353,6 +353,7 @@ class Playback:
         method.state.commit()
         method.before_step(step)
         self.optimizers_step()
+        step.restore()
         method.after_step(step)
         method.state.commit()
         method.finish()

@@ -274,6 +274,7 @@ class VirtualRank:
             step = Step(number, (self.optimizer,), weights, clip)
             method.before_step(step)
             self.optimizer.step()
+            step.restore()
             self.stepped = flat_copy(weights)
             method.after_step(step)
             method.state.commit()

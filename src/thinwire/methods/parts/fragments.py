@@ -173,6 +173,7 @@ class Fragment:
         step = Step(number, (self.sgd,), self.anchors)
         self.method.before_step(step)
         self.sgd.step()
+        step.restore()
         self.method.after_step(step)
         self.sgd.zero_grad()
         self.state.commit()
