@@ -501,7 +501,7 @@ def _ruined(rank: int, world: int) -> tuple[bool, bool, float, bool]:
         if next(steps) == 3 and rank == 1:
             next(model.parameters()).data[0, 0] = torch.inf
 
-    optimizer.register_step_post_hook(ruin)
+    optimizer.register_step_pre_hook(ruin)
     wire = thinwire.compress(model, optimizer, LocalSteps(every=2, outer=TOPK))
     train(model, optimizer, rank, range(3), wire)
     kinds = ("=anchor", "=outer momentum", "residual")
@@ -591,7 +591,7 @@ def _lost_beside(rank: int, world: int) -> tuple[bool, float, bool]:
             for weight in model.parameters():
                 weight.data.fill_(torch.inf)
 
-    optimizer.register_step_post_hook(ruin)
+    optimizer.register_step_pre_hook(ruin)
     wire = thinwire.compress(model, optimizer, LocalSteps(every=4, delay=2, outer=TOPK, outer_momentum=0.5), steps=16)
     train(model, optimizer, rank, range(3), wire)
     kinds = ("=anchor", "=outer momentum", "residual")
