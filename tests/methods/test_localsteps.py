@@ -372,7 +372,7 @@ def test_a_timetable_has_one_round_at_a_time(every):
     ({"outer": "none"}, "averages"),
     ({"outer": "local-steps"}, "averages"), ({"outer": "onebit-adam"}, "an Adam"), ({"outer": "nothing"}, "there"),
     ({"dense": "*bias"}, "outer method"), ({"start_with": "int8"}, "start=0"),
-    ({"start": 2, "start_with": "radius"}, "the same in every step"),
+    ({"start": 2, "start_with": "radius"}, "the same in each step"),
     ({"fragments": 0}, "fragments"), ({"fragments": 21}, "every=20"), ({"delay": -1}, "delay"),
     ({"fragments": 4, "delay": 6}, "every / fragments = 5"), ({"mix": 0.3}, "delay=0"),
     ({"delay": 1, "mix": 1.0}, "mix"),
