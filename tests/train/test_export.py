@@ -107,3 +107,8 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
     assert {file.stat().st_mode for file in written} == {text.stat().st_mode}, "not for their owner alone"
     assert cli.main(["sample", str(tmp_path / "hf")]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err
+    (tmp_path / "best").symlink_to(out / "checkpoints" / "step-000003")
+    assert trained_model.read(tmp_path / "best").run.name == "run"
+    (out / "checkpoints").rename(tmp_path / "other disk")
+    (out / "checkpoints").symlink_to(tmp_path / "other disk")
+    assert trained_model.read(out).run == trained_model.read(out / "checkpoints" / "step-000003").run == out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -95,3 +97,19 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
         token_files.find_token_files([str(out)], (), "bytes")
     with pytest.raises(ThinwireError, match="numbers without text"):
         Tokenizer("ids:9", ()).decode([1])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_full_disk_leaves_nothing_of_a_folder_of_tokens(tmp_path, kept):
+    corpus, out = tmp_path / "text.txt", tmp_path / "out"
+    corpus.write_text(LONG[:SPAN])
+    if kept:
+        out.mkdir()
+        (out / "own").touch()
+    full = OSError(28, "No space left on device")
+    for place, name in ((Tokenizer, "encode_spans"), (token_files, "write"), (os, "fsync")):
+        with mock.patch.object(place, name, side_effect=full), pytest.raises(ThinwireError, match="No space left"):
+            token_files.tokenize([str(corpus)], "bpe:300", out)
+        assert [path.name for path in (out.iterdir() if out.exists() else ())] == ["own"] * kept
+        assert out.exists() == kept
+    token_files.tokenize([str(corpus)], "bpe:300", out)

@@ -39,7 +39,7 @@ from thinwire.train.data import windows as window_module
 from thinwire.train.data.corpus import read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows
-from thinwire.train.job import held_out, run_folder, setup
+from thinwire.train.job import held_out, run_folder, scheduler, setup
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
@@ -637,6 +637,54 @@ def test_overwrite_of_a_job_that_is_started_again_goes_on_from_its_own_checkpoin
     ended = run(_train, "2", "2")[1]
     assert len(ended) == 4 and ended[:2] == began
     assert run(_train, "3", "1")[1][0] != ended[0]
+
+
+def _train_as(rank: int, world: int, port: int, words: tuple[str, ...], steps: int | None, own: list[str]) -> int:
+    """As ``_train`` (of ``steps``: as ``_train_until``), with this rank's ``own`` value of variables: "NAME=0,1"."""
+    for name, _, values in (text.partition("=") for text in own):
+        os.environ[name] = values.split(",")[rank]
+    return _train(rank, world, port, words)[0] if steps is None else _train_until(rank, world, port, words, steps)
+
+
+def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text):
+    """Two launches in one Slurm job; a run without checkpoints that is started again; ranks counted differently."""
+
+    def run(launch: str, slurm: str, counts: str, steps: int | None = None, *more: str) -> list[str]:
+        own = [f"TORCHELASTIC_RESTART_COUNT={counts}"]
+        numbers = dict(TORCHELASTIC_RUN_ID=launch, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=slurm, LOCAL_WORLD_SIZE="2")
+        found = ranks.run(_train_as, 2, free_port(), (*words, *more), steps, own, **numbers)
+        assert found == ([0, 0] if steps is None else [2, 2])
+        rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        return [row for row in rows if '"loss"' in row]
+
+    words = (*SHORT, "--corpus", str(text), "--steps", "3", "--overwrite", "--out", f"{tmp_path}/run")
+    every = ("--checkpoint-every", "1")
+    first = run("a", "0", "0,0", None, *every)
+    assert run("b", "0", "0,0", 0, *every) == first  # dies before it has begun
+    second = run("b", "0", "1,1", 2, *every)
+    assert len(second) == 2 and second != first[:2], "the second launch is not the first"
+    third = run("b", "0", "0,1", None, *every)
+    assert third[:2] == second and len(third) == 3
+    assert run("c", "1", "0,0", None, *every) == third  # Slurm has started the job again
+    fourth = run("d", "1", "0,0", None, "--no-checkpoints")
+    assert fourth[0] != third[0]
+    assert run("d", "2", "0,0", None, "--no-checkpoints") == fourth
+
+
+def test_an_attempt_of_torchrun_knows_its_launch_behind_a_script():
+    """Also: Slurm's earlier starts are all of the job, and torchrun's first attempt goes on with nothing of its own."""
+    ask = "import os; from thinwire.train.job.scheduler import starts_of; print(starts_of(os.environ))"
+    script = [["sh", "-c", '"$0" -c "$1"; :', sys.executable, ask], [sys.executable, "-c", ask]]
+    variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
+    said = [
+        subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=True).stdout
+        for words in script
+    ]
+    assert said[0] == said[1] and f"process {os.getpid()}, begun at" in said[0]
+    now, earlier = scheduler.starts_of({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", **variables})
+    assert len(now) == 2 and len(earlier) == 3 and now[0] not in earlier and now[1] in earlier
+    now, earlier = scheduler.starts_of({**variables, "TORCHELASTIC_RESTART_COUNT": "0"})
+    assert len(now) == 1 and not earlier
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_the_earlier_one_whole(tmp_path, text):

@@ -237,7 +237,7 @@ class Config:
     def goes_on_from(self) -> Path | None:
         """Folder of the run of --resume, which has the tokenizer, too; None: the run begins afresh."""
         if self.resume not in ("auto", "latest"):
-            return Path(self.resume).resolve().parent.parent if self.resume else None
+            return run_of(Path(self.resume)) if self.resume else None
         return self.out if any((self.out / "checkpoints").glob("step-*")) else None
 
     @property
@@ -420,6 +420,12 @@ class _Settings(yaml.SafeLoader):
             if names.count(name) > 1:
                 raise yaml.YAMLError(f"'{name}' is there twice")
         return super().construct_mapping(node, deep)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the folder of a checkpoint's run. The checkpoint, or "checkpoints" on another disk, may be a link."""
+    runs = [path.parent.parent for path in (checkpoint.absolute(), checkpoint.resolve())]
+    return next((run for run in runs if (run / "config.yaml").exists()), runs[0])
 
 
 def from_yaml(path: Path) -> Config:

@@ -37,7 +37,7 @@ from thinwire.train.job.collective import Collective
 from thinwire.train.job.patience import fit_timeout
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
-from thinwire.train.job.scheduler import job_of
+from thinwire.train.job.scheduler import starts_of
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizers, read_inputs, rebuild_buckets, wrap
 from thinwire.train.job.signals import note_signals
 from thinwire.train.job.stepper import Stepper
@@ -65,8 +65,12 @@ def train(config: Config) -> dict[str, Any]:
 def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Train on ``ranks`` that have joined; return as ``train``. Collective."""
     with open_run_folder(config.out, Collective(ranks.comm.patient(config.file_timeout))) as folder:
-        job, again = job_of(os.environ)
-        if config.overwrite and again and folder.holds_run_of(job):  # which is not to be removed
+        now, earlier = starts_of(os.environ)
+        if config.overwrite and folder.take_over(now, earlier):  # which is not to be removed
+            if not config.checkpoints and folder.has_results():
+                if ranks.comm.rank == 0:
+                    say(f"{config.out} holds this job's run, which has ended: nothing is left to do")
+                return {}
             config = dataclasses.replace(config, overwrite=False, resume="auto")
         if not config.resume and not config.overwrite:
             folder.check_free()
@@ -78,7 +82,8 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
         trainer = Trainer(start, ranks)
         # Nothing has been changed in the folder so far, because the run might have been refused.
         if start.resumed is None:
-            folder.make_room(job)
+            folder.make_room()
+            folder.mark(now)
         else:
             start.checkpoints.go_on()
             folder.remove_results()

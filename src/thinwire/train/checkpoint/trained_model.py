@@ -16,7 +16,7 @@ from thinwire.base.options import read_options
 from thinwire.base.terminal import say
 from thinwire.train.checkpoint.format import Checkpoint, read_newest
 from thinwire.train.checkpoint.state import read_whole_tensors
-from thinwire.train.config import Config, from_yaml
+from thinwire.train.config import Config, from_yaml, run_of
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.model import pretrained
 from thinwire.train.model.decoder import Decoder
@@ -78,7 +78,7 @@ def read(path: Path) -> TrainedModel:
 
 def _read(checkpoint: Checkpoint) -> TrainedModel:
     description = checkpoint.meta["about"]
-    run, init = checkpoint.path.resolve().parent.parent, description.get("init") or ""
+    run, init = run_of(checkpoint.path), description.get("init") or ""
     config = from_yaml(run / "config.yaml")
     shape = None
     if init:

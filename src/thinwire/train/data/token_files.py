@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -201,9 +201,10 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     Raises:
         ThinwireError: the text cannot be read or is empty, the folder cannot be written to, or holds such files.
     """
-    names = [META, *(f"{side}.bin" for side in SIDES)]
-    for path in [folder / name for name in names] + [tokenizer_file(tokenizer, folder)]:
-        if path is not None and path.exists():
+    kept = tokenizer_file(tokenizer, folder)
+    ours = [folder / META, *(folder / f"{side}.bin" for side in SIDES), *([kept] if kept else [])]
+    for path in ours:
+        if path.exists():
             raise ThinwireError(f"{path} is there already: name another folder")
     is_new = not folder.exists()
     paths = [folder / f".{side}.bin.partial" for side in SIDES]
@@ -226,13 +227,15 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         for side, path in zip(SIDES, paths, strict=True):
             path.rename(folder / f"{side}.bin")
         write(folder / META, json.dumps(meta, indent=2) + "\n")
-    except OSError as error:
-        raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
-    except ThinwireError:
-        for path in paths:
-            path.unlink(missing_ok=True)
+    except BaseException as error:
+        for path in ours:
+            for half in (path, path.with_name(f".{path.name}.partial")):
+                with suppress(OSError):
+                    half.unlink()
         if is_new:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
         raise
     return meta
 

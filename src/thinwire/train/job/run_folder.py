@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,7 @@ _PREVIOUS, _WHOLE = ".previous", "whole"
 """The folder in which an earlier run is set aside until the new one has taken a step."""
 LOCK_WAIT_S = 3.0  # a rank that was killed a moment ago may still hold its lock
 _JOB = ".job"
-"""The name of the job that began a run, if its launcher may start it again."""
+"""Names of the job's start that began a run or went on with it last, a line each, if a launcher may start it again."""
 RESULTS = ("summary.json", "report.txt", "valid_losses.csv")
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", *RESULTS, "plan.txt", "config.yaml", ELASTIC, _JOB)
 _OF_A_RUN = ("checkpoints", *_RUN_FILES, REPLICAS, "hf", "tokenizer.json", "tokenizer-bpe-*.json")
@@ -72,23 +73,32 @@ class RunFolder:
 
     def check_unfinished(self) -> None:
         """Raise ThinwireError if there are results of a run without checkpoints, which cannot go on. Collective."""
-        if any(self.collective.share((self.path / RESULTS[0]).exists())):
+        if self.has_results():
             raise ThinwireError(_HAS_ENDED.format(path=self.path))
 
-    def holds_run_of(self, job: str) -> bool:
-        """Has this ``job`` begun the run that is here? Collective."""
+    def has_results(self) -> bool:
+        """Are there results of a run that has ended? Collective."""
+        return any(self.collective.share((self.path / RESULTS[0]).exists()))
+
+    def take_over(self, now: list[str], earlier: list[str]) -> bool:
+        """Is the run that is here of one of the ``earlier`` starts of this job, on any rank? If so, it is from ``now``
+        on this one's. Collective."""
         mark = self.path / _JOB
-        return bool(job) and self.collective.gather(lambda: mark.exists() and mark.read_text() == job)[0]
+        begun = self.collective.gather(lambda: mark.read_text().splitlines() if mark.exists() else [])
+        if not {*itertools.chain(*begun)} & {*itertools.chain(*self.collective.share(earlier))}:
+            return False
+        self.mark(now)
+        return True
 
-    def make_room(self, job: str = "") -> None:
-        """Set an earlier run aside for a new one, of ``job``; it comes back unless ``settle`` is called. Collective."""
+    def mark(self, now: list[str]) -> None:
+        """Say that the run that is here is of this start of the job; ``now``: names of it on this rank. Collective."""
+        names = sorted({*itertools.chain(*self.collective.share(now))})
+        if names:
+            self.do_once(lambda: write(self.path / _JOB, "\n".join(names)))
 
-        def work() -> None:
-            _make_room(self.path)
-            if job:
-                write(self.path / _JOB, job)
-
-        self.do_once(work)
+    def make_room(self) -> None:
+        """Set an earlier run aside for a new one; it comes back unless ``settle`` is called. Collective."""
+        self.do_once(lambda: _make_room(self.path))
 
     def remove_results(self) -> None:
         """Remove the results of a run that goes on. Collective."""

@@ -14,11 +14,13 @@ it; inside an allocation, Slurm's list of nodes says where its rank 0 is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import rank_variables
@@ -31,18 +33,40 @@ MPI = (
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Variables, equal on all ranks of a job, from which two jobs on one machine derive different ports."""
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 FIRST_PORT, PORTS = 15000, 15000  # below the ports that Linux gives away by itself (from 32768)
 
 
-def job_of(environment: Mapping[str, str]) -> tuple[str, bool]:
-    """Return a name of this job, the same each time that Slurm or torchrun starts it again, and whether they have.
-    "": nobody would.
+def starts_of(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return names of this start of the job, and of earlier ones with which a run that they began may be gone on with.
+
+    Slurm counts the starts of its job. torchrun's attempts are one start: other ranks' counts may differ from ours.
     """
-    run = environment.get("TORCHELASTIC_RUN_ID", "")
-    if run == "none":  # torchrun without --rdzv-id
-        run = f"{socket.gethostname()} {os.getppid()}"
-    counts = [environment.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
-    return environment.get("SLURM_JOB_ID") or run, any(count not in ("", "0") for count in counts)
+    now, earlier = [], []
+    if job := environment.get("SLURM_JOB_ID"):
+        again = environment.get("SLURM_RESTART_COUNT", "")
+        count = int(again) if again.isdecimal() else 0
+        starts = [f"Slurm's job {job}, start {number}" for number in range(count + 1)]
+        now, earlier = starts[-1:], starts[:-1]
+    if run := environment.get(_RUN_ID):
+        agent = f"torchrun's run {' '.join(run.split())} by process {_agent()} on {socket.gethostname()}"
+        now.append(agent)
+        if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            earlier.append(agent)
+    return now, earlier
+
+
+def _agent() -> str:
+    """Return the number and start of the torchrun that is above this process; a script may lie between the two."""
+    process, born = os.getppid(), ""
+    with contextlib.suppress(OSError):
+        while True:
+            fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+            born = fields[19]
+            if process == 1 or f"\0{_RUN_ID}=".encode() not in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
+                break
+            process = int(fields[1])
+    return f"{process}, begun at {born}"
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
