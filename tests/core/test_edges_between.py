@@ -23,7 +23,8 @@ from threaded import entries
 
 STEPS = 5
 PROGRAMS = [
-    *(case for case in CASES if case.name != "local-steps"),  # held in tests/methods/test_localsteps.py
+    *CASES,
+    Case("local-steps(every=1, outer='int8(smallest=0)', outer_momentum=0.0, second_moment='mean')", "", "adamw"),
     Case("topk(smallest=0, density=0.1)", "", "adamw"),
     Case("powersgd(smallest=0, rank=2)", "", "adamw"),
     Case("tagc(smallest=0, theta=0.9)", "", "adamw"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from breadth import dealt
 from launches import LaunchWatch
@@ -14,7 +15,7 @@ from thinwire.methods import TABLE, Method, resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.ops import quant
-from thinwire.plan.doubles import Watch
+from thinwire.plan.doubles import Watch, optimizer_like, step_once
 from thinwire.plan.dry_run import DryRun, compile_kernels, dry_run, separate_buffers, stand_in_run
 from thinwire.plan.plan import plan_of, road_of
 from thinwire.proof.ranks import parameters_for
@@ -176,3 +177,18 @@ def test_kernels_of_both_hops_are_compiled(monkeypatch):
     road = road_of(method, parameters, intra, inter, intra=method.card.intra)
     compile_kernels(road, stand_in_run(method, parameters, inter), torch.device("cpu"))
     assert seen == {4, 8}
+
+
+def test_the_double_of_an_optimizer_with_a_schedule_steps_in_its_place():
+    """A schedule wraps ``optimizer.step``: the wrapper of the original steps the original."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([weight])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    stepped = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    twin = nn.Parameter(torch.empty(3, device="meta"))
+    double = optimizer_like(optimizer, {id(weight): twin})
+    step_once(double, optimizer)
+    assert not stepped and not optimizer.state and weight.tolist() == [1.0] * 3
+    assert set(double.state[twin]) == {"step", "exp_avg", "exp_avg_sq"}

@@ -89,6 +89,7 @@ def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parame
     """Return an optimizer of the original's class over the doubles of its weights (by id), with Adam's moments."""
     double: Any = object.__new__(type(original))
     double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
+    double.__dict__.pop("step", None)  # a learning-rate schedule's wrapper, which steps the original
     double.param_groups = [
         {**group, "params": [doubles[id(weight)] for weight in group["params"] if id(weight) in doubles]}
         for group in original.param_groups
