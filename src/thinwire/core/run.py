@@ -133,8 +133,8 @@ class Step:
         agree: (values) -> are they finite on every rank? Collective, waits for the device; True without a guard.
         agree_inside: the same among the ranks that hold this replica together, where the replicas have agreed already.
         failed: did the last agreement fail because a replica was lost, not because of values?
-        put_back: what ``before_step`` adds here ``restore`` calls, right after the optimizer's own step, before the hooks
-            of the user's; not if that step raised an error.
+        put_back: what ``before_step`` adds here ``restore`` calls, right after the optimizer's own step, before the
+            hooks of the user's; not if that step raised an error.
     """
 
     number: int
