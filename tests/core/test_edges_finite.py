@@ -29,6 +29,11 @@ def given(step: int, rank: int) -> dict[str, Tensor]:
 START = 256.0
 
 
+def complaints(method, what):
+    """Of all that was tried on one rank: lists of what was wrong, by name."""
+    return [f"{key}: {complaint}" for key in what if key != "error" for complaint in what[key]]
+
+
 def _scaled(
     engine: str, world: int, rank: int, case: Case, steps, *, overflow: int = -1, growth: int = 10**6,
     clip: bool = False, wrap: bool = True, to_none: bool = True, told: bool = True, batches: Any = None,
@@ -113,10 +118,7 @@ def _overflow(rank, world):
 
 
 def test_an_overflow_on_one_rank_costs_one_step():
-    def check(method, what):
-        return [f"{key}: {complaint}" for key in what if key != "error" for complaint in what[key]]
-
-    each(ranks.run(_overflow, 2), "ddp", check)
+    each(ranks.run(_overflow, 2), "ddp", complaints)
 
 
 HIDING = [case for case in on("ddp") if case.name not in (*NO_SCALER, "none")]
@@ -153,10 +155,7 @@ def _hidden(rank, world):
 
 
 def test_an_overflow_that_a_mask_hides_lowers_the_scale_all_the_same():
-    def check(method, what):
-        return [f"{key}: {complaint}" for key in what if key != "error" for complaint in what[key]]
-
-    each(ranks.run(_hidden, 2), "ddp", check)
+    each(ranks.run(_hidden, 2), "ddp", complaints)
 
 
 def _untold(rank, world):
@@ -241,10 +240,7 @@ def _huge(rank, world, engine):
 def test_a_finite_gradient_that_overflows_on_the_way_costs_its_step_and_nothing_else(engine):
     """Also where the mean happens to be finite: its norm is not, and no clipping or Adam survives that."""
 
-    def check(method, what):
-        return [f"{label}: {complaint}" for label in what if label != "error" for complaint in what[label]]
-
-    each(ranks.run(_huge, 2, engine), engine, check)
+    each(ranks.run(_huge, 2, engine), engine, complaints)
 
 
 def _loaded(rank, world):

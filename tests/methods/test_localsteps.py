@@ -172,8 +172,7 @@ def test_the_groups_of_the_user_stay_as_they_are():
         assert (first["lr"], first["weight_decay"], first["params"]) == (0.02, 0.05, [weight])
         assert (second["lr"], second["params"]) == (groups[0]["lr"], [other])
         assert weight.grad.tolist() == [2.0] * 3 and other.grad.tolist() == [8.0] and groups == values
-    for put_back in step.put_back:
-        put_back()
+    step.restore()
     assert optimizer.param_groups is groups and groups == values and weight.grad.tolist() == [4.0] * 3
     view.enter(step, 4)
     view.forget()

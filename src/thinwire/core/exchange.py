@@ -122,7 +122,8 @@ class Exchange(ABC):
             self._reduce(bucket.rows.contiguous(), bucket.mean, "mean", shared=shared)
             return
         by_network = codec.linear and on_wire
-        if isinstance(bucket, Bucket) and not by_network and (self.owner or not on_wire):
+        may_carry = not by_network and (self.owner or not on_wire)
+        if may_carry and isinstance(bucket, Bucket) and bucket.rider is not None:
             codec = self._with_rider(codec, codec.wire_bytes(bucket.shape[1]), bucket.rider)
         wire = self._encode(bucket, bucket.rows, codec, "wire", residual, seed)
         if by_network:
@@ -133,12 +134,12 @@ class Exchange(ABC):
         else:
             self._sum_at_ranks(bucket, wire, codec, on_wire=on_wire, residual=residual, seed=seed)
 
-    def _with_rider(self, codec: Codec, wire_bytes: int, rider: Bucket | None) -> Codec:
+    def _with_rider(self, codec: Codec, wire_bytes: int, rider: Bucket) -> Codec:
         """Append the rows of ``rider`` to the wire of ``codec``: they need no exchange of their own then.
 
         They travel alone if a part would begin within a word: padding would be bytes that no parameter's plan counts.
         """
-        if rider is None or rider.arrived or wire_bytes % 4 or (wire_bytes + 4 * rider.shape[1]) % codec.word:
+        if rider.arrived or wire_bytes % 4 or (wire_bytes + 4 * rider.shape[1]) % codec.word:
             return codec
         rider.arrived = True
         return Appended(codec, rider.rows, rider.mean if self.owner else rider.rows[self.rank : self.rank + 1])

@@ -311,7 +311,7 @@ class StepLoop:
             )
         self.engine.stepping()
         if self._open is not None:
-            named = ((self._names.get(id(weight)), weight) for weight in _parameters(optimizer))
+            named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
             weights = {name: weight for name, weight in named if name is not None}
             self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=[])
             with self.inside("optimizer.step()"):
