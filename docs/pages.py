@@ -98,16 +98,16 @@ def speeds(name: str) -> tuple[str, list[figures.Row]]:
     """The measured rows of the method, and their settings; "" if there are none."""
     rows = [row for row in figures.read("speed") if figures.name_of(row["method"]) == name]
     lines = [
-        "| as | setting | step | share of the speed of `none` | `dense` there | exposed | sent per step |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| method | step | share of the speed of `none` | `dense` there | exposed | sent per step | setting |",
+        "|---|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:
         where = figures.setting(row["setting"])
         dense = next((of for of in figures.of("speed", row["setting"]) if of["method"] == "dense"), None)
         share = f"{dense['speed_percent']}%" if dense else "-"
         lines.append(
-            f"| `{row['method']}` | {setting(where)} | {row['step_ms']} ms | {row['speed_percent']}% | {share} | "
-            f"{row['exposed_ms']} ms | {row['sent_mb']} MB |"
+            f"| `{row['method']}` | {row['step_ms']} ms | {row['speed_percent']}% | {share} | {row['exposed_ms']} ms | "
+            f"{row['sent_mb']} MB | {setting(where)} |"
         )
     return "\n".join(lines) if rows else "", used(rows)
 
@@ -116,12 +116,12 @@ def losses(name: str) -> tuple[str, list[figures.Row]]:
     """As :func:`speeds`."""
     rows = [row for row in figures.read("loss") if figures.name_of(row["method"]) == name]
     lines = [
-        "| as | run | setting | validation loss above dense | bytes, share of dense |",
-        "|---|---|---|---:|---:|",
+        "| method | validation loss above dense | bytes, share of dense | run | setting |",
+        "|---|---:|---:|---|---|",
     ]
     lines += [
-        f"| `{row['method']}` | {row['label']} | {setting(figures.setting(row['setting']))} | {row['gap_percent']}% | "
-        f"{row['share_percent'] or '-'}{'%' if row['share_percent'] else ''} |"
+        f"| `{row['method']}` | {row['gap_percent']}% | {row['share_percent'] or '-'}{'%' if row['share_percent'] else ''} "
+        f"| {row['label']} | {setting(figures.setting(row['setting']))} |"
         for row in rows
     ]
     return "\n".join(lines) if rows else "", used(rows)
@@ -130,11 +130,11 @@ def losses(name: str) -> tuple[str, list[figures.Row]]:
 def regimes(name: str) -> str:
     """The method's rows of benchmarks/loss/regimes.py, each at its best learning rate; "" if there are none."""
     rows = [row for row in figures.regime_rows() if row.gap is not None and figures.name_of(row.method) == name]
-    head = ("as", "regime", "model", "text", "ranks", "steps", "learning rate", "loss above dense", "share of bytes")
-    lines = ["| " + " | ".join(head) + " |", "|---" * 4 + "|---:" * 5 + "|"]
+    head = ("method", "loss above dense", "share of bytes", "regime", "model", "text", "ranks", "steps", "learning rate")
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * 2 + "|---" * 3 + "|---:" * 3 + "|"]
     lines += [
-        f"| `{row.method}` | {row.regime} | `{row.model}` | {row.text} | {row.ranks} | {row.steps} | {row.lr:g} | "
-        f"{row.gap:+.2f}% | " + (f"{row.share_all:.1f}%" if row.share_all is not None else "-") + " |"
+        f"| `{row.method}` | {row.gap:+.2f}% | " + (f"{row.share_all:.1f}%" if row.share_all is not None else "-")
+        + f" | {row.regime} | `{row.model}` | {row.text} | {row.ranks} | {row.steps} | {row.lr:g} |"
         for row in rows
     ]
     return "\n".join(lines) if rows else ""
