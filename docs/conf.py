@@ -120,7 +120,7 @@ def unbroken(app, pagename, templatename, context, doctree) -> None:
 
 
 COMMANDS = re.compile(r'<div class="highlight-(?:ba)?sh .*?</pre>', re.DOTALL)
-FLAG = re.compile(r"(?<![^\s>(\[])--?(?:[A-Za-z](?:[\w-]*\w)?|(?!\S))")
+FLAG = re.compile(r"(?<![^\s>(\[])--?(?:[A-Za-z](?:[\w-]*\w)?|(?=[\s<]))")
 RANGE = re.compile(
     r"""(?:typing\.)?Annotated\[(.+?), Within\(holds=<function .+? at 0x[0-9a-f]+>, words=(?:'.*?'|".*?")\)\]"""
 )

@@ -98,33 +98,44 @@ def speeds(name: str) -> tuple[str, list[figures.Row]]:
     """The measured rows of the method, and their settings; "" if there are none."""
     rows = [row for row in figures.read("speed") if figures.name_of(row["method"]) == name]
     lines = [
-        "| method | step | share of the speed of `none` | `dense` there | exposed | sent per step | setting |",
-        "|---|---:|---:|---:|---:|---:|---|",
+        "| method | step | share of the speed of `none` | `dense` there | exposed | sent per step |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        where = figures.setting(row["setting"])
         dense = next((of for of in figures.of("speed", row["setting"]) if of["method"] == "dense"), None)
         share = f"{dense['speed_percent']}%" if dense else "-"
         lines.append(
             f"| `{row['method']}` | {row['step_ms']} ms | {row['speed_percent']}% | {share} | {row['exposed_ms']} ms | "
-            f"{row['sent_mb']} MB | {setting(where)} |"
+            f"{row['sent_mb']} MB |"
         )
-    return "\n".join(lines) if rows else "", used(rows)
+    return set_out(lines, rows), used(rows)
 
 
 def losses(name: str) -> tuple[str, list[figures.Row]]:
     """As :func:`speeds`."""
     rows = [row for row in figures.read("loss") if figures.name_of(row["method"]) == name]
     lines = [
-        "| method | validation loss above dense | bytes, share of dense | run | setting |",
-        "|---|---:|---:|---|---|",
+        "| method | validation loss above dense | bytes, share of dense | run |",
+        "|---|---:|---:|---|",
     ]
     lines += [
         f"| `{row['method']}` | {row['gap_percent']}% | {row['share_percent'] or '-'}{'%' if row['share_percent'] else ''} "
-        f"| {row['label']} | {setting(figures.setting(row['setting']))} |"
+        f"| {row['label']} |"
         for row in rows
     ]
-    return "\n".join(lines) if rows else "", used(rows)
+    return set_out(lines, rows), used(rows)
+
+
+def set_out(lines: list[str], rows: list[figures.Row]) -> str:
+    """The table of ``lines`` for ``rows``: what their settings share stands above it, the rest in a last column."""
+    if not rows:
+        return ""
+    settings = [setting(figures.setting(row["setting"])).split(", ") for row in rows]
+    shared = [part for part in settings[0] if all(part in of for of in settings)]
+    rest = [", ".join(part for part in of if part not in shared) for of in settings]
+    if any(rest):
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, ["setting", "---", *rest], strict=True)]
+    return f"In each row: {', '.join(shared)}.\n\n" + "\n".join(lines)
 
 
 def regimes(name: str) -> str:
