@@ -97,8 +97,11 @@ def whole(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def of_its_type(app, what, name, obj, options, signature: str | None, returns: str | None):
-    """In a signature a knob has its type; its range is a function, of which nobody can read more than an address."""
-    return (RANGE.sub(r"\1", signature), returns) if signature else None
+    """In a signature a knob has its type; its range is a function, of which nobody can read more than an address.
+
+    ``<factory>`` makes a default, and is no Python: the types beside it would be left as they are.
+    """
+    return (RANGE.sub(r"\1", signature).replace("<factory>", "..."), returns) if signature else None
 
 
 def room(cell: re.Match[str]) -> str:

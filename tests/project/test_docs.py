@@ -398,6 +398,9 @@ def test_a_signature_on_the_site_names_the_types_of_knobs_without_their_ranges(c
     shown, returns = of_docs("conf").of_its_type(None, "class", cls.__name__, cls, None, bare, "None")
     assert "lambda" not in shown and "Annotated" not in shown and returns == "None"
     assert ", smallest: int = 65536)" in shown
+    made = "(waits: ~collections.abc.Mapping[str, float] = <factory>)"
+    shown, _ = of_docs("conf").of_its_type(None, "class", "Promise", None, None, made, None)
+    assert shown == made.replace("<factory>", "...")
 
 
 def test_the_title_of_a_papers_report_is_not_broken_within_its_number() -> None:
