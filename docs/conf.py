@@ -110,10 +110,10 @@ def room(cell: re.Match[str]) -> str:
 
 
 def unbroken(app, pagename, templatename, context, doctree) -> None:
-    """Marks what static/site.css keeps whole, lets break or gives room: browsers break a flag after each of its hyphens.
+    """Marks what static/site.css keeps whole, lets break or gives room.
 
-    Words of code that are too long for a line of a phone may be broken; flags in a block of commands may not. Cells of
-    many letters get a wider column.
+    Browsers break a flag after each of its hyphens. Words of code that are too long for a line of a phone may be
+    broken; flags in a block of commands may not. Cells of many letters get a wider column.
     """
     if "body" not in context:
         return

@@ -119,8 +119,8 @@ def losses(name: str) -> tuple[str, list[figures.Row]]:
         "|---|---:|---:|---|",
     ]
     lines += [
-        f"| `{row['method']}` | {row['gap_percent']}% | {row['share_percent'] or '-'}{'%' if row['share_percent'] else ''} "
-        f"| {row['label']} |"
+        f"| `{row['method']}` | {row['gap_percent']}% | {row['share_percent'] or '-'}{'%' if row['share_percent'] else ''}"
+        f" | {row['label']} |"
         for row in rows
     ]
     return set_out(lines, rows), used(rows)
@@ -141,8 +141,8 @@ def set_out(lines: list[str], rows: list[figures.Row]) -> str:
 def regimes(name: str) -> str:
     """The method's rows of benchmarks/loss/regimes.py, each at its best learning rate; "" if there are none."""
     rows = [row for row in figures.regime_rows() if row.gap is not None and figures.name_of(row.method) == name]
-    head = ("method", "loss above dense", "share of bytes", "regime", "model", "text", "ranks", "steps", "learning rate")
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * 2 + "|---" * 3 + "|---:" * 3 + "|"]
+    head = "method | loss above dense | share of bytes | regime | model | text | ranks | steps | learning rate"
+    lines = [f"| {head} |", "|---" + "|---:" * 2 + "|---" * 3 + "|---:" * 3 + "|"]
     lines += [
         f"| `{row.method}` | {row.gap:+.2f}% | " + (f"{row.share_all:.1f}%" if row.share_all is not None else "-")
         + f" | {row.regime} | `{row.model}` | {row.text} | {row.ranks} | {row.steps} | {row.lr:g} |"

@@ -383,7 +383,7 @@ def test_the_papers_stand_on_the_pages_of_their_methods(pages: ModuleType) -> No
 
 def test_the_site_keeps_the_flags_of_a_command_whole() -> None:
     """In a block of commands, which is wrapped; in a block of what was printed, nothing is."""
-    block = '<div class="highlight-%s no"><pre><span></span>python a-b.py --in-two -n 2<i> </i>--<i> </i>x\n--out</pre></div>'
+    block = '<div class="highlight-%s no"><pre><i></i>python a-b.py --in-two -n 2<i> </i>--<i> </i>x\n--out</pre></div>'
     flags = ["--in-two", "-n", "--", "--out"]
     for language, found in (("sh", flags), ("bash", flags), ("text", [])):
         given = {"body": block % language}
