@@ -118,11 +118,9 @@ def losses(name: str) -> tuple[str, list[figures.Row]]:
         "| method | validation loss above dense | bytes, share of dense | run |",
         "|---|---:|---:|---|",
     ]
-    lines += [
-        f"| `{row['method']}` | {row['gap_percent']}% | {row['share_percent'] or '-'}{'%' if row['share_percent'] else ''}"
-        f" | {row['label']} |"
-        for row in rows
-    ]
+    for row in rows:
+        share = f"{row['share_percent']}%" if row["share_percent"] else "-"
+        lines.append(f"| `{row['method']}` | {row['gap_percent']}% | {share} | {row['label']} |")
     return set_out(lines, rows), used(rows)
 
 
