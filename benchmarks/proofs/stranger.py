@@ -45,8 +45,9 @@ LEFT_S = 10
 """How long processes may take to go after their command."""
 MARK = "THINWIRE_STRANGER"
 """A variable of the environment by which a command's processes are found, wherever they have gone."""
-TORCHS = "torchinductor_"
-"""A user's cache of torch's, which it keeps among temporary files."""
+TORCHS = ("torchinductor_", "torchelastic_")
+"""What torch leaves among temporary files: a user's cache of compiled code, and the folder that each torchrun makes for
+its ranks' logs, with Thinwire or without. No command of ours starts a torchrun."""
 RUN = "--preset tiny --steps 40"
 COMMANDS = [
     "thinwire", "thinwire --help", "thinwire --version", "thinwire env", "thinwire methods", "thinwire methods trickle",
