@@ -349,8 +349,8 @@ def _hook_on_all_optimizers(step_loop: StepLoop) -> RemovableHandle:
 
 
 _BESIDE = (
-    "{method} with feedback='updates' beside tensor parallelism: steps are scaled by how alike the ranks' gradients are, "
-    "of which tensor-parallel ranks hold different parts, so what they hold in common would drift apart. Take "
+    "{method} with feedback='updates' beside tensor parallelism: steps are scaled by how alike the ranks' gradients "
+    "are, of which tensor-parallel ranks hold different parts, so what they hold in common would drift apart. Take "
     "feedback='gradients', or another method"
 )
 
