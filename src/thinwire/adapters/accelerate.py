@@ -98,7 +98,8 @@ def _connect_checkpoints(accelerator: Any, model: nn.Module, wire: Wire) -> None
     """
     number = number_of(accelerator, model)
     folder = f"thinwire_{number}" if number else "thinwire"
-    load, loading = accelerator.load_state, []
+    load = accelerator.load_state
+    loading: list[Path] = []
 
     def load_state(*args: Any, **kwargs: Any) -> None:
         load(*args, **kwargs)
