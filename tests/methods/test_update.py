@@ -406,7 +406,7 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
     [
         ("dgc(feedback='update')", "no knob 'feedback'"),
         ("topk(feedback='both')", "feedback is"),
-        ("loco(feedback=None)", "feedback is Gradients(...) or Updates(...), got None"),
+        ("loco(feedback=None)", "feedback is Gradients.* or Updates.*, got None"),
         ("radius(beta1=0.5)", "beta1 does nothing"),
         ("powersgd:paper(beta1=0.9)", "beta1 does nothing"),
         ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "bits is"),
