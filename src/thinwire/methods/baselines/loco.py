@@ -52,6 +52,9 @@ class LoCo(Lossy):
     def make_codec(self) -> Codec:
         return Int4(self.group)
 
+    def row_codec(self, exchange: Exchange) -> Codec | None:
+        return self.codec
+
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, new = self.state.read("error", bucket), self.state.write("error", bucket)
         exchange.mean(bucket, self.codec, on_wire=False, residual=Residual(old, new))  # new = h_n - Q(h_n)

@@ -74,6 +74,9 @@ class Int8(Lossy):
     def make_codec(self) -> Codec:
         return Int8Codec(self.group)
 
+    def row_codec(self, exchange: Exchange) -> Codec | None:
+        return self.codec
+
 
 @dataclass
 class NoExchange(Method):

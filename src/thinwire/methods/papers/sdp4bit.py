@@ -162,11 +162,13 @@ class SDP4Bit(Method):
         super().begin(run)
         self._sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
 
+    def row_codec(self, exchange: Exchange) -> Codec:
+        assert self.codec is not None
+        return self._intra_codec if exchange.comm.one_node else self.codec  # Q8 inside, Q4 across
+
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Do one hop of Alg. 3, in its order: inside the node (l. 2-7), or across nodes (l. 8-13)."""
-        inside = exchange.comm.one_node
-        quantizer = self._intra_codec if inside else self.codec  # Q8 inside, Q4 across
-        assert quantizer is not None
+        quantizer = self.row_codec(exchange)
         seed = self._seeds(bucket, exchange) if quantizer.draws else None
         # l. 2 (across: 8)   g^ = Hadamard(grad)                Integers.encode: transforms and
         # l. 3 (9)           qg = Quantize(g^)                  quantizes in one pass
