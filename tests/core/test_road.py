@@ -414,9 +414,10 @@ def test_where_rows_go_to_their_owners_one_message_goes_in_place_of_two(text, to
 @pytest.mark.parametrize("text", ["int8", "sdp4bit", "loco", "topk"])
 def test_no_bit_depends_on_where_dense_rows_are_packed(text, where, monkeypatch):
     """Behind the wire, for which a method names the codec; elsewhere; behind room for another wire than is sent."""
-    cls, found = type(methods.resolve(text)), []
-    for codec in (cls.row_codec, lambda *of: None, lambda *of: Int4(64), lambda *of: Bf16()):
-        monkeypatch.setattr(cls, "row_codec", codec)
+    cls, found = type(methods.resolve(text)), [sent_beside(type(methods.resolve(text)), where)]
+    describe = cls.describe
+    for codec in (None, Int4(64), Bf16()):
+        monkeypatch.setattr(cls, "describe", lambda self, codec=codec: replace(describe(self), row_codec=codec))
         found.append(sent_beside(cls, where))
     for other in found[1:]:
         for one, apart in zip(found[0], other, strict=True):

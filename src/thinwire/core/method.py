@@ -123,10 +123,6 @@ class Method:
         """Write the mean over ranks of ``bucket.rows`` to ``bucket.mean``."""
         exchange.mean(bucket, self.codec, on_wire=self.card.summed_by_network)
 
-    def row_codec(self, exchange: Exchange) -> Codec | None:
-        """Return the codec of the rows that ``reduce`` sends to their owners; dense ones are packed behind its wire."""
-        return None
-
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """Reduce in a dense step, after which nothing waits."""
         send_all(self.card.promise.waits, self.state, bucket, exchange)

@@ -164,7 +164,7 @@ class Stage:
         buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
         alike = len({bucket.dtype for _, bucket in buckets}) == 1
         if len(buckets) > 1 and alike:
-            first, codec = buckets[0][1], self.method.row_codec(self.exchange)
+            first, codec = buckets[0][1], self.method.card.row_codec
             ahead = 0 if codec is None else codec.wire_bytes(first.shape[1])
             group = BucketGroup([bucket for _, bucket in buckets], in_place=first.lies_in(flat), ahead=ahead)
             return [_PackedBuckets.of(group, buckets, pieces)]

@@ -41,7 +41,7 @@ class LoCo(Lossy):
     group: int = 128
 
     def describe(self) -> Card:
-        return replace(super().describe(), summed_by_network=False)
+        return replace(super().describe(), summed_by_network=False, row_codec=self.codec)
 
     def _promise(self) -> Promise:
         waits = {"error": 1 / (1 - self.beta)}
@@ -51,9 +51,6 @@ class LoCo(Lossy):
 
     def make_codec(self) -> Codec:
         return Int4(self.group)
-
-    def row_codec(self, exchange: Exchange) -> Codec | None:
-        return self.codec
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, new = self.state.read("error", bucket), self.state.write("error", bucket)

@@ -69,13 +69,11 @@ class Int8(Lossy):
         return Rounding("8 bits", step=1 / 254, group=self.group)
 
     def describe(self) -> Card:
-        return replace(super().describe(), summed_by_network=False, rows_apart=self.updates is None)
+        apart = self.updates is None
+        return replace(super().describe(), summed_by_network=False, rows_apart=apart, row_codec=self.codec)
 
     def make_codec(self) -> Codec:
         return Int8Codec(self.group)
-
-    def row_codec(self, exchange: Exchange) -> Codec | None:
-        return self.codec
 
 
 @dataclass
