@@ -110,8 +110,7 @@ class Card:
             which parameters' "gradients" in the engine's buffer are steps already. None: there are never any.
         intra: the ``Method`` of the hop inside a node, if there are two hops; None: dense.
         carrier: the ``Method`` that encodes what travels, if it is another one.
-        row_codec: the codec of rows that go to their owners in every step; dense ones are packed behind its wire. None,
-            or if another one is sent: they are copied there.
+        row_codec: of rows that are sent to their owners; dense ones are packed behind its wire, and not copied there.
     """
 
     promise: Promise = EXACT
