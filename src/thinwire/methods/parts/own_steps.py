@@ -23,20 +23,12 @@ class OwnSteps:
 
     def take(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
         """Call ``move(name, weight)`` for those of ``names`` in ``step`` that have a ``weight.grad``, and hide that."""
-        hidden: list[tuple[Tensor, Tensor]] = []
         for name in sorted(self.names.intersection(step.weights)):
             self.names.remove(name)
             weight = step.weights[name]
             if weight.grad is not None:
                 move(name, weight)
-                hidden.append((weight, weight.grad))
-                weight.grad = None
-
-        def show() -> None:
-            for weight, gradient in hidden:
-                weight.grad = gradient
-
-        step.put_back.append(show)
+                step.hide_gradients([weight])
 
 
 REFUSED = ("amsgrad", "maximize", "differentiable")
