@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +119,8 @@ class Program:
                 for action in actions:
                     self.draw.choice(places).append(action)
             self.inside[number] = places[0]
+            if self.draw is not None and self.draw.random() < 0.2:
+                self.fail(number)
             self.optimizers[number].step()
             self.look(f"after step {number}")
             for action in places[1]:
@@ -129,6 +132,18 @@ class Program:
         for action, number in late:
             action(number)
         self.look("at the end")
+
+    def fail(self, number: int) -> None:
+        """The optimizer's own step raises an error, before it is taken again."""
+        kind = type(self.optimizers[number])
+        inner = "_init_group" if hasattr(kind, "_init_group") else "_step"
+        with mock.patch.object(kind, inner, side_effect=MemoryError), pytest.raises(MemoryError):
+            self.optimizers[number].step()
+        rates = [one.param_groups[0]["lr"] for one in self.optimizers]
+        if any(one.param_groups is not mine for one, mine in zip(self.optimizers, self.groups, strict=True)):
+            self.wrong.add("other groups after an error")
+        if rates != pytest.approx(self.rates):
+            self.wrong.add("other rates after an error")
 
     def end(self) -> None:
         """The wire is closed when one optimizer has stepped and the other one has not."""

@@ -313,7 +313,9 @@ class StepLoop:
         if self._open is not None:
             named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
             weights = {name: weight for name, weight in named if name is not None}
-            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=[])
+            again = self._part is not None and self._part.optimizers == (optimizer,)  # its step raised an error
+            hidden = self._part.put_back if again else []
+            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
             with self.inside("optimizer.step()"):
                 self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 
