@@ -40,6 +40,7 @@ from thinwire.train.data.corpus import read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows
 from thinwire.train.job import held_out, run_folder, scheduler, setup
+from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
@@ -647,7 +648,7 @@ def _train_as(rank: int, world: int, port: int, words: tuple[str, ...], steps: i
 
 
 def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text):
-    """Two launches in one Slurm job; a run without checkpoints that is started again; ranks counted differently."""
+    """Two launches in one Slurm job; a run without checkpoints that is started again; a start that is not counted."""
 
     def run(launch: str, slurm: str, counts: str, steps: int | None = None, *more: str) -> list[str]:
         own = [f"TORCHELASTIC_RESTART_COUNT={counts}"]
@@ -663,7 +664,7 @@ def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text
     assert run("b", "0", "0,0", 0, *every) == first  # dies before it has begun
     second = run("b", "0", "1,1", 2, *every)
     assert len(second) == 2 and second != first[:2], "the second launch is not the first"
-    third = run("b", "0", "0,1", None, *every)
+    third = run("b", "0", "0,0", None, *every)  # not counted, as a node came or went
     assert third[:2] == second and len(third) == 3
     assert run("c", "1", "0,0", None, *every) == third  # Slurm has started the job again
     fourth = run("d", "1", "0,0", None, "--no-checkpoints")
@@ -672,19 +673,46 @@ def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text
 
 
 def test_an_attempt_of_torchrun_knows_its_launch_behind_a_script():
-    """Also: Slurm's earlier starts are all of the job, and torchrun's first attempt goes on with nothing of its own."""
-    ask = "import os; from thinwire.train.job.scheduler import starts_of; print(starts_of(os.environ))"
+    """Also: Slurm's earlier starts are all of the job."""
+    ask = "import os; from thinwire.train.job.scheduler import starts_of; print(*starts_of(os.environ).earlier)"
     script = [["sh", "-c", '"$0" -c "$1"; :', sys.executable, ask], [sys.executable, "-c", ask]]
-    variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
+    variables = {"TORCHELASTIC_RUN_ID": "none"}
     said = [
         subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=True).stdout
         for words in script
     ]
     assert said[0] == said[1] and f"process {os.getpid()}, begun at" in said[0]
-    now, earlier = scheduler.starts_of({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", **variables})
-    assert len(now) == 2 and len(earlier) == 3 and now[0] not in earlier and now[1] in earlier
-    now, earlier = scheduler.starts_of({**variables, "TORCHELASTIC_RESTART_COUNT": "0"})
-    assert len(now) == 1 and not earlier
+    starts = scheduler.starts_of({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", **variables})
+    assert len(starts.now) == 3 and len(starts.earlier) == 3 and starts.now[0] not in starts.earlier
+    assert starts.now[1] in starts.earlier and starts.now[2:] == starts.own
+
+
+def test_a_second_run_of_one_process_of_torchrun_begins_anew(tmp_path):
+    """A script that torchrun starts may train twice into one folder."""
+    alone = SimpleNamespace(rank=0, share=lambda value: [value], gather=lambda work: [work()], do=lambda work: work())
+    folder = RunFolder(tmp_path, (0,), alone)
+    first, again, other = (
+        scheduler.Starts([agent, worker], [agent], [worker]) for agent, worker in (("a", "1"), ("a", "2"), ("b", "3"))
+    )
+    assert not folder.take_over(first)
+    folder.mark(first.now)
+    assert not folder.take_over(first) and not folder.take_over(other)
+    assert folder.take_over(again) and not folder.take_over(again)
+
+
+def test_a_run_killed_before_its_first_step_says_where_the_earlier_one_is_and_gives_it_back(tmp_path, text):
+    run = tmp_path / "run"
+    words = (*SHORT, "--corpus", str(text), "--out", str(run))
+    assert train(1, *words, "--steps", "2")[0][0] == 0
+    before = files_of(run)
+    run_folder._make_room(run)  # what kill -9 before step 1 leaves
+    for command in (["inspect"], ["sample", "--prompt", "1"], ["eval", "--tasks", "x"], ["status"]):
+        with redirect_stderr(io.StringIO()) as err:
+            assert cli.main([command[0], str(run), *command[1:]]) == 2
+        assert f"the run that was there is in {run}/.previous" in err.getvalue(), err.getvalue()
+        assert len(err.getvalue().splitlines()) == 1
+    assert train(1, *words, "--steps", "2", "--resume", "auto")[0][0] == 0  # nothing is left to do
+    assert files_of(run) == before and not (run / ".previous").exists()
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_the_earlier_one_whole(tmp_path, text):

@@ -124,7 +124,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The method that was chosen, and why. ``options``: dense, then as predicted, then what was not predicted."""
+    """The method that was chosen, and why. ``options``: dense, if it was measured, then as predicted, then what was not predicted."""
 
     method: str
     reason: str
@@ -220,10 +220,16 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
+    listed = trials.from_rank_0(lambda: [asdict(option) for option in candidates(auto, training, ranks)])
+    options = [Option(**option) for option in listed]
+    if all(option.reason for option in options):  # a step of dense would be measured for nothing
+        return Choice(DENSE, "no method can be taken", str(auto), tuple(options))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     predict = predictor(auto, training, trials, dense)
-    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, training, predict, dense, memory_left, ranks)])
+    ranked = trials.from_rank_0(
+        lambda: [asdict(option) for option in _rank(options, training, predict, dense, memory_left, ranks)]
+    )
     options = [Option(**option) for option in ranked]
     tried = 0
     for number, option in enumerate(options):
@@ -309,11 +315,12 @@ def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: T
 
 
 def _rank(
-    auto: Auto, training: Training, predict: Callable[[str], Prediction], dense: float, memory_left: float, ranks: int
-) -> list[Option]:
+    options: Sequence[Option], training: Training, predict: Callable[[str], Prediction], dense: float,
+    memory_left: float, ranks: int,
+) -> list[Option]:  # fmt: skip
     """Predict the candidates; return the fastest first, and behind them what cannot be taken."""
     predicted, out = list[Option](), list[Option]()
-    for option in candidates(auto, training, ranks):
+    for option in options:
         if option.reason:
             out.append(option)
             continue

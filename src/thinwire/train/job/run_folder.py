@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import remove, write
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS
+from thinwire.train.job.scheduler import Starts
 
 if TYPE_CHECKING:
     from thinwire.train.job.collective import Collective
@@ -80,14 +81,15 @@ class RunFolder:
         """Are there results of a run that has ended? Collective."""
         return any(self.collective.share((self.path / RESULTS[0]).exists()))
 
-    def take_over(self, now: list[str], earlier: list[str]) -> bool:
-        """Is the run that is here of one of the ``earlier`` starts of this job, on any rank? If so, it is from ``now``
-        on this one's. Collective."""
+    def take_over(self, starts: Starts) -> bool:
+        """Is the run that is here of one of the earlier ``starts`` of this job, on any rank? If so, it is from now on
+        this one's. Collective."""
         mark = self.path / _JOB
-        begun = self.collective.gather(lambda: mark.read_text().splitlines() if mark.exists() else [])
-        if not {*itertools.chain(*begun)} & {*itertools.chain(*self.collective.share(earlier))}:
+        begun = set().union(*self.collective.gather(lambda: mark.read_text().splitlines() if mark.exists() else []))
+        earlier, own = (set().union(*self.collective.share(names)) for names in (starts.earlier, starts.own))
+        if not begun & earlier or begun & own:
             return False
-        self.mark(now)
+        self.mark(starts.now)
         return True
 
     def mark(self, now: list[str]) -> None:
@@ -127,6 +129,13 @@ def refuse(path: Path, *, anew: bool, goes_on: bool) -> None:
         _check_folder(path)
         if not (anew or goes_on) and _holds_run(path) and not _is_in_use(path):
             raise ThinwireError(_HOLDS_RUN.format(path=path))
+
+
+def where_set_aside(path: Path) -> str:
+    """Say where the earlier run of ``path`` is, if the one that was to replace it was killed before it took a step."""
+    previous = path / _PREVIOUS
+    line = f"; the run that was there is in {previous}, and the next `thinwire train` in this folder takes it back"
+    return line if previous.is_dir() else ""
 
 
 def _is_in_use(path: Path) -> bool:

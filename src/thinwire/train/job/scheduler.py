@@ -21,6 +21,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import rank_variables
@@ -37,36 +38,47 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 FIRST_PORT, PORTS = 15000, 15000  # below the ports that Linux gives away by itself (from 32768)
 
 
-def starts_of(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return names of this start of the job, and of earlier ones with which a run that they began may be gone on with.
+class Starts(NamedTuple):
+    """Names of this start of the job, of earlier ones whose run may be gone on with, and, under torchrun, of this one's
+    process alone, whose own runs may not."""
 
-    Slurm counts the starts of its job. torchrun's attempts are one start: other ranks' counts may differ from ours.
+    now: list[str]
+    earlier: list[str]
+    own: list[str]
+
+
+def starts_of(environment: Mapping[str, str]) -> Starts:
+    """Name this start of the job and the earlier ones.
+
+    Slurm counts the starts of its job. torchrun does not count those in which a node comes or goes: a run that another
+    process of the same torchrun began is of an earlier one.
     """
-    now, earlier = [], []
+    now, earlier, own = [], [], []
     if job := environment.get("SLURM_JOB_ID"):
         again = environment.get("SLURM_RESTART_COUNT", "")
         count = int(again) if again.isdecimal() else 0
         starts = [f"Slurm's job {job}, start {number}" for number in range(count + 1)]
         now, earlier = starts[-1:], starts[:-1]
     if run := environment.get(_RUN_ID):
-        agent = f"torchrun's run {' '.join(run.split())} by process {_agent()} on {socket.gethostname()}"
-        now.append(agent)
-        if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            earlier.append(agent)
-    return now, earlier
+        worker, agent = (f"torchrun's run {' '.join(run.split())} by process {process} on {socket.gethostname()}"
+                         for process in _worker_and_agent())  # fmt: skip
+        now, earlier, own = [*now, agent, worker], [*earlier, agent], [worker]
+    return Starts(now, earlier, own)
 
 
-def _agent() -> str:
-    """Return the number and start of the torchrun that is above this process; a script may lie between the two."""
-    process, born = os.getppid(), ""
+def _worker_and_agent() -> tuple[str, str]:
+    """Return numbers and starts of the torchrun above this process and of its child, this one or a script between."""
+    process, line = os.getpid(), list[str]()
     with contextlib.suppress(OSError):
         while True:
             fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-            born = fields[19]
-            if process == 1 or f"\0{_RUN_ID}=".encode() not in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
+            line.append(f"{process}, begun at {fields[19]}")
+            ours = f"\0{_RUN_ID}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes()
+            if process == 1 or (len(line) > 1 and not ours):
                 break
             process = int(fields[1])
-    return f"{process}, begun at {born}"
+    worker, agent = line[-2:] if len(line) > 1 else (str(os.getpid()), str(os.getppid()))
+    return worker, agent
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
