@@ -124,7 +124,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The method that was chosen, and why. ``options``: dense, if it was measured, then as predicted, then what was not predicted."""
+    """The method that was chosen, and why.
+
+    ``options``: dense, if it was measured, then as predicted, then what was not predicted.
+    """
 
     method: str
     reason: str
