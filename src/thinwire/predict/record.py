@@ -119,12 +119,12 @@ class Recording(NamedTuple):
 
     Attributes:
         method_peak: bytes that the method needs at its peak, beside the engine's.
-        stepped: values of this rank that the optimizer steps, not the method in its place, in the mean of the steps.
+        stepped: values of this rank that the optimizer steps, not the method in its place.
     """
 
     steps: tuple[RecordedStep, ...]
     method_peak: int
-    stepped: float
+    stepped: int
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,10 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
-    recorder, steps, peak, stepped = Recorder(around.per_node), list[tuple[float, RecordedStep]](), 0, Counter[int]()
+    recorder, steps, peak = Recorder(around.per_node), list[tuple[float, RecordedStep]](), 0
     stage = GuardedStage if around.guards else Stage
     play = Playback(layout, road, run, watch=recorder, guards=around.guards, double=recorder.double, stage=stage)
     play.mark = recorder.begin  # type: ignore[method-assign]
-
-    def own_step(optimizer: torch.optim.Optimizer) -> None:
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        stepped[number] += sum(weight.numel() for weight in weights if weight.grad is not None)
-
-    play.own_step = own_step  # type: ignore[method-assign]
     card, observer, engine = play.method.card, Guard([], bool(around.guards)), _Engine(layout, road, recorder, around)
     numbers = steps_of(card)
     with torch.no_grad(), recorder:
@@ -191,8 +185,8 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             recorder.clear()
             if number + 1 in numbers:
                 play.sender.begin(number + 1)
-    values = sum(card.steady_steps.get(number, 0.0) * count for number, count in stepped.items())
-    return Recording(_steady(steps), max(peak, recorder.peak), values)
+    stepped = sum(weight.numel() for weight in play.weights.values() if weight.grad is not None)
+    return Recording(_steady(steps), max(peak, recorder.peak), stepped)
 
 
 def _steady(steps: Sequence[tuple[float, RecordedStep]]) -> tuple[RecordedStep, ...]:
