@@ -58,8 +58,9 @@ def from_above(app, relative_path, parent_docname, content: list[str]) -> None:
 def apart(app, docname: str, content: list[str]) -> None:
     """The papers' reports are pages that papers.md links to; no table of contents lists them.
 
-    A hyphen at which no line ends holds "figure-1" together in a title.
+    A hyphen at which no line ends holds "figure-1" together in a title. Links that show a page's file show its title.
     """
+    content[0] = re.sub(r"\[([\w/-]+)\.md\](?=\(\1\.md[#)])", title, content[0])
     if docname.startswith("data/papers/"):
         content[0] = f"---\norphan: true\n---\n\n{NUMBERED.sub(BOUND, content[0], count=1)}"
 
@@ -96,23 +97,33 @@ def whole(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def of_its_type(app, what, name, obj, options, signature: str | None, returns: str | None):
-    """In a signature a knob has its type; its range is a function, of which nobody can read more than an address."""
-    return (RANGE.sub(r"\1", signature), returns) if signature else None
+    """In a signature a knob has its type; its range is a function, of which nobody can read more than an address.
+
+    ``<factory>`` makes a default, and is no Python: the types beside it would be left as they are.
+    """
+    return (RANGE.sub(r"\1", signature).replace("<factory>", "..."), returns) if signature else None
+
+
+def room(cell: re.Match[str]) -> str:
+    """The cell, with the number of its letters for static/site.css."""
+    return f'<td style="--letters: {len(re.sub("<.*?>", "", cell[1]))}">{cell[1]}</td>'
 
 
 def unbroken(app, pagename, templatename, context, doctree) -> None:
-    """Marks what static/site.css keeps whole or lets break: browsers break a flag after each of its hyphens.
+    """Marks what static/site.css keeps whole, lets break or gives room.
 
-    Words of code that are too long for a line of a phone may be broken; flags in a block of commands may not.
+    Browsers break a flag after each of its hyphens. Words of code that are too long for a line of a phone may be
+    broken; flags in a block of commands may not. Cells of many letters get a wider column.
     """
     if "body" not in context:
         return
     body = re.sub(r'(?<=<span class="pre)(?=">[^<]{29,}</span>)', " long", context["body"])
+    body = re.sub(r"<td>(<p>.*?</p>)</td>", room, body, flags=re.DOTALL)
     context["body"] = COMMANDS.sub(lambda block: FLAG.sub(r'<span class="flag">\g<0></span>', block[0]), body)
 
 
 COMMANDS = re.compile(r'<div class="highlight-(?:ba)?sh .*?</pre>', re.DOTALL)
-FLAG = re.compile(r"(?<![^\s>(\[])--?[A-Za-z](?:[\w-]*\w)?")
+FLAG = re.compile(r"(?<![^\s>(\[])--?(?:[A-Za-z](?:[\w-]*\w)?|(?=[\s<]))")
 RANGE = re.compile(
     r"""(?:typing\.)?Annotated\[(.+?), Within\(holds=<function .+? at 0x[0-9a-f]+>, words=(?:'.*?'|".*?")\)\]"""
 )

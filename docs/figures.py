@@ -27,6 +27,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
@@ -385,6 +386,8 @@ OPENED = frozenset(
     + "parts plan predict proof saved train".split()  # noqa: SIM905
 )
 """Packages of which the tree in docs/files.md shows each file."""
+COLUMNS = 90
+"""Letters in a line of that tree: a block of the site shows as many on a desk."""
 
 
 def tree() -> str:
@@ -403,7 +406,11 @@ def tree() -> str:
 
     entries = [("src/thinwire/", ""), *below(package, "  "), *BESIDE]
     width = max(len(name) for name, _ in entries) + 2
-    return "\n".join(["```", *(f"{name:<{width}}{what}".rstrip() for name, what in entries), "```"])
+    lines = []
+    for name, what in entries:
+        first, *rest = textwrap.wrap(what, COLUMNS - width, break_on_hyphens=False) or [""]
+        lines += [f"{name:<{width}}{first}".rstrip(), *(" " * width + line for line in rest)]
+    return "\n".join(["```", *lines, "```"])
 
 
 def differing() -> str:

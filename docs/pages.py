@@ -98,43 +98,52 @@ def speeds(name: str) -> tuple[str, list[figures.Row]]:
     """The measured rows of the method, and their settings; "" if there are none."""
     rows = [row for row in figures.read("speed") if figures.name_of(row["method"]) == name]
     lines = [
-        "| as | setting | step | share of the speed of `none` | `dense` there | exposed | sent per step |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| method | step | share of the speed of `none` | `dense` there | exposed | sent per step |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        where = figures.setting(row["setting"])
         dense = next((of for of in figures.of("speed", row["setting"]) if of["method"] == "dense"), None)
         share = f"{dense['speed_percent']}%" if dense else "-"
         lines.append(
-            f"| `{row['method']}` | {setting(where)} | {row['step_ms']} ms | {row['speed_percent']}% | {share} | "
-            f"{row['exposed_ms']} ms | {row['sent_mb']} MB |"
+            f"| `{row['method']}` | {row['step_ms']} ms | {row['speed_percent']}% | {share} | {row['exposed_ms']} ms | "
+            f"{row['sent_mb']} MB |"
         )
-    return "\n".join(lines) if rows else "", used(rows)
+    return set_out(lines, rows), used(rows)
 
 
 def losses(name: str) -> tuple[str, list[figures.Row]]:
     """As :func:`speeds`."""
     rows = [row for row in figures.read("loss") if figures.name_of(row["method"]) == name]
     lines = [
-        "| as | run | setting | validation loss above dense | bytes, share of dense |",
-        "|---|---|---|---:|---:|",
+        "| method | validation loss above dense | bytes, share of dense | run |",
+        "|---|---:|---:|---|",
     ]
-    lines += [
-        f"| `{row['method']}` | {row['label']} | {setting(figures.setting(row['setting']))} | {row['gap_percent']}% | "
-        f"{row['share_percent'] or '-'}{'%' if row['share_percent'] else ''} |"
-        for row in rows
-    ]
-    return "\n".join(lines) if rows else "", used(rows)
+    for row in rows:
+        share = f"{row['share_percent']}%" if row["share_percent"] else "-"
+        lines.append(f"| `{row['method']}` | {row['gap_percent']}% | {share} | {row['label']} |")
+    return set_out(lines, rows), used(rows)
+
+
+def set_out(lines: list[str], rows: list[figures.Row]) -> str:
+    """The table of ``lines`` for ``rows``: what their settings share stands above it, the rest in a last column."""
+    if not rows:
+        return ""
+    settings = [setting(figures.setting(row["setting"])).split(", ") for row in rows]
+    shared = [part for part in settings[0] if all(part in of for of in settings)]
+    rest = [", ".join(part for part in of if part not in shared) for of in settings]
+    if any(rest):
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, ["setting", "---", *rest], strict=True)]
+    return f"In each row: {', '.join(shared)}.\n\n" + "\n".join(lines)
 
 
 def regimes(name: str) -> str:
     """The method's rows of benchmarks/loss/regimes.py, each at its best learning rate; "" if there are none."""
     rows = [row for row in figures.regime_rows() if row.gap is not None and figures.name_of(row.method) == name]
-    head = ("as", "regime", "model", "text", "ranks", "steps", "learning rate", "loss above dense", "share of bytes")
-    lines = ["| " + " | ".join(head) + " |", "|---" * 4 + "|---:" * 5 + "|"]
+    head = "method | loss above dense | share of bytes | regime | model | text | ranks | steps | learning rate"
+    lines = [f"| {head} |", "|---" + "|---:" * 2 + "|---" * 3 + "|---:" * 3 + "|"]
     lines += [
-        f"| `{row.method}` | {row.regime} | `{row.model}` | {row.text} | {row.ranks} | {row.steps} | {row.lr:g} | "
-        f"{row.gap:+.2f}% | " + (f"{row.share_all:.1f}%" if row.share_all is not None else "-") + " |"
+        f"| `{row.method}` | {row.gap:+.2f}% | " + (f"{row.share_all:.1f}%" if row.share_all is not None else "-")
+        + f" | {row.regime} | `{row.model}` | {row.text} | {row.ranks} | {row.steps} | {row.lr:g} |"
         for row in rows
     ]
     return "\n".join(lines) if rows else ""

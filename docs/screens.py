@@ -28,7 +28,8 @@ FAULTS = """() => {
   const found = [], seen = innerWidth
   const name = (node) => node.tagName.toLowerCase() + (node.className && node.className.baseVal === undefined
     ? "." + node.className.trim().split(/\\s+/).join(".") : "") + ": " + node.textContent.trim().slice(0, 50)
-  const scrolls = (node) => node && (getComputedStyle(node).overflowX !== "visible" || scrolls(node.parentElement))
+  const scrolls = (node) => node !== document.documentElement  // whose own overflow furo hides
+    && (getComputedStyle(node).overflowX !== "visible" || scrolls(node.parentElement))
   const wide = document.documentElement.scrollWidth
   if (wide > seen) found.push(`the page is ${wide} wide`)
   const colour = (text) => {

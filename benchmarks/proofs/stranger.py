@@ -11,7 +11,8 @@ and until its end, the longest time in which nothing was printed, the widest lin
 with Ctrl-C after 0.2, 1, 3 and 8 seconds, and into ``| head -1``. Wrong, with exit status 1: a first line after more
 than 10 s, a line of more than 80 columns (but of what a model writes), a traceback, a hidden cursor, a process or
 a temporary file that is left, a status that is not the command's own, 130, or 2 for what cannot be followed. A Ctrl-C
-that meets Python itself before it has started is Python's to answer. Evaluation needs ``pip install 'thinwire[eval]'``.
+that meets Python itself before it has started is Python's to answer, and make's where it loses its program. Evaluation
+needs ``pip install 'thinwire[eval]'``.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ LEFT_S = 10
 """How long processes may take to go after their command."""
 MARK = "THINWIRE_STRANGER"
 """A variable of the environment by which a command's processes are found, wherever they have gone."""
-TORCHS = "torchinductor_"
-"""A user's cache of torch's, which it keeps among temporary files."""
+TORCHS = ("torchinductor_", "torchelastic_")
+"""What torch leaves among temporary files: a user's cache of compiled code, and the folder that each torchrun makes for
+its ranks' logs, with Thinwire or without. No command of ours starts a torchrun."""
+MAKES = "make: *** wait: No child processes."
+"""What make 4.3 says now and then, with status 2, where Ctrl-C ends its program at once: of ``sleep 3``, too."""
 RUN = "--preset tiny --steps 40"
 COMMANDS = [
     "thinwire", "thinwire --help", "thinwire --version", "thinwire env", "thinwire methods", "thinwire methods trickle",
@@ -233,7 +237,7 @@ def faults(typed: Typed, statuses: Sequence[int], wide: bool = False) -> Iterato
         yield "the cursor stays hidden"
     if typed.left:
         yield f"left behind: {typed.left}"
-    if seen.status not in statuses:
+    if seen.status not in statuses and MAKES not in seen.output:
         yield f"status {seen.status}"
 
 
@@ -281,7 +285,7 @@ def interrupted(text: str, number: int, bin_: Path, folder: Path) -> list[str]:
             print(typed.seen.output[-3000:])
         ended = "over before" if over else f"{typed.seconds - key_s:.1f} s later"
         print(f"      Ctrl-C after {key_s} s: {ended}, status {typed.seen.status}", flush=True)
-        if over:
+        if not typed.key_typed:
             break
     if "--out" in words and "--resume" not in words:
         words = [*words[: words.index("--out") + 1], f"keys/{number}-head", *words[words.index("--out") + 2 :]]

@@ -348,6 +348,13 @@ def _hook_on_all_optimizers(step_loop: StepLoop) -> RemovableHandle:
     return handle
 
 
+_BESIDE = (
+    "{method} with feedback='updates' beside tensor parallelism: steps are scaled by how alike the ranks' gradients "
+    "are, of which tensor-parallel ranks hold different parts, so what they hold in common would drift apart. Take "
+    "feedback='gradients', or another method"
+)
+
+
 class Wire:
     """A model's exchange: its plan, its bytes and times, its state.
 
@@ -376,9 +383,12 @@ class Wire:
         ]
         self._road, self._stage, card = Road(stages, engine.levels), stages[-1], method.card
         compresses = len(self._stage.dense) < len(run.parameters)
+        if engine.beside and card.step_maker is not None and compresses:
+            raise ThinwireError(_BESIDE.format(method=method.name))
         # Where ranks go their own ways, gradients are clipped before they move what is kept.
         if safety.outlier_clip is not None and card.keeps_state and card.alone_from is None and compresses:
-            sizes = {parameter.name: parameter.local for parameter in run.parameters.values()}
+            # Tensor-parallel ranks hold different parts: each parameter is held against its own norms alone.
+            sizes = {name: 0 if engine.beside else parameter.local for name, parameter in run.parameters.items()}
             leaves = None if card.promise.of == "gradients" else STEP
             self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves)
         if scaler is not None and run.scaled and card.keeps_state:
@@ -507,9 +517,9 @@ class Wire:
         if power is None:
             return None
         power = power.reshape(1)
-        # A hop inside the node leaves this rank a part of each gradient, and so does tensor parallelism.
+        # A hop inside the node leaves this rank a part of each gradient.
         with self._step_loop.inside("clip_grad_norm_()"):
-            for comm in [*(hop.comm for hop in self.engine.hops[:-1]), *self.engine.beside]:
+            for comm in (hop.comm for hop in self.engine.hops[:-1]):
                 assert isinstance(comm, GroupComm)
                 GroupComm.aside(comm.group, power.device).all_reduce(power, "sum")
         return power[0]

@@ -102,6 +102,45 @@ def test_accelerate(tmp_path, sharded):
     check(_accelerate, tmp_path, fixed(net()).item(), sharded)
 
 
+def _two_models(rank: int, world: int, folder: str) -> list[bool]:
+    """A loop of two models, one of which makes local steps, goes back to its checkpoint inside a round."""
+    launched(rank, world)
+    from accelerate import Accelerator
+
+    from thinwire.adapters.accelerate import compress
+
+    accelerator = Accelerator()
+    models, optimizers = [net(), net()], []
+    for model in models:
+        optimizers.append(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    models, optimizers = (list(accelerator.prepare(*them)) for them in (models, optimizers))
+    compress(accelerator, models[0], optimizers[0], "int8(smallest=0)").close()  # leaves nothing in checkpoints
+    methods = ("topk(density=0.05,smallest=0)", "local-steps(every=4)")
+    wires = [compress(accelerator, *them, steps=12) for them in zip(models, optimizers, methods, strict=True)]
+
+    def train(first: int, last: int) -> Tensor:
+        for step in range(first, last):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                accelerator.backward(loss_of(model, step, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 5 and first == 0:
+                accelerator.save_state(folder)
+        return torch.cat([flat(accelerator.unwrap_model(model)) for model in models])
+
+    ends = [train(0, 10)]  # inside a round: ranks differ
+    accelerator.load_state(folder)
+    ends.append(train(6, 10))
+    for wire in wires:
+        wire.close()
+    return [bool(torch.equal(*ends)), not torch.equal(*ends[0].chunk(2))]
+
+
+@needs("accelerate")
+def test_two_models_of_one_accelerator_each_get_their_own_state_and_each_rank_its_own_weights(tmp_path):
+    assert ranks.run(_two_models, 2, str(tmp_path), warm="warm_frameworks") == [[True, True], [True, True]]
+
+
 def _fsdp1(rank: int, world: int) -> tuple[str, list[str]]:
     launched(rank, world)
     from accelerate import Accelerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -18,6 +19,10 @@ from torch import Tensor
 
 from breadth import falls_on
 from thinwire import methods
+from thinwire.base.alignment import same_memory
+from thinwire.codecs.appended import Appended
+from thinwire.codecs.cast import Bf16
+from thinwire.codecs.intquant import Int4
 from thinwire.core import road
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.exchange import Exchange
@@ -403,6 +408,55 @@ def test_where_rows_go_to_their_owners_one_message_goes_in_place_of_two(text, to
     monkeypatch.setattr(Exchange, "_with_rider", lambda self, codec, *_: codec)
     for one, apart in zip(together, sent_beside(type(method), Setup(topology, 3), **knobs), strict=True):
         assert [b - a for a, b in zip(one.calls[1:4], apart.calls[1:4], strict=True)] == [saved] * 3
+
+
+@pytest.mark.parametrize("where", [Setup("all_reduce", 3), Setup("reduce_scatter", 3), Setup("all_reduce", 1)], ids=str)
+@pytest.mark.parametrize("text", ["int8", "sdp4bit", "loco", "topk"])
+def test_no_bit_depends_on_where_dense_rows_are_packed(text, where, monkeypatch):
+    """Behind the wire, for which a method names the codec; elsewhere; behind room for another wire than is sent."""
+    cls, found = type(methods.resolve(text)), [sent_beside(type(methods.resolve(text)), where)]
+    describe = cls.describe
+    for codec in (None, Int4(64), Bf16()):
+        monkeypatch.setattr(cls, "describe", lambda self, codec=codec: replace(describe(self), row_codec=codec))
+        found.append(sent_beside(cls, where))
+    for other in found[1:]:
+        for one, apart in zip(found[0], other, strict=True):
+            pairs = zip([*one.values, *one.state.values()], [*apart.values, *apart.state.values()], strict=True)
+            assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in pairs)
+            assert one[2:] == apart[2:] and one.state.keys() == apart.state.keys()
+
+
+@pytest.mark.parametrize("text", ["int8", "sdp4bit"])
+@pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter"])
+def test_dense_rows_are_packed_and_unpacked_where_their_message_is(text, topology, monkeypatch):
+    """They are not copied into it, nor out of it."""
+    kept, packed = Appended._split, []
+
+    def split(self: Appended, message: Tensor) -> tuple[Tensor, Tensor]:
+        found = kept(self, message)
+        if len(message) == len(self.rows) and sys._getframe(1).f_code.co_name in ("_encode_and_keep", "_decode"):
+            packed.append(same_memory(found[1], self.rows))
+        return found
+
+    monkeypatch.setattr(Appended, "_split", split)
+    sent_beside(type(methods.resolve(text)), Setup(topology, 3))
+    assert packed and all(packed)
+
+
+@pytest.mark.parametrize("name", ["int8", "loco"])
+def test_a_dense_parameter_that_is_not_contiguous_travels_as_one_that_is(name):
+    world = Threads(3)
+
+    def body(rank: int) -> list[Tensor]:
+        engine, means = ThreadEngine("all_reduce", world, rank, Ledger(), SHAPES), []
+        formed = [replace(of, form=((5, 4), (1, 5))) if of.name == "c" else of for of in engine.pieces]
+        for pieces in (tuple(engine.pieces), tuple(formed)):
+            flat = torch.cat([gradient_of(rank, of) for of in SHAPES])
+            stage_of(engine, name).reduce(flat, pieces, flat)
+            means.append(flat)
+        return means
+
+    assert all(torch.equal(*means) for means in world.run(body))
 
 
 @pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter"])

@@ -27,6 +27,8 @@ import thinwire
 from breadth import dealt, spread
 from engines import adamw, shown, stats_of
 from models import Net, batch, flat
+from thinwire.base.knobs import knobs_of
+from thinwire.methods import TABLE, Updates, resolve
 from threaded import entries
 
 METHODS = [
@@ -34,6 +36,20 @@ METHODS = [
     "topk(feedback='gradient', smallest=100, density=0.3)", "powersgd(smallest=100, feedback='gradient')",
     "scape(smallest=100, warmup=1, density=0.3)",
 ]  # fmt: skip
+
+
+def methods_of_gradients() -> list[str]:
+    """Each method that FSDP2 has and that trains, with the feedback of gradients where steps are its default."""
+    texts = []
+    for cls in TABLE:
+        method = resolve(cls.name)
+        knobs = [knob.name for knob in knobs_of(method)]
+        text = [f"{knob}={value}" for knob, value in (("smallest", 100), ("start", 0)) if knob in knobs]
+        if isinstance(getattr(method, "feedback", None), Updates):
+            text.append("feedback='gradients'")
+        if "fsdp2" in cls.engines and cls.name != "none":
+            texts.append(f"{cls.name}({','.join(text)})")
+    return texts
 
 
 def build(style: str, vocabulary: int) -> tuple[nn.Module, DeviceMesh]:
@@ -177,6 +193,44 @@ def test_fsdp2_beside_tensor_parallelism(style, vocabulary, methods):
             assert rows["blocks.0.norm.weight"] == ((18,), (18,))
             uneven = 27 - rank % 2 if style == "whole" else vocabulary
             assert rows["head.weight"] == ((vocabulary, 18), (uneven, 18))
+
+
+def _spoilt(rank: int, world: int, some: list[str]) -> dict[str, bool]:
+    """Are replicas equal after steps of which one has a spoilt batch, whose gradients are bounded?"""
+    found = {}
+    for method in some:
+        model, mesh = build("whole", 53)
+        optimizer = optimizer_for(method, model)
+        wire = thinwire.compress(model, optimizer, method, steps=20)
+        for step in range(5):
+            tokens, targets = batch(step, rank // 2, 53)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            (1000 * loss if step == 3 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[method] = same_on(mesh.get_group("tp"), replicas(model))
+        wire.close()
+    return found
+
+
+def test_what_tensor_parallelism_replicates_stays_equal_in_a_spoilt_batch():
+    some = dealt(methods_of_gradients(), 0, range(5))
+    assert all(found == dict.fromkeys(some, True) for found in ranks.run(_spoilt, 4, some))
+
+
+def _steps_refused(rank: int, world: int) -> list[str]:
+    refused = []
+    for method in ("trickle(smallest=100)", "topk(smallest=100)"):
+        model, _ = build("whole", 53)
+        with pytest.raises(thinwire.ThinwireError) as error:
+            thinwire.compress(model, adamw(model), method)
+        refused.append(str(error.value))
+    return refused
+
+
+def test_steps_of_which_tensor_parallel_ranks_hold_parts_are_refused():
+    for said in ranks.run(_steps_refused, 4):
+        assert all("beside tensor parallelism" in line and "feedback='gradients'" in line for line in said)
 
 
 def _kept(rank, world):

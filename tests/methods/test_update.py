@@ -405,7 +405,9 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
     ("spec", "words"),
     [
         ("dgc(feedback='update')", "no knob 'feedback'"),
-        ("topk(feedback='both')", "feedback is"), ("radius(beta1=0.5)", "beta1 does nothing"),
+        ("topk(feedback='both')", "feedback is"),
+        ("loco(feedback=None)", "feedback is Gradients.* or Updates.*, got None"),
+        ("radius(beta1=0.5)", "beta1 does nothing"),
         ("powersgd:paper(beta1=0.9)", "beta1 does nothing"),
         ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "bits is"),
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),

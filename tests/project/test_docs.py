@@ -383,8 +383,9 @@ def test_the_papers_stand_on_the_pages_of_their_methods(pages: ModuleType) -> No
 
 def test_the_site_keeps_the_flags_of_a_command_whole() -> None:
     """In a block of commands, which is wrapped; in a block of what was printed, nothing is."""
-    block = '<div class="highlight-%s no"><pre><span></span>python a-b.py --in-two -n 2 -- x\n--out</pre></div>'
-    for language, found in (("sh", ["--in-two", "-n", "--out"]), ("bash", ["--in-two", "-n", "--out"]), ("text", [])):
+    block = '<div class="highlight-%s no"><pre><i></i>python a-b.py --in-two -n 2<i> </i>--<i> </i>x\n--out</pre></div>'
+    flags = ["--in-two", "-n", "--", "--out"]
+    for language, found in (("sh", flags), ("bash", flags), ("text", [])):
         given = {"body": block % language}
         of_docs("conf").unbroken(None, "page", "page.html", given, None)
         assert re.findall('<span class="flag">(.*?)</span>', given["body"]) == found
@@ -397,12 +398,27 @@ def test_a_signature_on_the_site_names_the_types_of_knobs_without_their_ranges(c
     shown, returns = of_docs("conf").of_its_type(None, "class", cls.__name__, cls, None, bare, "None")
     assert "lambda" not in shown and "Annotated" not in shown and returns == "None"
     assert ", smallest: int = 65536)" in shown
+    made = "(waits: ~collections.abc.Mapping[str, float] = <factory>)"
+    shown, _ = of_docs("conf").of_its_type(None, "class", "Promise", None, None, made, None)
+    assert shown == made.replace("<factory>", "...")
 
 
 def test_the_title_of_a_papers_report_is_not_broken_within_its_number() -> None:
     content = [(ROOT / "docs/data/papers/radius-figure-1.md").read_text()]
     of_docs("conf").apart(None, "data/papers/radius-figure-1", content)
     assert "orphan: true" in content[0] and ", figure\u20111: " in content[0] and " figure-1 " in content[0]
+
+
+def test_a_cell_on_the_site_tells_how_many_letters_it_has_and_is_as_wide() -> None:
+    given = {"body": '<td><p>a <code class="x">b</code></p></td><td class="text-right"><p>1</p></td>'}
+    of_docs("conf").unbroken(None, "page", "page.html", given, None)
+    assert given["body"].startswith('<td style="--letters: 3"><p>a <code') and given["body"].count("--letters") == 1
+
+
+def test_a_link_on_the_site_that_shows_a_file_shows_the_title_of_its_page() -> None:
+    content = ["([lab.md](lab.md#links)); [gpu.md](gpu.md), [of it](lab.md)"]
+    of_docs("conf").apart(None, "speed", content)
+    assert content[0] == "([The laboratory](lab.md#links)); [On a GPU](gpu.md), [of it](lab.md)"
 
 
 def test_the_site_has_every_page_and_what_pages_include() -> None:

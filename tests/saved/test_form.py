@@ -54,21 +54,6 @@ def test_whatever_differs_is_named_and_of_the_same_run_nothing():
     assert dataclasses.replace(ABOUT, rank=2, across=()).unlike(ABOUT) is None
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"feedback": "update", "portion": "0.25", "beta1": "0.0", "direction": "adam"},
-         {"feedback": "updates(delivered_share=0.25)"}),
-        ({"feedback": "gradient", "portion": "None", "beta1": "0.5", "direction": "adam"}, {"feedback": "gradients"}),
-        ({"topk's feedback": "update", "topk's portion": "None", "topk's beta1": "0.0", "topk's direction": "muon"},
-         {"topk's feedback": "updates", "topk's direction": "muon"}),
-    ],
-)  # fmt: skip
-def test_knobs_of_feedback_are_read_as_older_versions_saved_them(old, new):
-    saved = dataclasses.replace(ABOUT, knobs={**ABOUT.knobs, **old})
-    assert Header.load("key", saved.dump()).knobs == {**ABOUT.knobs, **new}
-
-
 def test_it_is_read_as_it_was_written_and_nothing_else_is():
     """In whole pages of 4096 bytes. What is damaged anywhere is refused by its key, and so is another format."""
     for about in (ABOUT, *(dataclasses.replace(ABOUT, **{field: value}) for field, (value, _) in OTHERS.items())):
@@ -78,11 +63,6 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
     many = dataclasses.replace(ABOUT, parameters={f"w{i}": ((i,), i) for i in range(300)}).dump()
     assert len(many) % 4096 == 0 and len(many) > 4096
     fields = json.loads(bytes(ABOUT.dump().tolist()))
-    older = fields.pop("choice")  # which states of older versions lack
-    assert (
-        older == ""
-        and Header.load("key", torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)) == ABOUT
-    )
     for name, value in [*((name, ...) for name in fields), ("hops", [[1, 2]]), ("parameters", 3), ("across", 1)]:
         others = {key: of for key, of in fields.items() if key != name}
         text = json.dumps(others if value is ... else {**others, name: value})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import dry_cuda
 from thinwire.ops.backends import launches as told
+from thinwire.ops.rows import CopyTable
 from thinwire.predict import launches
 from thinwire.predict.launches import nbytes_of
 
@@ -31,6 +33,16 @@ value in a hundred sent, and a normal distribution, whose k-th lies anywhere bet
 1 - (1 - p)^8."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
+
+
+_table = vars(CopyTable)["table"].func
+
+
+def _known_table(copies: CopyTable) -> Tensor:
+    """Make the table of ``copies`` for a kernel, with which a launch of it tells what is copied."""
+    table = _table(copies)
+    table.of = copies
+    return table
 
 
 class LaunchWatch(launches.LaunchWatch):
@@ -53,9 +65,12 @@ class LaunchWatch(launches.LaunchWatch):
         super().__enter__()
         self._ours = told.set(self._launched_by_us)
         self._waits = dry_cuda.waits.set(self.waited)
+        self._tables = mock.patch.object(vars(CopyTable)["table"], "func", _known_table)
+        self._tables.start()
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        self._tables.stop()
         dry_cuda.waits.reset(self._waits)
         told.reset(self._ours)
         super().__exit__(*raised)
@@ -187,11 +202,6 @@ def _at(values: str, *arguments: str) -> Callable[[Named], Mapping[str, float]]:
     return lambda of: {name: nbytes_of(of[values]) for name in arguments}
 
 
-def _part(of: Named) -> float:
-    """Count the bytes of the engine's buffer that rows, perhaps of some of its parameters alone, are copies of."""
-    return min(nbytes_of(of["flat"]), of["rows"].numel() * of["flat"].itemsize)
-
-
 TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "adams._adams": (_twice("weight", "moment"), _where(next_moment="HAS_NEXT")),
     "direction._direction": (_twice("g"), _where(m="MOMENTUM", m_out="MOMENTUM")),
@@ -207,9 +217,14 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     ),
     "projection._project": (_where(residual="FEEDBACK", residual_out="KEEP"),),
     "rows._pack": (  # in place, a step as usual has nothing to cut
-        lambda of: {"flat": 0.0, "rows": 0.0} if of["IN_PLACE"] else {"flat": _part(of)},
+        lambda of: {
+            "flat": 0.0,
+            "rows": 0.0 if of["IN_PLACE"] else launches._pack(of["flat"], of["table"].of, of["rows"], None),
+        },
     ),
-    "rows._unpack": (lambda of: {"flat": _part(of) * (1 + of["ADD"])},),
+    "rows._unpack": (
+        lambda of: {"flat": 0.0, "rows": launches._unpack(of["rows"], of["table"].of, of["flat"], of["ADD"])},
+    ),
     "shards._read": (lambda of: {
         "resident": 2 * nbytes_of(of["resident"]) * of["ADD"], "rows": nbytes_of(of["rows"]) * (1 + of["ADD"]),
     },),

@@ -41,10 +41,16 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
     wire = compress_model(model, optimizer, method, scaler=accelerator.scaler, **options)
     _connect_clipping(accelerator, model, wire)
     _connect_schedules(accelerator, optimizer, wire)
-    # Every rank calls both hooks. The wire's state does not depend on the weights, which are loaded after it.
-    accelerator.register_save_state_pre_hook(lambda models, weights, path: files.save(wire, Path(path, "thinwire")))
-    accelerator.register_load_state_pre_hook(lambda models, path: files.load(wire, Path(path, "thinwire")))
+    _connect_checkpoints(accelerator, model, wire)
     return wire
+
+
+def number_of(accelerator: Any, model: nn.Module) -> int | None:
+    """Return the place of ``model`` among those that ``accelerator`` prepared; None: it did not prepare it."""
+    inner = getattr(model, "_orig_mod", model)
+    bare = getattr(inner, "module", inner)  # of what it wraps in DDP, it keeps the inside
+    prepared = [getattr(one, "_orig_mod", one) for one in accelerator._models]
+    return next((number for number, one in enumerate(prepared) if one is inner or one is bare), None)
 
 
 def _check(accelerator: Any) -> None:
@@ -83,6 +89,28 @@ def _connect_clipping(accelerator: Any, model: nn.Module, wire: Wire) -> None:
         return wire.clip_grad_norm_(max_norm, norm_type)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
+
+
+def _connect_checkpoints(accelerator: Any, model: nn.Module, wire: Wire) -> None:
+    """Let ``save_state`` and ``load_state`` serve the wire, too, in a folder that is numbered as the model's file is.
+
+    The wire is loaded last: local steps keep in it what rank 0's weights and moments, which all ranks load, replace.
+    """
+    number = number_of(accelerator, model)
+    folder = f"thinwire_{number}" if number else "thinwire"
+    load = accelerator.load_state
+    loading: list[Path] = []
+
+    def load_state(*args: Any, **kwargs: Any) -> None:
+        load(*args, **kwargs)
+        if loading:
+            files.load(wire, loading.pop())
+
+    accelerator.load_state = load_state
+    wire._hooks += [  # every rank calls them, until close()
+        accelerator.register_save_state_pre_hook(lambda models, weights, path: files.save(wire, Path(path, folder))),
+        accelerator.register_load_state_pre_hook(lambda models, path: loading.append(Path(path, folder))),
+    ]
 
 
 def _connect_schedules(accelerator: Any, optimizer: Any, wire: Wire) -> None:

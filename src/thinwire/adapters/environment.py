@@ -97,9 +97,12 @@ def _before_loading(accelerator: ModuleType) -> None:
     load_state = accelerator.Accelerator.load_state
 
     def compress_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = "load_state" in vars(self)  # then a wire calls this
         for model in self._models:
             wrapped = (outer for outer in _alive(torch.nn.parallel.DistributedDataParallel) if outer.module is model)
             _compress(next(wrapped, model))
+        if "load_state" in vars(self) and not known:
+            return self.load_state(*args, **kwargs)
         return load_state(self, *args, **kwargs)
 
     accelerator.Accelerator.load_state = compress_and_load
@@ -154,11 +157,13 @@ def _compress(model: Any) -> None:
         return
     method, optimizers = os.environ[VARIABLE], list(holders.values())
     library = sys.modules.get("accelerate")
-    accelerators = [] if library is None else _alive(library.Accelerator)
-    accelerator = next((candidate for candidate in accelerators if _has(candidate, inner)), None)
-    if accelerator is not None:
+    accelerator = None
+    if library is not None:
         from thinwire.adapters import accelerate
 
+        served = (one for one in _alive(library.Accelerator) if accelerate.number_of(one, inner) is not None)
+        accelerator = next(served, None)
+    if accelerator is not None:
         wire = accelerate.compress(accelerator, model, optimizers, method)
     else:
         scalers = [scaler for scaler in _alive(torch.amp.GradScaler) if scaler.is_enabled()]
@@ -171,12 +176,6 @@ def _compress(model: Any) -> None:
                 f"{wire.method.name} keeps unsent values from step to step, and this program's checkpoints do not "
                 "save them: a resumed run loses them", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
-
-
-def _has(accelerator: Any, model: Any) -> bool:
-    """Did ``accelerator`` prepare ``model``? Of what it wraps in DDP, it keeps the inside."""
-    bare = getattr(model, "module", model)
-    return any(getattr(prepared, "_orig_mod", prepared) in (model, bare) for prepared in accelerator._models)
 
 
 def _alive(kind: type) -> list[Any]:

@@ -155,4 +155,4 @@ def _words(hint: Any) -> str:
         return f"{_words(arguments[0])} or several"
     if origin is tuple:
         return f"{len(arguments)} values, each {_words(arguments[0])}"
-    return _WORDS.get(hint) or (f"a {hint.__name__.lower()}" if isinstance(hint, type) else str(hint))
+    return _WORDS.get(hint) or (f"{hint.__name__}(...)" if isinstance(hint, type) else str(hint))

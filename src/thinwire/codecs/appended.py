@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.base.alignment import same_memory
 from thinwire.codecs.base import Codec
 from thinwire.ops import quant
 
@@ -20,7 +21,8 @@ class Appended(Codec):
     They are summed in rank order, with the bits that ``Fp32`` gives them in a message of their own.
 
     Attributes:
-        rows: (R, k) what is sent behind the wires of all rows; receives what ``decode`` finds there.
+        rows: (R, k) what is sent behind the wires of all rows, and what ``decode`` finds there; not copied if they lie
+            in the message.
         mean: (1, k) receives the mean of ``decode_sum``; what is sent behind the wire of a single row.
     """
 
@@ -29,14 +31,6 @@ class Appended(Codec):
     mean: Tensor
 
     linear = False
-
-    @property
-    def group(self) -> int:
-        return self.codec.group
-
-    @property
-    def draws(self) -> bool:
-        return self.codec.draws
 
     @property
     def takes_steps(self) -> bool:  # type: ignore[override]
@@ -48,12 +42,15 @@ class Appended(Codec):
     def _encode_and_keep(self, rows, out, residual, seed, space):
         wire, behind = self._split(out)
         self.codec._encode_and_keep(rows, wire, residual, seed, space)
-        behind.copy_(self.rows if len(rows) == len(self.rows) else self.mean)
+        sent = self.rows if len(rows) == len(self.rows) else self.mean
+        if not same_memory(sent, behind):
+            behind.copy_(sent)
 
     def _decode(self, wire, out, space):
         encoded, behind = self._split(wire)
         self.codec._decode(encoded, out, space)
-        self.rows.copy_(behind)
+        if not same_memory(self.rows, behind):
+            self.rows.copy_(behind)
 
     def _decode_sum(self, wire, out, scale, space):
         encoded, behind = self._split(wire)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from thinwire.base.alignment import padded
+from thinwire.base.alignment import padded, same_memory
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import rows as ops
 from thinwire.ops.direction import Adam
@@ -346,9 +346,3 @@ def _segments(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[in
 
 def _same(a: object, b: object) -> bool:
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-
-def same_memory(values: Tensor, out: Tensor) -> bool:
-    """Do ``values`` and ``out`` begin at the same place in memory? (Tensors without storage have no address.)"""
-    same_storage = values.untyped_storage()._cdata == out.untyped_storage()._cdata
-    return same_storage and values.storage_offset() == out.storage_offset()

@@ -110,6 +110,7 @@ class Card:
             which parameters' "gradients" in the engine's buffer are steps already. None: there are never any.
         intra: the ``Method`` of the hop inside a node, if there are two hops; None: dense.
         carrier: the ``Method`` that encodes what travels, if it is another one.
+        row_codec: of rows that are sent to their owners; dense ones are packed behind its wire, and not copied there.
     """
 
     promise: Promise = EXACT
@@ -135,6 +136,7 @@ class Card:
     step_maker: StepMaker | None = None
     intra: Any = None
     carrier: Any = None
+    row_codec: Any = None
 
     def alone(self, number: int) -> bool:
         """Does each rank go its own way in the step after ``number`` others?"""

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.base.alignment import same_memory
 from thinwire.base.errors import ThinwireError
 from thinwire.base.random import Seeds
 from thinwire.codecs.appended import Appended
 from thinwire.codecs.base import Codec, Residual, Space
-from thinwire.core.bucket import Bucket, same_memory
+from thinwire.core.bucket import Bucket
 from thinwire.network.comm import Comm, Work
 
 
@@ -125,7 +126,8 @@ class Exchange(ABC):
         may_carry = not by_network and (self.owner or not on_wire)
         if may_carry and isinstance(bucket, Bucket) and bucket.rider is not None:
             codec = self._with_rider(codec, codec.wire_bytes(bucket.shape[1]), bucket.rider)
-        wire = self._encode(bucket, bucket.rows, codec, "wire", residual, seed)
+        packed = isinstance(codec, Appended) and 4 * codec.rows.stride(0) == codec.wire_numel(bucket.rows.shape[1])
+        wire = self._encode(bucket, bucket.rows, codec, "rows" if packed else "wire", residual, seed)
         if by_network:
             exact = codec.wire_dtype == torch.float32 and codec.divisible  # divided at the same place as dense
             reduced = bucket.scratch("row", (1, wire.shape[1]), wire.dtype) if self.owner else wire

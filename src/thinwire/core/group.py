@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -15,11 +14,16 @@ from thinwire.ops import rows as ops
 class BucketGroup:
     """The buckets of one engine buffer, whose rows lie in one memory and are packed and unpacked in one pass."""
 
-    def __init__(self, buckets: Sequence[Bucket], *, in_place: bool = False) -> None:
-        """``buckets``: of one dtype, with one arena. ``in_place``: the first one's rows stay in the engine's buffer."""
+    def __init__(self, buckets: Sequence[Bucket], *, in_place: bool = False, ahead: int = 0) -> None:
+        """``buckets``: of one dtype, with one arena. ``in_place``: the first one's rows stay in the engine's buffer.
+
+        ``ahead``: bytes of the wire that travels before each row of the last one, for which there is room there.
+        """
         self._buckets, self._in_place, self._packed = buckets, buckets[:in_place], buckets[in_place:]
         head, shapes = self._packed[0], [bucket.shape for bucket in self._packed]
-        self._means = self._rows = _Stack("rows", head, shapes, [bucket.copies.copy_table for bucket in self._packed])
+        tables = [bucket.copies.copy_table for bucket in self._packed]
+        room = 0 if ahead % 4 or buckets[-1].copies.formed else ahead // 4
+        self._means = self._rows = _Stack("rows", head, shapes, tables, room)
         if head.owner:
             tables = [bucket.copies.own_copy_table for bucket in self._packed]
             use = "mean beside" if in_place else "mean"  # the first one's may be there
@@ -54,17 +58,22 @@ class BucketGroup:
 
 
 class _Stack:
-    """Rows of several ``shapes`` (R, n) in one memory, each aligned to 64 elements, and their copies."""
+    """Rows of several ``shapes`` (R, n) in one memory, the last first, aligned to 64 elements, and their copies."""
 
     def __init__(
-        self, use: str, head: Bucket, shapes: Sequence[Sequence[int]], tables: Sequence[ops.CopyTable]
+        self, use: str, head: Bucket, shapes: Sequence[Sequence[int]], tables: Sequence[ops.CopyTable], room: int = 0
     ) -> None:
-        """``use``: the key in ``head``'s scratch memory. ``tables``: the copies for each shape alone."""
-        self._use, self._head, self._shapes = use, head, shapes
-        *self._starts, self._size = itertools.accumulate((padded(rows * n, 64) for rows, n in shapes), initial=0)
+        """``use``: the key in ``head``'s scratch memory. ``tables``: the copies for each shape alone.
+
+        ``room``: elements before each row of the last shape, with which they are messages that begin the memory.
+        """
+        self._use, self._head, rooms = use, head, [0] * (len(shapes) - 1) + [room]
+        sizes = [padded(rows * (n + room), 64) for (rows, n), room in zip(shapes, rooms, strict=True)]
+        starts, self._size = [sum(sizes[i:]) for i in range(1, len(sizes) + 1)], sum(sizes)
+        self._places = [(i, r, n + room, room) for i, (r, n), room in zip(starts, shapes, rooms, strict=True)]
         copies = [
-            copy._replace(start=start + copy.start)
-            for start, table in zip(self._starts, tables, strict=True)
+            copy._replace(start=start + room + copy.start, stride=stride)
+            for (start, _, stride, room), table in zip(self._places, tables, strict=True)
             for copy in table.segments
         ]
         self.copy_table = ops.CopyTable(copies, head.device)
@@ -74,4 +83,4 @@ class _Stack:
 
     def views(self) -> list[Tensor]:
         memory = self.borrow()
-        return [memory[i : i + r * n].view(r, n) for i, (r, n) in zip(self._starts, self._shapes, strict=True)]
+        return [memory[i : i + r * stride].view(r, stride)[:, room:] for i, r, stride, room in self._places]

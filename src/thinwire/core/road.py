@@ -120,9 +120,7 @@ class Stage:
         self.guard.note(cut.residues)
         if not on_gpu:
             return None
-        return [
-            Cut(None, [None if span is None else cut.norms[span] for span in packed.spans]) for packed in split
-        ]
+        return [Cut(None, [None if span is None else cut.norms[span] for span in packed.spans]) for packed in split]
 
     def carry(
         self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, cuts: list[Cut] | None = None
@@ -166,7 +164,9 @@ class Stage:
         buckets = [(method, self._bucket(chosen, flat, method)) for method, chosen in by_method if chosen]
         alike = len({bucket.dtype for _, bucket in buckets}) == 1
         if len(buckets) > 1 and alike:
-            group = BucketGroup([bucket for _, bucket in buckets], in_place=buckets[0][1].lies_in(flat))
+            first, codec = buckets[0][1], self.method.card.row_codec
+            ahead = 0 if codec is None else codec.wire_bytes(first.shape[1])
+            group = BucketGroup([bucket for _, bucket in buckets], in_place=first.lies_in(flat), ahead=ahead)
             return [_PackedBuckets.of(group, buckets, pieces)]
         return [_PackedBuckets.of(bucket, [(method, bucket)], pieces) for method, bucket in buckets]
 

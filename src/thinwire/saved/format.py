@@ -15,7 +15,6 @@ loads in place, as ``torch.distributed.checkpoint`` does, finds every key in a f
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -30,7 +29,6 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.engine import Engine
 from thinwire.core.method import Method, Run
 from thinwire.core.state import LOOSE
-from thinwire.methods.parts.feedback import GRADIENTS, OLD_KNOBS, UPDATES, translate_knobs
 from thinwire.predict.choice import Choice
 
 FORMAT = 1
@@ -117,8 +115,7 @@ class Header:
                 name: (tuple(map(int, shape)), int(local)) for name, (shape, local) in entries["parameters"].items()
             }
             entries["across"] = tuple(map(str, entries["across"]))
-            entries["knobs"] = _translate(entries["knobs"])
-            entries["choice"] = str(entries.get("choice", ""))  # older states have none
+            entries["choice"] = str(entries["choice"])
             return cls(**{field.name: entries[field.name] for field in fields(cls)})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ThinwireError(f"'{key}' is damaged: take an older checkpoint") from None
@@ -160,21 +157,6 @@ class Header:
                 return f"{name} was {saved.parameters[name][0]}, and is {shape} in this run"
         extra = [name for name in saved.parameters if name not in self.parameters]
         return f"it holds {extra[0]}, which this run does not train" if extra else None
-
-
-def _translate(knobs: Mapping[str, str]) -> dict[str, str]:
-    """Turn old states' ``portion`` and ``beta1`` (a carrier's: "topk's portion") into ``feedback``."""
-    translated = dict(knobs)
-    for key in [key for key in knobs if key.endswith("portion")]:
-        owner = key.removesuffix("portion")
-        if translated.get(owner + "direction") == "adam":  # Muon's had another state: it does not fit
-            del translated[owner + "direction"]
-        old = {
-            knob: ast.literal_eval(translated.pop(owner + knob)) for knob in OLD_KNOBS if owner + knob in translated
-        }  # fmt: skip
-        sends_steps = translated[f"{owner}feedback"] == "update"
-        translated[f"{owner}feedback"] = str(translate_knobs(UPDATES, old)["feedback"] if sends_steps else GRADIENTS)
-    return translated
 
 
 def _knobs(method: Method) -> dict[str, str]:

@@ -41,7 +41,7 @@ class LoCo(Lossy):
     group: int = 128
 
     def describe(self) -> Card:
-        return replace(super().describe(), summed_by_network=False)
+        return replace(super().describe(), summed_by_network=False, row_codec=self.codec)
 
     def _promise(self) -> Promise:
         waits = {"error": 1 / (1 - self.beta)}

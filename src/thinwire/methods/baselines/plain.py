@@ -69,7 +69,7 @@ class Int8(Lossy):
         return Rounding("8 bits", step=1 / 254, group=self.group)
 
     def describe(self) -> Card:
-        return replace(super().describe(), summed_by_network=False, rows_apart=self.updates is None)
+        return replace(super().describe(), summed_by_network=False, rows_apart=not self.updates, row_codec=self.codec)
 
     def make_codec(self) -> Codec:
         return Int8Codec(self.group)

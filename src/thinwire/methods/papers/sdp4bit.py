@@ -115,10 +115,11 @@ class SDP4Bit(Method):
     def describe(self) -> Card:
         assert self.codec is not None
         knobs = {knob.name: getattr(self, knob.name) for knob in knobs_of(SDP4Bit)}
+        inside = "run" in vars(self) and self.run.exchange.comm.one_node
         return replace(
             super().describe(), promise=self._promise(), summed_by_network=False, rows_apart=True,
             group=math.lcm(self.codec.group, self._intra_codec.group),  # either may be due
-            encodes_weights=self.weights != "dense",
+            encodes_weights=self.weights != "dense", row_codec=self._intra_codec if inside else self.codec,
             intra=SDP4Bit(**{**knobs, "bits": self.intra_bits, "weights": "dense"}),  # Alg. 3, l. 2-7
         )  # fmt: skip
 
@@ -164,8 +165,7 @@ class SDP4Bit(Method):
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Do one hop of Alg. 3, in its order: inside the node (l. 2-7), or across nodes (l. 8-13)."""
-        inside = exchange.comm.one_node
-        quantizer = self._intra_codec if inside else self.codec  # Q8 inside, Q4 across
+        quantizer = self._intra_codec if exchange.comm.one_node else self.codec  # Q8 inside, Q4 across
         assert quantizer is not None
         seed = self._seeds(bucket, exchange) if quantizer.draws else None
         # l. 2 (across: 8)   g^ = Hadamard(grad)                Integers.encode: transforms and
