@@ -195,6 +195,30 @@ def test_the_optimizer_of_the_user_stays_as_it_is(fails):
     assert weight.grad.tolist() == [4.0] * 3
 
 
+@pytest.mark.parametrize(("kind", "more"), [
+    (torch.optim.Adam, {}), (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+])  # fmt: skip
+def test_each_kind_of_adam_steps_with_the_second_moment_of_the_mean(kind, more):
+    """w -= lr (m^ / (sqrt(v^ / N) + eps) + decay w); Adam's own decay joins the gradient."""
+    ranks_, decay, eps = 4, 0.1, 1e-3
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 5))
+    optimizer = kind([weight], **{"lr": 0.01, "weight_decay": decay, "eps": eps, **more})
+    w, m, v, most = weight.detach().double().numpy().copy(), 0.0, 0.0, 0.0
+    for t in range(1, 6):
+        weight.grad = torch.randn(5, generator=torch.Generator().manual_seed(t)) / t
+        g = weight.grad.double().numpy() + (decay * w if kind is torch.optim.Adam else 0)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        most = np.maximum(most, v) if "amsgrad" in more else v
+        step = Step(t, (optimizer,), {"a": weight})
+        step_by_mean_moment(step, ranks_)
+        optimizer.step()  # which finds no gradient
+        step.restore()
+        w = w * (1 - (0.01 * decay if kind is torch.optim.AdamW else 0))
+        w = w - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(most / ranks_ / (1 - 0.999**t)) + eps)
+        assert np.abs(weight.detach().numpy() - w).max() < 1e-6
+
+
 def _momentum_of_what_came(rank: int, world: int) -> list[bool]:
     """Is m that of the gradients that were here, whatever rests, fails or is resumed with another start?"""
     module = build("ddp", world).module

@@ -673,31 +673,28 @@ def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text
 
 
 def test_an_attempt_of_torchrun_knows_its_launch_behind_a_script():
-    """Also: Slurm's earlier starts are all of the job."""
-    ask = "import os; from thinwire.train.job.scheduler import starts_of; print(*starts_of(os.environ).earlier)"
+    ask = "import os; from thinwire.train.job.scheduler import starts_of; print(*starts_of(os.environ))"
     script = [["sh", "-c", '"$0" -c "$1"; :', sys.executable, ask], [sys.executable, "-c", ask]]
-    variables = {"TORCHELASTIC_RUN_ID": "none"}
     said = [
-        subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=True).stdout
-        for words in script
-    ]
-    assert said[0] == said[1] and f"process {os.getpid()}, begun at" in said[0]
-    starts = scheduler.starts_of({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", **variables})
-    assert len(starts.now) == 3 and len(starts.earlier) == 3 and starts.now[0] not in starts.earlier
-    assert starts.now[1] in starts.earlier and starts.now[2:] == starts.own
+        subprocess.run(words, env={**os.environ, "TORCHELASTIC_RUN_ID": "none"}, capture_output=True, text=True,
+                       check=True).stdout.rpartition(": ") for words in script
+    ]  # fmt: skip
+    assert said[0][0] == said[1][0] and f"process {os.getpid()} begun at" in said[0][0]
+    assert said[0][2] != said[1][2]
+    starts = scheduler.starts_of({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none"})
+    assert starts[0] == "Slurm's job 7: start 2" and f": process {os.getpid()} begun at" in starts[1]
 
 
-def test_a_second_run_of_one_process_of_torchrun_begins_anew(tmp_path):
-    """A script that torchrun starts may train twice into one folder."""
+def test_a_run_goes_on_with_that_of_another_start_of_its_launch_alone(tmp_path):
+    """A script that torchrun starts may train twice into one folder: the second run begins anew."""
     alone = SimpleNamespace(rank=0, share=lambda value: [value], gather=lambda work: [work()], do=lambda work: work())
     folder = RunFolder(tmp_path, (0,), alone)
-    first, again, other = (
-        scheduler.Starts([agent, worker], [agent], [worker]) for agent, worker in (("a", "1"), ("a", "2"), ("b", "3"))
-    )
-    assert not folder.take_over(first)
-    folder.mark(first.now)
-    assert not folder.take_over(first) and not folder.take_over(other)
-    assert folder.take_over(again) and not folder.take_over(again)
+    assert not folder.take_over(["job 7: start 0", "torchrun a: 1"])
+    folder.mark(["job 7: start 0", "torchrun a: 1"])
+    for starts in (["job 7: start 0", "torchrun a: 1"], ["job 7: start 0", "torchrun b: 3"], ["torchrun b: 1"], []):
+        assert not folder.take_over(starts)
+    for starts in (["job 7: start 0", "torchrun a: 2"], ["job 7: start 1", "torchrun b: 3"], ["torchrun b: 4"]):
+        assert folder.take_over(starts) and not folder.take_over(starts)
 
 
 def test_a_run_killed_before_its_first_step_says_where_the_earlier_one_is_and_gives_it_back(tmp_path, text):

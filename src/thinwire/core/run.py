@@ -142,8 +142,7 @@ class Step:
         failed: did the last agreement fail because a replica was lost, not because of values?
         put_back: what ``before_step`` adds here ``restore`` calls, right after the optimizer's own step, before the
             hooks of the user's; if that step raised an error, after it is taken again.
-        own_step: (optimizer) -> its own step, for ``before_step`` to call with other settings. Hide from the step that
-            follows the gradients that it has used (``hide_gradients``).
+        own_step: (optimizer) -> its own step, for ``before_step``, which hides the gradients from the one that follows.
     """
 
     number: int

@@ -163,9 +163,8 @@ class GroupLink:
 
     def _counting(self) -> AbstractContextManager[None]:
         """Count nothing inside if the model is being evaluated: its bytes are no step's."""
-        forward = self.group._training_state.name == "FORWARD"
-        evaluated = forward and not (self.engine.model.training or torch.is_grad_enabled())
-        return self.engine.ledger.evaluation() if evaluated else contextlib.nullcontext()
+        trains = self.engine.model.training or torch.is_grad_enabled() or self.group._training_state.name != "FORWARD"
+        return contextlib.nullcontext() if trains else self.engine.ledger.evaluation()
 
     def wait_for_unshard(self, original: Callable[[], None]) -> None:
         """Note when, on a GPU, the computing stream reaches the point where it needs the weights."""

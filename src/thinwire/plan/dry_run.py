@@ -252,16 +252,9 @@ class Playback:
     """Doubles of a road, buffers, weights and optimizers, and steps on them."""
 
     def __init__(
-        self,
-        layout: Layout,
-        road: Road,
-        run: Run,
-        device: torch.device = META,
-        watch: Watch | None = None,
-        guards: Sequence[Comm] = (),
-        double: Callable[..., Comm] = CountingComm.like,
-        stage: type[Stage] = Stage,
-    ) -> None:
+        self, layout: Layout, road: Road, run: Run, device: torch.device = META, watch: Watch | None = None,
+        guards: Sequence[Comm] = (), double: Callable[..., Comm] = CountingComm.like, stage: type[Stage] = Stage,
+    ) -> None:  # fmt: skip
         """Make the doubles.
 
         Args:
@@ -348,9 +341,8 @@ class Playback:
 
         clip_factor = torch.ones((), dtype=torch.float32, device=self._device)
         step = Step(
-            number, self.optimizers, self.weights, clip_factor, agree, agree_inside=agree_inside,
-            own_step=self.own_step,
-        )  # fmt: skip
+            number, self.optimizers, self.weights, clip_factor, agree, agree_inside=agree_inside, own_step=self.own_step
+        )
         for name, weight in self.weights.items():
             weight.grad = self.gradients[name]
         method.state.commit()

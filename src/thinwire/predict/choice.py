@@ -124,10 +124,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The method that was chosen, and why.
-
-    ``options``: dense, if it was measured, then as predicted, then what was not predicted.
-    """
+    """The method that was chosen, and why. ``options``: dense if measured, what was predicted, the rest."""
 
     method: str
     reason: str
@@ -224,15 +221,12 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
         agreement.compare({"method": str(auto)})
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
     listed = trials.from_rank_0(lambda: [asdict(option) for option in candidates(auto, training, ranks)])
-    options = [Option(**option) for option in listed]
-    if all(option.reason for option in options):  # a step of dense would be measured for nothing
-        return Choice(DENSE, "no method can be taken", str(auto), tuple(options))
+    if all(option["reason"] for option in listed):  # a step of dense would be measured for nothing
+        return Choice(DENSE, "no method can be taken", str(auto), tuple(Option(**option) for option in listed))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     predict = predictor(auto, training, trials, dense)
-    ranked = trials.from_rank_0(
-        lambda: [asdict(option) for option in _rank(options, training, predict, dense, memory_left, ranks)]
-    )
+    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, training, predict, dense, memory_left, ranks)])
     options = [Option(**option) for option in ranked]
     tried = 0
     for number, option in enumerate(options):
@@ -318,12 +312,11 @@ def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: T
 
 
 def _rank(
-    options: Sequence[Option], training: Training, predict: Callable[[str], Prediction], dense: float,
-    memory_left: float, ranks: int,
-) -> list[Option]:  # fmt: skip
+    auto: Auto, training: Training, predict: Callable[[str], Prediction], dense: float, memory_left: float, ranks: int
+) -> list[Option]:
     """Predict the candidates; return the fastest first, and behind them what cannot be taken."""
     predicted, out = list[Option](), list[Option]()
-    for option in options:
+    for option in candidates(auto, training, ranks):
         if option.reason:
             out.append(option)
             continue

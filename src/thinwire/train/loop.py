@@ -83,7 +83,7 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
         # Nothing has been changed in the folder so far, because the run might have been refused.
         if start.resumed is None:
             folder.make_room()
-            folder.mark(starts.now)
+            folder.mark(starts)
         else:
             start.checkpoints.go_on()
             folder.remove_results()

@@ -168,14 +168,11 @@ class Fragment:
         return mean.masked_fill_(exchange.all_max(spoilt.float().reshape(1)) > 0, torch.nan)
 
     def step(self, mean: Tensor, number: int) -> None:
-        """Take the outer optimizer's step along ``mean`` (P,), with the method's hooks around it.
-
-        The momentum of a parameter that is frozen now rests; only what the ranks have moved it arrives.
-        """
+        """Take the outer optimizer's step along ``mean`` (P,), with the method's hooks around it."""
         for name, values in self._views(mean):
             if self._trained[name].requires_grad:
                 self.anchors[name].grad = values
-            else:
+            else:  # without its momentum, it is moved by what ranks had moved it before it was frozen
                 self.anchors[name].data.sub_(values, alpha=self.sgd.param_groups[0]["lr"])
         step = Step(number, (self.sgd,), self.anchors)
         self.method.before_step(step)

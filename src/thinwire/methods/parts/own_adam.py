@@ -10,22 +10,17 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.run import Run, Step
-from thinwire.methods.parts.own_steps import has_step_of_torch
+from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
 from thinwire.network.comm import local
 
 
 def check_adam(method: str, run: Run) -> None:
     """Refuse optimizers whose step ``step_by_mean_moment`` cannot take, for ``method`` with second_moment='mean'."""
     for name, (optimizer, _) in run.holders.items():
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not has_step_of_torch(optimizer):
             raise ThinwireError(
-                f"{method}: second_moment='mean' needs Adam: pass torch.optim.AdamW or Adam as the optimizer of "
-                f"{name}, got {type(optimizer).__name__}, or leave it out"
-            )
-        if not has_step_of_torch(optimizer):
-            raise ThinwireError(
-                f"{method}: second_moment='mean' works inside Adam's own step, and {type(optimizer).__name__} has "
-                "another step(): leave it out"
+                f"{method}: second_moment='mean' works inside Adam's own step: pass torch.optim.AdamW or Adam as the "
+                f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
             )
 
 
@@ -33,8 +28,8 @@ def step_by_mean_moment(step: Step, ranks: int) -> None:
     """Let the Adams of ``step`` step its weights with v / N (LS1), and hide the gradients from the step that follows.
 
     Between steps v is that of a mean over N ranks, so a start that averages gradients leaves it as it is to be. Adam
-    itself sees N v, sqrt(N) lr, sqrt(N) eps and decay / sqrt(N), and steps by lr m / (sqrt(v) + eps) and lr decay.
-    Groups and v are put back, whatever the step raises.
+    itself sees N v, sqrt(N) lr, sqrt(N) eps and, if it is decoupled, decay / sqrt(N): so it steps by
+    lr m / (sqrt(v) + eps) and lr decay. Groups and v are put back, whatever the step raises.
     """
     root, served = math.sqrt(ranks), {id(weight) for weight in step.weights.values() if weight.grad is not None}
     for optimizer in step.optimizers:
@@ -42,7 +37,7 @@ def step_by_mean_moment(step: Step, ranks: int) -> None:
         weights = [[weight for weight in group["params"] if id(weight) in served] for group in users]
         optimizer.param_groups = [
             {**group, "params": own, "lr": group["lr"] * root, "eps": group["eps"] * root,
-             "weight_decay": group["weight_decay"] / root}
+             "weight_decay": group["weight_decay"] / (root if is_decoupled(optimizer, group) else 1.0)}
             for group, own in zip(users, weights, strict=True)
         ]  # fmt: skip
         try:

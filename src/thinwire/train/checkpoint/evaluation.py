@@ -72,8 +72,8 @@ def refuse(options: Options) -> None:
         ThinwireError: there is no such model, folder or task, or lm_eval is not installed.
     """
     if not any(next(options.run.glob(name), None) for name in ("config.json", "checkpoints", "step-*", "meta.json")):
-        kinds = "a checkpoint, nor the folder of a run or of a Hugging Face model"
-        raise ThinwireError(f"{options.run} is not {kinds}{where_set_aside(options.run)}")
+        aside = where_set_aside(options.run)
+        raise ThinwireError(f"{options.run} is not a checkpoint, nor the folder of a run or Hugging Face model{aside}")
     if options.include is not None and not options.include.is_dir():
         raise ThinwireError(f"--include takes a folder with tasks, and {options.include} is none")
     names = {name for name in options.tasks if not _is_file(name)}

@@ -21,7 +21,6 @@ import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import rank_variables
@@ -38,47 +37,33 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 FIRST_PORT, PORTS = 15000, 15000  # below the ports that Linux gives away by itself (from 32768)
 
 
-class Starts(NamedTuple):
-    """Names of this start of the job, of earlier ones whose run may be gone on with, and, under torchrun, of this one's
-    process alone, whose own runs may not."""
+def starts_of(environment: Mapping[str, str]) -> list[str]:
+    """Name this start of the job, "LAUNCH: START": it goes on with what other starts of a launch of its own began.
 
-    now: list[str]
-    earlier: list[str]
-    own: list[str]
-
-
-def starts_of(environment: Mapping[str, str]) -> Starts:
-    """Name this start of the job and the earlier ones.
-
-    Slurm counts the starts of its job. torchrun does not count those in which a node comes or goes: a run that another
-    process of the same torchrun began is of an earlier one.
+    A start of torchrun's is its child that is above this process, since it does not count those in which a node comes
+    or goes.
     """
-    now, earlier, own = [], [], []
+    names = []
     if job := environment.get("SLURM_JOB_ID"):
-        again = environment.get("SLURM_RESTART_COUNT", "")
-        count = int(again) if again.isdecimal() else 0
-        starts = [f"Slurm's job {job}, start {number}" for number in range(count + 1)]
-        now, earlier = starts[-1:], starts[:-1]
+        names.append(f"Slurm's job {job}: start {environment.get('SLURM_RESTART_COUNT', '0')}")
     if run := environment.get(_RUN_ID):
-        worker, agent = (f"torchrun's run {' '.join(run.split())} by process {process} on {socket.gethostname()}"
-                         for process in _worker_and_agent())  # fmt: skip
-        now, earlier, own = [*now, agent, worker], [*earlier, agent], [worker]
-    return Starts(now, earlier, own)
+        agent, child = _torchrun_above()
+        names.append(f"torchrun's run {' '.join(run.split())} by {agent} on {socket.gethostname()}: {child}")
+    return names
 
 
-def _worker_and_agent() -> tuple[str, str]:
-    """Return numbers and starts of the torchrun above this process and of its child, this one or a script between."""
+def _torchrun_above() -> tuple[str, str]:
+    """Return number and start of the torchrun above this process, and of its child: this process or a script."""
     process, line = os.getpid(), list[str]()
     with contextlib.suppress(OSError):
         while True:
             fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-            line.append(f"{process}, begun at {fields[19]}")
+            line.insert(0, f"process {process} begun at {fields[19]}")
             ours = f"\0{_RUN_ID}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes()
-            if process == 1 or (len(line) > 1 and not ours):
+            if process == 1 or (line[1:] and not ours):
                 break
             process = int(fields[1])
-    worker, agent = line[-2:] if len(line) > 1 else (str(os.getpid()), str(os.getppid()))
-    return worker, agent
+    return (line[0], line[1]) if line[1:] else (str(os.getppid()), str(os.getpid()))
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
