@@ -125,7 +125,8 @@ def unbroken(app, pagename, templatename, context, doctree) -> None:
 COMMANDS = re.compile(r'<div class="highlight-(?:ba)?sh .*?</pre>', re.DOTALL)
 FLAG = re.compile(r"(?<![^\s>(\[])--?(?:[A-Za-z](?:[\w-]*\w)?|(?=[\s<]))")
 RANGE = re.compile(
-    r"""(?:typing\.)?Annotated\[(.+?), Within\(holds=<function .+? at 0x[0-9a-f]+>, words=(?:'.*?'|".*?")\)\]"""
+    r"(?:typing\.)?Annotated\[(.+?), Within\((?:holds=<function .+? at 0x[0-9a-f]+>, words=|lambda .+?, )"
+    r"""(?:'[^']*'|"[^"]*")\)\]"""
 )
 NUMBERED, BOUND = re.compile(r"^(# .*(?:figure|table))-(?=\d+:)"), "\\1\u2011"
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")

@@ -92,7 +92,7 @@ class StepLoop:
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
-        self._settled = False  # the last exchange has been stepped with, or skipped
+        self._settled = True  # the last exchange has been stepped with, or skipped
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}

@@ -446,6 +446,7 @@ def put_back(training: Training) -> Iterator[None]:
     """Put weights, buffers, the optimizers' state and settings, and torch's random numbers back after the block."""
     tensors = [local(tensor.detach()) for tensor in (*training.model.parameters(), *training.model.buffers())]
     values = [tensor.clone() for tensor in tensors]
+    buffers = [(module._buffers, dict(module._buffers)) for module in training.model.modules()]  # some are assigned
     optimizers = [
         (optimizer, {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()},
          [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
@@ -458,6 +459,8 @@ def put_back(training: Training) -> Iterator[None]:
     finally:
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
+        for present, earlier in buffers:
+            present.update(earlier)
         for weight in training.model.parameters():
             weight.grad = None
         for optimizer, state, groups in optimizers:
