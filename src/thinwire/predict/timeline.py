@@ -121,7 +121,7 @@ class RecordedStep:
         return (*self.forward, *self.again, *self.gradients, self.update, self.beside)
 
     def sent(self, micro_batches: int) -> Iterator[Message]:
-        """What the step sends in ``micro_batches``: gradients once, weights in each."""
+        """Iterate over the messages of the step in ``micro_batches``: gradients once, weights in each."""
         further = (*self.later, *self.again) * (micro_batches - 1)
         return (message for stretch in (*self.stretches, *further) for message in stretch.messages)
 
