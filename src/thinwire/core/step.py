@@ -313,7 +313,9 @@ class StepLoop:
         if self._open is not None:
             named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
             weights = {name: weight for name, weight in named if name is not None}
-            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=[])
+            former = self._part  # of this optimizer if its step raised an error, and is taken again
+            hidden = former.put_back if former is not None and former.optimizers == (optimizer,) else []
+            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
             with self.inside("optimizer.step()"):
                 self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 

@@ -124,7 +124,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The method that was chosen, and why. ``options``: dense, then as predicted, then what was not predicted."""
+    """The method that was chosen, and why. ``options``: dense if measured, what was predicted, the rest."""
 
     method: str
     reason: str
@@ -220,6 +220,9 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
+    listed = trials.from_rank_0(lambda: [asdict(option) for option in candidates(auto, training, ranks)])
+    if all(option["reason"] for option in listed):  # a step of dense would be measured for nothing
+        return Choice(DENSE, "no method can be taken", str(auto), tuple(Option(**option) for option in listed))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     predict = predictor(auto, training, trials, dense)
