@@ -44,11 +44,11 @@ def cite(name: str) -> str:
 
 
 def description(cls: type[Method]) -> str:
-    """The docstring of the method's module, or that of its class where several share one; without title and knobs."""
+    """The docstring of the method's module, or that of its class where others share it; without title and knobs."""
     module = sys.modules[cls.__module__]
     first = next(other for other in TABLE if other.__module__ == cls.__module__)
     text = (inspect.getdoc(module) or "").partition("\n\n")[2]
-    if first is not cls or not text:
+    if first is not cls or not text or not cls.__module__.startswith("thinwire.methods."):
         text = re.split(r"^Args:", inspect.getdoc(cls) or "", flags=re.MULTILINE)[0].partition("\n\n")[2]
     return markdown(text).strip()
 

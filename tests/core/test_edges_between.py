@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ class Program:
         self.groups = [one.param_groups for one in self.optimizers]
         self.arrived: list[list[tuple[torch.Tensor, torch.Tensor]] | None] = [None, None]
         self.rates = [0.01, 0.01]
+        self.failed: int | None = None  # whose own step has raised an error
         self.inside: list[list[Callable[[int], None]]] = [[], []]  # what the next post hook does
         early = draw is not None and draw.random() < 0.5
         if early:
@@ -61,6 +63,7 @@ class Program:
             optimizer.register_step_post_hook(lambda *_, number=number: self._in_hook(number))
 
     def _in_hook(self, number: int) -> None:
+        self.failed = None
         self.look(f"in the hook of step {number}")
         for action in self.inside[number]:
             action(number)
@@ -75,6 +78,8 @@ class Program:
                 self.wrong.add(f"another rate {where}")
             weights = [weight for group in self.groups[number] for weight in group["params"]]
             arrived = self.arrived[number]
+            if self.failed == number:  # what the method has stepped is hidden until the step is taken again
+                continue
             if arrived is None:
                 if any(weight.grad is not None and bool(weight.grad.any()) for weight in weights):
                     self.wrong.add(f"a gradient that was cleared {where}")
@@ -118,6 +123,8 @@ class Program:
                 for action in actions:
                     self.draw.choice(places).append(action)
             self.inside[number] = places[0]
+            if self.draw is not None and self.draw.random() < 0.2:
+                self.fail(number)
             self.optimizers[number].step()
             self.look(f"after step {number}")
             for action in places[1]:
@@ -129,6 +136,18 @@ class Program:
         for action, number in late:
             action(number)
         self.look("at the end")
+
+    def fail(self, number: int) -> None:
+        """The optimizer's own step raises an error, before it is taken again."""
+        kind, self.failed = type(self.optimizers[number]), number
+        inner = "_init_group" if hasattr(kind, "_init_group") else "_step"
+        with mock.patch.object(kind, inner, side_effect=MemoryError), pytest.raises(MemoryError):
+            self.optimizers[number].step()
+        rates = [one.param_groups[0]["lr"] for one in self.optimizers]
+        if any(one.param_groups is not mine for one, mine in zip(self.optimizers, self.groups, strict=True)):
+            self.wrong.add("other groups after an error")
+        if rates != pytest.approx(self.rates):
+            self.wrong.add("other rates after an error")
 
     def end(self) -> None:
         """The wire is closed when one optimizer has stepped and the other one has not."""

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import engines
@@ -130,6 +130,8 @@ def _abandoned(rank, world, kind, method):
         model = build(kind, world)
         optimizer = adamw(model)
         wire = thinwire.compress(model, optimizer, method)
+        if 3 not in given:
+            optimizer.step()  # as some do before they make a schedule: it has no gradients, and is no step
         for step in given:
             with wire.accumulate(last=True):
                 (loss_of(model, step, rank) * (float("inf") if step == 3 else 1.0)).backward()
@@ -467,6 +469,16 @@ def _refusals(rank, world):
         model = build("ddp", world)
         return model, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), ("int8",)
 
+    def ignored():
+        net = Net()
+        return fully_shard(net, ignored_params={net.head.weight}), adamw(net), ("int8",)
+
+    def delayed():
+        net = Net()
+        late = {"delay_all_reduce_named_params": [("head.weight", net.head.weight)]}
+        model = nn.parallel.DistributedDataParallel(net, **late, param_to_hook_all_reduce=net.embedding.weight)
+        return model, adamw(model), ("int8",)
+
     def silent():
         model = build("fsdp2", world)
         return model, adamw(model), ("none",)
@@ -497,7 +509,8 @@ def _refusals(rank, world):
         model = build("fsdp2", world)
         return model, adamw(model), ("int8",)
 
-    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless, shared)
+    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless, shared,
+             ignored, delayed)  # fmt: skip
     return {make.__name__: refusal(make) for make in cases}
 
 
@@ -509,6 +522,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         "bare": "fully_shard", "stranger": "none of the model's parameters", "silent": "ddp only",
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
         "shared": "with a GPU for each rank; or DDP",
+        "ignored": "head.weight is trained, but", "delayed": "head.weight is trained, but",
     }  # fmt: skip
     for case, words in expected.items():
         assert found[case] is not None, f"{case} was not refused"

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import thinwire
 from breadth import dealt
 from engines import build, same_on_all_ranks, train
-from models import flat
+from models import flat, loss_of
 from papers.local_steps import LS1, AdamW, DiLoCo, StreamingDiLoCo
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
@@ -27,7 +30,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Parameter, Step
 from thinwire.methods import LocalSteps, resolve
 from thinwire.methods.parts.fragments import Timetable, split
-from thinwire.methods.parts.own_adam import MeanMomentView
+from thinwire.methods.parts.own_adam import step_by_mean_moment
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank
 from threaded import entries, reduce_on_threads
@@ -158,25 +161,111 @@ def test_a_second_moment_of_the_mean(start):
     ls1_agrees(play(make, size, steps, optimizer=adamw), size, 4, start, steps, lambda x: x)
 
 
-def test_the_groups_of_the_user_stay_as_they_are():
-    """Adam steps with lr sqrt(N), decay / sqrt(N) and g / sqrt(N); the user's dicts are not written to."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_optimizer_of_the_user_stays_as_it_is(fails):
+    """Adam steps with v N, lr sqrt(N), eps sqrt(N) and decay / sqrt(N), which are put back, whatever it raises."""
     weight = torch.nn.Parameter(torch.ones(3))
-    other = torch.nn.Parameter(torch.ones(1))  # of a model that was not compressed
-    weight.grad, other.grad = torch.full((3,), 4.0), torch.full((1,), 8.0)
-    optimizer = adamw([weight, other])
+    rests, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))  # of another model
+    optimizer = adamw([weight, rests, other])
+    for each in (weight, rests, other):
+        each.grad = torch.full_like(each, 4.0)
+    optimizer.step()
+    rests.grad = None
     groups, values = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
-    view = MeanMomentView()
-    for _ in range(2):  # the second time, after an error in the step
-        view.enter(step := Step(0, (optimizer,), {"a": weight}), 4)
-        first, second = optimizer.param_groups
-        assert (first["lr"], first["weight_decay"], first["params"]) == (0.02, 0.05, [weight])
-        assert (second["lr"], second["params"]) == (groups[0]["lr"], [other])
-        assert weight.grad.tolist() == [2.0] * 3 and other.grad.tolist() == [8.0] and groups == values
+    moments = {each: dict(entry) for each, entry in optimizer.state.items()}
+    kept = copy.deepcopy([list(entry.values()) for entry in moments.values()])
+    seen = []
+
+    def own_step(stepping):
+        (group,) = stepping.param_groups
+        seen.append([group[key] for key in ("lr", "eps", "weight_decay", "params")])
+        seen.append(optimizer.state[weight]["exp_avg_sq"].tolist())
+        if fails:
+            raise KeyboardInterrupt
+
+    step = Step(0, (optimizer,), {"a": weight, "b": rests}, own_step=own_step)
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+        step_by_mean_moment(step, 4)
+    assert seen[0] == [0.02, 2e-8, 0.05, [weight]] and seen[1] == [4 * float(kept[0][2][0])] * 3
+    assert optimizer.param_groups is groups and groups == values and other.grad is not None
+    assert all(torch.equal(a, b) for a, b in zip(itertools.chain(*(entry.values() for entry in moments.values())),
+                                                  itertools.chain(*kept), strict=True))  # fmt: skip
+    assert (weight.grad is None) != fails
     step.restore()
-    assert optimizer.param_groups is groups and groups == values and weight.grad.tolist() == [4.0] * 3
-    view.enter(step, 4)
-    view.forget()
-    assert optimizer.param_groups is groups and groups == values
+    assert weight.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize(("kind", "more"), [
+    (torch.optim.Adam, {}), (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+])  # fmt: skip
+def test_each_kind_of_adam_steps_with_the_second_moment_of_the_mean(kind, more):
+    """w -= lr (m^ / (sqrt(v^ / N) + eps) + decay w); Adam's own decay joins the gradient."""
+    ranks_, decay, eps = 4, 0.1, 1e-3
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 5))
+    optimizer = kind([weight], **{"lr": 0.01, "weight_decay": decay, "eps": eps, **more})
+    w, m, v, most = weight.detach().double().numpy().copy(), 0.0, 0.0, 0.0
+    for t in range(1, 6):
+        weight.grad = torch.randn(5, generator=torch.Generator().manual_seed(t)) / t
+        g = weight.grad.double().numpy() + (decay * w if kind is torch.optim.Adam else 0)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        most = np.maximum(most, v) if "amsgrad" in more else v
+        step = Step(t, (optimizer,), {"a": weight})
+        step_by_mean_moment(step, ranks_)
+        optimizer.step()  # which finds no gradient
+        step.restore()
+        w = w * (1 - (0.01 * decay if kind is torch.optim.AdamW else 0))
+        w = w - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(most / ranks_ / (1 - 0.999**t)) + eps)
+        assert np.abs(weight.detach().numpy() - w).max() < 1e-6
+
+
+def _momentum_of_what_came(rank: int, world: int) -> list[bool]:
+    """Is m that of the gradients that were here, whatever rests, fails or is resumed with another start?"""
+    module = build("ddp", world).module
+    weights = list(module.parameters())
+    halves = weights[: len(weights) // 2], weights[len(weights) // 2 :]
+    optimizers = [adamw(half) for half in halves]
+    expected, found, wire = [torch.zeros_like(weight) for weight in weights], [], None
+    for number in range(10):
+        if number in (0, 6):  # goes on as a longer run, whose start is longer: it is over, and then it is not
+            saved = None if wire is None else wire.state_dict()
+            if wire is not None:
+                wire.close()
+            method = method_of(second_moment="mean", every=2, start=0.25)
+            model = DistributedDataParallel(module, bucket_cap_mb=0.01)
+            wire = thinwire.compress(model, optimizers, method, steps=12 if saved is None else 32)
+            if saved is not None:
+                wire.load_state_dict(saved)
+        loss_of(model, number, rank).backward()
+        rests = number == 3  # the first local step, of one optimizer
+        if rests:
+            for weight in halves[1]:
+                weight.grad = None
+        for weight, moment in zip(weights, expected, strict=True):
+            if weight.grad is not None:
+                moment.lerp_(weight.grad, 0.1)
+        for optimizer in optimizers[: 1 if rests else 2]:
+            if number == 4:
+                with (
+                    mock.patch.object(torch.optim.AdamW, "_init_group", side_effect=MemoryError),
+                    pytest.raises(MemoryError),
+                ):
+                    optimizer.step()
+                found.append({group["lr"] for group in optimizer.param_groups} == {1e-2})
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        own = {weight: entry for optimizer in optimizers for weight, entry in optimizer.state.items()}
+        found.append(all(torch.allclose(own[weight]["exp_avg"], moment, rtol=1e-5, atol=1e-9)
+                         for weight, moment in zip(weights, expected, strict=True)))  # fmt: skip
+    wire.close()
+    return found
+
+
+def test_the_momentum_is_that_of_the_gradients_that_came():
+    """In the start, after it, after an error, after a rest, and after a resume in which the start has another end."""
+    for found in ranks.run(_momentum_of_what_came, 2):
+        assert found == [True] * len(found)
 
 
 def signs(values: np.ndarray, size: int, group: int) -> np.ndarray:

@@ -379,6 +379,7 @@ def test_the_papers_stand_on_the_pages_of_their_methods(pages: ModuleType) -> No
     for name in ("radius", "scape", "tagc", "separate", "sdp4bit", "powersgd"):
         assert "```text\n" in pages.description(next(cls for cls in TABLE if cls.name == name)), "its equations"
     assert pages.cite("trickle") == "" == pages.cite("int8")
+    assert pages.description(thinwire.Fp32).startswith("Where dense depends"), "not of the module of all methods"
 
 
 def test_the_site_keeps_the_flags_of_a_command_whole() -> None:
@@ -398,9 +399,11 @@ def test_a_signature_on_the_site_names_the_types_of_knobs_without_their_ranges(c
     shown, returns = of_docs("conf").of_its_type(None, "class", cls.__name__, cls, None, bare, "None")
     assert "lambda" not in shown and "Annotated" not in shown and returns == "None"
     assert ", smallest: int = 65536)" in shown
-    made = "(waits: ~collections.abc.Mapping[str, float] = <factory>)"
+    written = """(beta: Annotated[float, Within(lambda beta: 0 <= beta < 1, "is from 0 to below 1, so")] = 0.8)"""
+    assert of_docs("conf").of_its_type(None, "class", "LoCo", None, None, written, None)[0] == "(beta: float = 0.8)"
+    made = "(waits: ~collections.abc.Mapping[str, float] = <factory>, agree: bool = <function Step.<lambda>>)"
     shown, _ = of_docs("conf").of_its_type(None, "class", "Promise", None, None, made, None)
-    assert shown == made.replace("<factory>", "...")
+    assert shown == "(waits: ~collections.abc.Mapping[str, float] = ..., agree: bool = ...)"
 
 
 def test_the_title_of_a_papers_report_is_not_broken_within_its_number() -> None:

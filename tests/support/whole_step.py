@@ -93,13 +93,12 @@ class WholePlayback(Playback):
         (CLIP / (norm + 1e-6)).clamp(max=1.0)  # for the method
         return None if steps else norm
 
-    def optimizers_step(self) -> None:
+    def own_step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def step(self, number: int) -> None:
         for stage in self._road.stages:
             if stage.bound is not None:
                 stage.bound.commit()
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def step(self, number: int) -> None:
         super().step(number)
         self._weight_watch.step_is_over()

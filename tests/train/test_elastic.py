@@ -31,7 +31,7 @@ from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job import run_folder
 from thinwire.train.job import status as status_page
 from thinwire.train.job.replica_log import REPLICAS
-from thinwire.train.job.run_folder import hold_run_folder, settle_previous
+from thinwire.train.job.run_folder import RESULTS, hold_run_folder, settle_previous
 from thinwire.train.job.status import Gap, alive_on, goodput, read_run, shown
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
@@ -596,6 +596,23 @@ def test_a_run_of_which_all_replicas_are_killed_goes_on_from_its_checkpoint(tmp_
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 15))
     assert rows[-2]["tokens"] == 2 * 32 * sum(row["replicas"] for row in rows if "loss" in row)
+
+
+@real
+def test_a_run_whose_replicas_were_all_killed_in_the_last_evaluation_gets_its_results(tmp_path):
+    command = [sys.executable, "-m", "thinwire", *words(tmp_path, "--replicas", "2", "--resume", "auto", steps=6)]
+    found = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        files = {name: (tmp_path / "run" / name).read_text() for name in ("metrics.jsonl", *RESULTS)}
+        found.append(files)
+        for name in RESULTS:  # what comes after the last checkpoint
+            (tmp_path / "run" / name).unlink()
+    first, again = found
+    assert json.loads(again["summary.json"]) == json.loads(first["summary.json"])
+    assert again["valid_losses.csv"] == first["valid_losses.csv"] and again["report.txt"] == first["report.txt"]
+    assert len(again["metrics.jsonl"].splitlines()) == len(first["metrics.jsonl"].splitlines())
 
 
 @real

@@ -40,6 +40,7 @@ from thinwire.train.data.corpus import read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows
 from thinwire.train.job import held_out, run_folder, scheduler, setup
+from thinwire.train.job.run_folder import RunFolder
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
@@ -647,7 +648,7 @@ def _train_as(rank: int, world: int, port: int, words: tuple[str, ...], steps: i
 
 
 def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text):
-    """Two launches in one Slurm job; a run without checkpoints that is started again; ranks counted differently."""
+    """Two launches in one Slurm job; a run without checkpoints that is started again; a start that is not counted."""
 
     def run(launch: str, slurm: str, counts: str, steps: int | None = None, *more: str) -> list[str]:
         own = [f"TORCHELASTIC_RESTART_COUNT={counts}"]
@@ -663,7 +664,7 @@ def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text
     assert run("b", "0", "0,0", 0, *every) == first  # dies before it has begun
     second = run("b", "0", "1,1", 2, *every)
     assert len(second) == 2 and second != first[:2], "the second launch is not the first"
-    third = run("b", "0", "0,1", None, *every)
+    third = run("b", "0", "0,0", None, *every)  # not counted, as a node came or went
     assert third[:2] == second and len(third) == 3
     assert run("c", "1", "0,0", None, *every) == third  # Slurm has started the job again
     fourth = run("d", "1", "0,0", None, "--no-checkpoints")
@@ -672,19 +673,43 @@ def test_overwrite_goes_on_with_no_run_but_that_of_its_own_launch(tmp_path, text
 
 
 def test_an_attempt_of_torchrun_knows_its_launch_behind_a_script():
-    """Also: Slurm's earlier starts are all of the job, and torchrun's first attempt goes on with nothing of its own."""
-    ask = "import os; from thinwire.train.job.scheduler import starts_of; print(starts_of(os.environ))"
+    ask = "import os; from thinwire.train.job.scheduler import starts_of; print(*starts_of(os.environ))"
     script = [["sh", "-c", '"$0" -c "$1"; :', sys.executable, ask], [sys.executable, "-c", ask]]
-    variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
     said = [
-        subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=True).stdout
-        for words in script
-    ]
-    assert said[0] == said[1] and f"process {os.getpid()}, begun at" in said[0]
-    now, earlier = scheduler.starts_of({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", **variables})
-    assert len(now) == 2 and len(earlier) == 3 and now[0] not in earlier and now[1] in earlier
-    now, earlier = scheduler.starts_of({**variables, "TORCHELASTIC_RESTART_COUNT": "0"})
-    assert len(now) == 1 and not earlier
+        subprocess.run(words, env={**os.environ, "TORCHELASTIC_RUN_ID": "none"}, capture_output=True, text=True,
+                       check=True).stdout.rpartition(": ") for words in script
+    ]  # fmt: skip
+    assert said[0][0] == said[1][0] and f"process {os.getpid()} begun at" in said[0][0]
+    assert said[0][2] != said[1][2]
+    starts = scheduler.starts_of({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none"})
+    assert starts[0] == "Slurm's job 7: start 2" and f": process {os.getpid()} begun at" in starts[1]
+
+
+def test_a_run_goes_on_with_that_of_another_start_of_its_launch_alone(tmp_path):
+    """A script that torchrun starts may train twice into one folder: the second run begins anew."""
+    alone = SimpleNamespace(rank=0, share=lambda value: [value], gather=lambda work: [work()], do=lambda work: work())
+    folder = RunFolder(tmp_path, (0,), alone)
+    assert not folder.take_over(["job 7: start 0", "torchrun a: 1"])
+    folder.mark(["job 7: start 0", "torchrun a: 1"])
+    for starts in (["job 7: start 0", "torchrun a: 1"], ["job 7: start 0", "torchrun b: 3"], ["torchrun b: 1"], []):
+        assert not folder.take_over(starts)
+    for starts in (["job 7: start 0", "torchrun a: 2"], ["job 7: start 1", "torchrun b: 3"], ["torchrun b: 4"]):
+        assert folder.take_over(starts) and not folder.take_over(starts)
+
+
+def test_a_run_killed_before_its_first_step_says_where_the_earlier_one_is_and_gives_it_back(tmp_path, text):
+    run = tmp_path / "run"
+    words = (*SHORT, "--corpus", str(text), "--out", str(run))
+    assert train(1, *words, "--steps", "2")[0][0] == 0
+    before = files_of(run)
+    run_folder._make_room(run)  # what kill -9 before step 1 leaves
+    for command in (["inspect"], ["sample", "--prompt", "1"], ["eval", "--tasks", "x"], ["status"]):
+        with redirect_stderr(io.StringIO()) as err:
+            assert cli.main([command[0], str(run), *command[1:]]) == 2
+        assert f"the run that was there is in {run}/.previous" in err.getvalue(), err.getvalue()
+        assert len(err.getvalue().splitlines()) == 1
+    assert train(1, *words, "--steps", "2", "--resume", "auto")[0][0] == 0  # nothing is left to do
+    assert files_of(run) == before and not (run / ".previous").exists()
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_the_earlier_one_whole(tmp_path, text):

@@ -163,18 +163,9 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        pieces: Sequence[Piece],
-        *,
-        rows: int,
-        owner: bool,
-        group: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        spans: Sequence[int] = (),
-        arena: Arena | None = None,
-        apart: bool = False,
-    ) -> None:
+        self, pieces: Sequence[Piece], *, rows: int, owner: bool, group: int, dtype: torch.dtype,
+        device: torch.device, spans: Sequence[int] = (), arena: Arena | None = None, apart: bool = False,
+    ) -> None:  # fmt: skip
         """``owner``: this rank keeps one row only. ``group``: elements that a codec takes together.
 
         ``spans``: values of each piece in a row; default: as few as possible. ``arena``: shared with other buckets.

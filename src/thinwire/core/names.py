@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from thinwire.base.errors import ThinwireError
 from thinwire.core.run import Parameter
 
+LEFT_OUT = "{name} is trained, but DDP or FSDP2 was told to leave it out: wrap the model without that, or freeze {name}"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -49,6 +51,8 @@ def describe(
 ) -> dict[int, Parameter]:
     """Describe every trainable parameter by its id; tied ones once, under their first name.
 
+    Raise ThinwireError if the engine shards others and not it.
+
     ``shards``: id(parameter) -> its shape on this rank before the engine shards it, and the shape of the engine's
     padded shard. Without ``shards``, weights are not sharded, and what travels is one of ``chunks`` parts of dim 0.
     """
@@ -58,6 +62,8 @@ def describe(
         if not tensor.requires_grad:
             continue
         name = clean_name(full)
+        if shards is not None and id(tensor) not in shards:
+            raise ThinwireError(LEFT_OUT.format(name=name))
         role = role_of(name, modules.get(full.rpartition(".")[0]))
         shape: Shape = tuple(tensor.shape)
         chunk = (-(-shape[0] // chunks), *shape[1:]) if shape else ()

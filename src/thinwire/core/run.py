@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -123,6 +124,12 @@ class Run:
         return values[first : first + self.parameters[name].local]
 
 
+def take_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Take the step of the class of ``optimizer``, without hooks."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+
+
 @dataclass(frozen=True)
 class Step:
     """An optimizer step that counts, as ``before_step`` and ``after_step`` see it. Several optimizers make one step.
@@ -134,7 +141,8 @@ class Step:
         agree_inside: the same among the ranks that hold this replica together, where the replicas have agreed already.
         failed: did the last agreement fail because a replica was lost, not because of values?
         put_back: what ``before_step`` adds here ``restore`` calls, right after the optimizer's own step, before the
-            hooks of the user's; not if that step raised an error.
+            hooks of the user's; if that step raised an error, after it is taken again.
+        own_step: (optimizer) -> its own step, for ``before_step``, which hides the gradients from the one that follows.
     """
 
     number: int
@@ -146,11 +154,24 @@ class Step:
     agree_inside: Callable[[Iterable[Tensor]], bool] = lambda values: True
     failed: Callable[[], bool] = lambda: False
     put_back: list[Callable[[], None]] = field(default_factory=list)
+    own_step: Callable[[torch.optim.Optimizer], None] = take_own_step
 
     def restore(self) -> None:
         """Give the user back what ``before_step`` has hidden or scaled for the optimizer's own step."""
         for put_back in self.put_back:
             put_back()
+
+    def hide_gradients(self, weights: Iterable[Tensor]) -> None:
+        """Hide the gradients of ``weights`` from the optimizer, which leaves these, their moments and count alone."""
+        hidden = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+        for weight, _ in hidden:
+            weight.grad = None
+
+        def show() -> None:
+            for weight, gradient in hidden:
+                weight.grad = gradient
+
+        self.put_back.append(show)
 
     def attempt(self, exchange: Callable[[int], Any]) -> Any:
         """Return ``exchange(number)``, which ``agree`` is to follow; None (``around``): a replica was lost in it."""

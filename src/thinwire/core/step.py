@@ -92,7 +92,7 @@ class StepLoop:
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow
         self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
-        self._settled = False  # the last exchange has been stepped with, or skipped
+        self._settled = True  # the last exchange has been stepped with, or skipped
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
@@ -313,7 +313,9 @@ class StepLoop:
         if self._open is not None:
             named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
             weights = {name: weight for name, weight in named if name is not None}
-            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=[])
+            former = self._part  # of this optimizer if its step raised an error, and is taken again
+            hidden = former.put_back if former is not None and former.optimizers == (optimizer,) else []
+            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
             with self.inside("optimizer.step()"):
                 self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 

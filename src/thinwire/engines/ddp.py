@@ -20,7 +20,7 @@ from thinwire.core.bucket import Layout, Piece
 from thinwire.core.engine import Divisible, Engine, Meet, Way, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
-from thinwire.core.names import describe
+from thinwire.core.names import LEFT_OUT, describe
 from thinwire.core.road import Road, ScatterAndShare
 from thinwire.core.step import ENDED, StepLoop
 from thinwire.core.worker import Worker
@@ -128,6 +128,9 @@ class DDP(Engine):
             )
         if model._comm_hooks and hook is None:
             raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
+        for name, weight in model.module.named_parameters():
+            if weight.requires_grad and name in model.parameters_to_ignore:
+                raise ThinwireError(LEFT_OUT.format(name=name))
         if model.mixed_precision is not None:
             raise ThinwireError(
                 "DDP(mixed_precision=...) uses the communication hook that Thinwire needs: use torch.autocast, or a "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -157,14 +158,21 @@ class GroupLink:
         """Note that a forward pass asks for the module's weights, before torch's ``original`` gathers them."""
         if self.group._training_state.name == "FORWARD":
             self.engine.begin_forward(self)
-        return original(*arguments, **options)
+        with self._counting():
+            return original(*arguments, **options)
+
+    def _counting(self) -> AbstractContextManager[None]:
+        """Count nothing inside if the model is being evaluated: its bytes are no step's."""
+        trains = self.engine.model.training or torch.is_grad_enabled() or self.group._training_state.name != "FORWARD"
+        return contextlib.nullcontext() if trains else self.engine.ledger.evaluation()
 
     def wait_for_unshard(self, original: Callable[[], None]) -> None:
         """Note when, on a GPU, the computing stream reaches the point where it needs the weights."""
         if self.gathered is not None:
             self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
             self.gathered = None
-        original()
+        with self._counting():
+            original()
         self.copied = devices.mark(self.device)
         with self.engine.waited():  # this module has its weights, so the weights of others may leave
             self.engine.sender.go_on()

@@ -219,6 +219,10 @@ td { font-variant-numeric: tabular-nums }
 img { max-width: 100%; border-radius: .4rem; margin: .5rem 0 }
 code { overflow-wrap: anywhere }
 li { font-size: .9rem }
+@property --fade { syntax: "<length>"; inherits: false; initial-value: 0px }
+@keyframes fade { from { --fade: 2rem } to { --fade: 0px } }
+table, p:has(> img) { animation: fade linear; animation-timeline: scroll(self inline);
+  mask-image: linear-gradient(to left, #0003, #000 var(--fade)) }
 @media (max-width: 46em) { p:has(> img) { overflow-x: auto } p > img { max-width: none; min-width: 36rem } }
 </style>
 $body

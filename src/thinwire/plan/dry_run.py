@@ -252,16 +252,9 @@ class Playback:
     """Doubles of a road, buffers, weights and optimizers, and steps on them."""
 
     def __init__(
-        self,
-        layout: Layout,
-        road: Road,
-        run: Run,
-        device: torch.device = META,
-        watch: Watch | None = None,
-        guards: Sequence[Comm] = (),
-        double: Callable[..., Comm] = CountingComm.like,
-        stage: type[Stage] = Stage,
-    ) -> None:
+        self, layout: Layout, road: Road, run: Run, device: torch.device = META, watch: Watch | None = None,
+        guards: Sequence[Comm] = (), double: Callable[..., Comm] = CountingComm.like, stage: type[Stage] = Stage,
+    ) -> None:  # fmt: skip
         """Make the doubles.
 
         Args:
@@ -347,19 +340,22 @@ class Playback:
             return True
 
         clip_factor = torch.ones((), dtype=torch.float32, device=self._device)
-        step = Step(number, self.optimizers, self.weights, clip_factor, agree, agree_inside=agree_inside)
+        step = Step(
+            number, self.optimizers, self.weights, clip_factor, agree, agree_inside=agree_inside, own_step=self.own_step
+        )
         for name, weight in self.weights.items():
             weight.grad = self.gradients[name]
         method.state.commit()
         method.before_step(step)
-        self.optimizers_step()
+        for optimizer in self.optimizers:
+            self.own_step(optimizer)
         step.restore()
         method.after_step(step)
         method.state.commit()
         method.finish()
 
-    def optimizers_step(self) -> None:
-        """Called where the optimizers step."""
+    def own_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called where ``optimizer`` steps its parameters that have a gradient; here they stay."""
 
     def agree(self, comms: Iterable[Comm]) -> None:
         for comm in comms:

@@ -124,7 +124,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The method that was chosen, and why. ``options``: dense, then as predicted, then what was not predicted."""
+    """The method that was chosen, and why. ``options``: dense if measured, what was predicted, the rest."""
 
     method: str
     reason: str
@@ -220,6 +220,9 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
+    listed = trials.from_rank_0(lambda: [asdict(option) for option in candidates(auto, training, ranks)])
+    if all(option["reason"] for option in listed):  # a step of dense would be measured for nothing
+        return Choice(DENSE, "no method can be taken", str(auto), tuple(Option(**option) for option in listed))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     predict = predictor(auto, training, trials, dense)
@@ -443,6 +446,7 @@ def put_back(training: Training) -> Iterator[None]:
     """Put weights, buffers, the optimizers' state and settings, and torch's random numbers back after the block."""
     tensors = [local(tensor.detach()) for tensor in (*training.model.parameters(), *training.model.buffers())]
     values = [tensor.clone() for tensor in tensors]
+    buffers = [(module._buffers, dict(module._buffers)) for module in training.model.modules()]  # some are assigned
     optimizers = [
         (optimizer, {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()},
          [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
@@ -455,6 +459,8 @@ def put_back(training: Training) -> Iterator[None]:
     finally:
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
+        for present, earlier in buffers:
+            present.update(earlier)
         for weight in training.model.parameters():
             weight.grad = None
         for optimizer, state, groups in optimizers:

@@ -65,8 +65,8 @@ def train(config: Config) -> dict[str, Any]:
 def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Train on ``ranks`` that have joined; return as ``train``. Collective."""
     with open_run_folder(config.out, Collective(ranks.comm.patient(config.file_timeout))) as folder:
-        now, earlier = starts_of(os.environ)
-        if config.overwrite and folder.take_over(now, earlier):  # which is not to be removed
+        starts = starts_of(os.environ)
+        if config.overwrite and folder.take_over(starts):  # which is not to be removed
             if not config.checkpoints and folder.has_results():
                 if ranks.comm.rank == 0:
                     say(f"{config.out} holds this job's run, which has ended: nothing is left to do")
@@ -83,7 +83,7 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
         # Nothing has been changed in the folder so far, because the run might have been refused.
         if start.resumed is None:
             folder.make_room()
-            folder.mark(now)
+            folder.mark(starts)
         else:
             start.checkpoints.go_on()
             folder.remove_results()

@@ -168,7 +168,12 @@ class ReplicaTrainer(Trainer):
             signals = stack.enter_context(note_signals(lambda: self.manager.asking))
             self._files = stack.enter_context(contextlib.ExitStack())
             self.display = self._files.enter_context(Display(config, 1, self.step))
-            if not self._restarted:
+            if self.step == config.steps:  # resumed in the last evaluation, which the first to come makes for all
+                with turn(config.out):
+                    if not summary_time(config.out):
+                        self.display = self._files.enter_context(Display(config, 0, self.step))
+                        self._conclude()
+            elif not self._restarted:
                 self.first_loss, self._evaluated = self.evaluate(), self.step
             self.wire.reset_stats()
             counted = True

@@ -28,7 +28,6 @@ H / P. The run's last step ends all rounds at once, so that all ranks end with W
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +50,7 @@ from thinwire.core.state import State, find_entries
 from thinwire.core.worker import Worker
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.fragments import Fragment, Timetable, split
-from thinwire.methods.parts.own_adam import MeanMomentView, check_adam, check_saved_shape, restore_moment
+from thinwire.methods.parts.own_adam import check_adam, check_saved_shape, restore_moment, step_by_mean_moment
 from thinwire.methods.parts.own_steps import refuse_chunks
 from thinwire.network.comm import Comm, local
 
@@ -192,7 +191,6 @@ class LocalSteps(Method):
         self._fragments: list[Fragment] = []
         self._journey: Journey | None = None  # a round under way on another thread
         self._merge_at = 0  # the local step in which a round that was sent arrives; 0: none; below 0: it does not count
-        self._adam_view = MeanMomentView()
 
     def _check_averages(self, knob: str, method: Method) -> None:
         """Refuse a ``method`` that does not just average gradients for any optimizer."""
@@ -327,16 +325,10 @@ class LocalSteps(Method):
         if step.number < self.first:
             return
         self._copy_shared_weights()
-        if step.number == self.first and self.second_moment == "mean":  # m of the start is the mean gradient's
-            for name, weight in step.weights.items():
-                moment = step.holders[name].optimizer.state.get(weight, {}).get("exp_avg")
-                if moment is not None:
-                    local(moment).div_(math.sqrt(self.run.exchange.ranks))
         if self.second_moment == "mean":
-            self._adam_view.enter(step, self.run.exchange.ranks)
+            step_by_mean_moment(step, self.run.exchange.ranks)
 
     def after_step(self, step: Step) -> None:
-        self._adam_view.forget()
         if step.number >= self.first:
             self._count_step(step)
 
@@ -479,7 +471,6 @@ class LocalSteps(Method):
     # Taking a step back, saving and loading.
 
     def undo(self) -> None:
-        self._adam_view.forget()
         for fragment in self._fragments:
             if self._journey is None or self._journey.fragment is not fragment:
                 fragment.method.undo()
@@ -487,7 +478,6 @@ class LocalSteps(Method):
     def finish(self) -> None:
         """Put this rank's own weights and moments into the state: the model's checkpoint does not hold them."""
         self._land()
-        self._adam_view.forget()
         self.state.keep("missed", "", torch.tensor(self._missed, device="cpu"))
         self.state.keep("lost", "", torch.tensor(self._lost, device="cpu"))
         if self.delay:

@@ -125,6 +125,7 @@ class Fragment:
         }
         self.sgd = torch.optim.SGD([{"params": list(self.anchors.values())}], lr=lr, momentum=mu, nesterov=mu > 0)
         parameters = {name: parameter for name, parameter in run.parameters.items() if name in names}
+        self._trained = run.weights
         self._run = replace(run, parameters=parameters, steps=rounds, optimizers=(self.sgd,), weights=self.anchors)
         method.begin(self._run)
         self._buckets: list[tuple[Method, Bucket, slice]] = []
@@ -169,7 +170,10 @@ class Fragment:
     def step(self, mean: Tensor, number: int) -> None:
         """Take the outer optimizer's step along ``mean`` (P,), with the method's hooks around it."""
         for name, values in self._views(mean):
-            self.anchors[name].grad = values
+            if self._trained[name].requires_grad:
+                self.anchors[name].grad = values
+            else:  # without its momentum, it is moved by what ranks had moved it before it was frozen
+                self.anchors[name].data.sub_(values, alpha=self.sgd.param_groups[0]["lr"])
         step = Step(number, (self.sgd,), self.anchors)
         self.method.before_step(step)
         self.sgd.step()

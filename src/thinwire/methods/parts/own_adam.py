@@ -3,76 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.run import Run, Step
-from thinwire.methods.parts.own_steps import has_step_of_torch
+from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
 from thinwire.network.comm import local
 
 
 def check_adam(method: str, run: Run) -> None:
-    """Refuse optimizers whose step ``MeanMomentView`` cannot change, for ``method`` with second_moment='mean'."""
+    """Refuse optimizers whose step ``step_by_mean_moment`` cannot take, for ``method`` with second_moment='mean'."""
     for name, (optimizer, _) in run.holders.items():
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not has_step_of_torch(optimizer):
             raise ThinwireError(
-                f"{method}: second_moment='mean' needs Adam: pass torch.optim.AdamW or Adam as the optimizer of "
-                f"{name}, got {type(optimizer).__name__}, or leave it out"
-            )
-        if not has_step_of_torch(optimizer):
-            raise ThinwireError(
-                f"{method}: second_moment='mean' works inside Adam's own step, and {type(optimizer).__name__} has "
-                "another step(): leave it out"
+                f"{method}: second_moment='mean' works inside Adam's own step: pass torch.optim.AdamW or Adam as the "
+                f"optimizer of {name}, got {type(optimizer).__name__}, or leave it out"
             )
 
 
-class MeanMomentView:
-    """Lets Adam step with v / N (LS1), by groups of its own in place of the user's, which stay as they are.
+def step_by_mean_moment(step: Step, ranks: int) -> None:
+    """Let the Adams of ``step`` step its weights with v / N (LS1), and hide the gradients from the step that follows.
 
-    From g / sqrt(N) Adam makes m / sqrt(N) and v / N. With lr sqrt(N) its step is lr m / (sqrt(v / N) + eps), and with
-    decay / sqrt(N) the product lr decay is the same.
+    Between steps v is that of a mean over N ranks, so a start that averages gradients leaves it as it is to be. Adam
+    itself sees N v, sqrt(N) lr, sqrt(N) eps and, if it is decoupled, decay / sqrt(N): so it steps by
+    lr m / (sqrt(v) + eps) and lr decay. Groups and v are put back, whatever the step raises.
     """
+    root, served = math.sqrt(ranks), {id(weight) for weight in step.weights.values() if weight.grad is not None}
+    for optimizer in step.optimizers:
+        users = optimizer.param_groups
+        weights = [[weight for weight in group["params"] if id(weight) in served] for group in users]
+        optimizer.param_groups = [
+            {**group, "params": own, "lr": group["lr"] * root, "eps": group["eps"] * root,
+             "weight_decay": group["weight_decay"] / (root if is_decoupled(optimizer, group) else 1.0)}
+            for group, own in zip(users, weights, strict=True)
+        ]  # fmt: skip
+        try:
+            _rescale(torch._foreach_mul_, optimizer, ranks)
+            step.own_step(optimizer)
+        finally:
+            _rescale(torch._foreach_div_, optimizer, ranks)
+            optimizer.param_groups = users
+        for own in weights:
+            step.hide_gradients(own)
 
-    def __init__(self) -> None:
-        self._entered: dict[torch.optim.Optimizer, tuple[list[dict[str, Any]], list[Tensor], float]] = {}
 
-    def enter(self, step: Step, ranks: int) -> None:
-        """Give the optimizers of ``step``, for its weights, gradients g / sqrt(N), lr sqrt(N) and decay / sqrt(N)."""
-        for optimizer in step.optimizers:
-            if optimizer not in self._entered:  # else its step raised an error, and is taken again
-                self._enter(optimizer, step.weights.values(), math.sqrt(ranks))
-            step.put_back.append(partial(self._leave, optimizer))
-
-    def _enter(self, optimizer: torch.optim.Optimizer, weights: Iterable[Tensor], root: float) -> None:
-        served = set(map(id, weights))
-        groups: list[dict[str, Any]] = []
-        gradients: list[Tensor] = []
-        for group in optimizer.param_groups:
-            own = [weight for weight in group["params"] if id(weight) in served]
-            gradients += [local(weight.grad) for weight in own if weight.grad is not None]
-            scaled = {"params": own, "lr": group["lr"] * root, "weight_decay": group["weight_decay"] / root}
-            others = [weight for weight in group["params"] if id(weight) not in served]
-            groups += [{**group, **changed} for changed in (scaled, {"params": others}) if changed["params"]]
-        self._entered[optimizer] = optimizer.param_groups, gradients, root
-        optimizer.param_groups = groups
-        if gradients:
-            torch._foreach_mul_(gradients, 1 / root)
-
-    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.param_groups, gradients, root = self._entered.pop(optimizer)
-        if gradients:
-            torch._foreach_mul_(gradients, root)
-
-    def forget(self) -> None:
-        """Put the user's groups back where a step has raised an error; gradients may be others by now."""
-        for optimizer, (groups, _, _) in self._entered.items():
-            optimizer.param_groups = groups
-        self._entered.clear()
+def _rescale(rescale: Callable[[list[Tensor], int], None], optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """Multiply or divide by ``ranks`` each v, and the largest one so far (amsgrad), of the weights of ``optimizer``."""
+    states = [optimizer.state.get(weight, {}) for group in optimizer.param_groups for weight in group["params"]]
+    kinds = ("exp_avg_sq", "max_exp_avg_sq")
+    if moments := [local(moments[kind]) for moments in states for kind in kinds if kind in moments]:
+        rescale(moments, ranks)
 
 
 def check_saved_shape(run: Run, kind: str, name: str, saved: Tensor) -> None:

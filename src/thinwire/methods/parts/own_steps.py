@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +24,12 @@ class OwnSteps:
 
     def take(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
         """Call ``move(name, weight)`` for those of ``names`` in ``step`` that have a ``weight.grad``, and hide that."""
-        hidden: list[tuple[Tensor, Tensor]] = []
         for name in sorted(self.names.intersection(step.weights)):
             self.names.remove(name)
             weight = step.weights[name]
             if weight.grad is not None:
                 move(name, weight)
-                hidden.append((weight, weight.grad))
-                weight.grad = None
-
-        def show() -> None:
-            for weight, gradient in hidden:
-                weight.grad = gradient
-
-        step.put_back.append(show)
+                step.hide_gradients([weight])
 
 
 REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -70,14 +63,18 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
         for knob in REFUSED:
             if group.get(knob):
                 raise ThinwireError(f"{method} computes Adam's steps itself, and cannot with {knob}=True: leave it out")
-        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-        if group["weight_decay"] and not decoupled:
+        if group["weight_decay"] and not is_decoupled(optimizer, group):
             raise ThinwireError(f"{method} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
         if run.scaled and group.get("fused"):
             raise ThinwireError(
                 f"{method} under a GradScaler needs gradients that are unscaled before the step: leave fused=True out"
             )
     return holders
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Does the weight decay of the Adam ``optimizer`` act on weights, not on gradients?"""
+    return group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -21,6 +21,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import ends_at_once, note, say
+from thinwire.train.job.run_folder import where_set_aside
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def refuse(options: Options) -> None:
         ThinwireError: there is no such model, folder or task, or lm_eval is not installed.
     """
     if not any(next(options.run.glob(name), None) for name in ("config.json", "checkpoints", "step-*", "meta.json")):
-        raise ThinwireError(f"{options.run} is not a checkpoint, nor the folder of a run or of a Hugging Face model")
+        aside = where_set_aside(options.run)
+        raise ThinwireError(f"{options.run} is not a checkpoint, nor the folder of a run or Hugging Face model{aside}")
     if options.include is not None and not options.include.is_dir():
         raise ThinwireError(f"--include takes a folder with tasks, and {options.include} is none")
     names = {name for name in options.tasks if not _is_file(name)}

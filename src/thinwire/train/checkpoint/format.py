@@ -19,6 +19,7 @@ from thinwire.base import files
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import save_file
 from thinwire.base.terminal import say
+from thinwire.train.job.run_folder import where_set_aside
 
 T = TypeVar("T")
 
@@ -160,7 +161,7 @@ def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
 
 
 def no_meta(path: Path) -> str:
-    return f"{path} is not a checkpoint: it has no meta.json"
+    return f"{path} is not a checkpoint: it has no meta.json{where_set_aside(path)}"
 
 
 def write_meta(path: Path, meta: dict[str, Any]) -> None:

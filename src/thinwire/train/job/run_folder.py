@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -80,20 +79,20 @@ class RunFolder:
         """Are there results of a run that has ended? Collective."""
         return any(self.collective.share((self.path / RESULTS[0]).exists()))
 
-    def take_over(self, now: list[str], earlier: list[str]) -> bool:
-        """Is the run that is here of one of the ``earlier`` starts of this job, on any rank? If so, it is from ``now``
-        on this one's. Collective."""
-        mark = self.path / _JOB
-        begun = self.collective.gather(lambda: mark.read_text().splitlines() if mark.exists() else [])
-        if not {*itertools.chain(*begun)} & {*itertools.chain(*self.collective.share(earlier))}:
+    def take_over(self, starts: list[str]) -> bool:
+        """Is the run that is here of another start of this job? If so, it is from now on this one's. Collective.
+
+        ``starts``: names of this one on this rank (``starts_of``)."""
+        mark, now = self.path / _JOB, set().union(*self.collective.share(starts))
+        begun = set().union(*self.collective.gather(lambda: mark.read_text().splitlines() if mark.exists() else []))
+        if not _launches(begun) & _launches(now) - _launches(begun & now):
             return False
-        self.mark(now)
+        self.mark(starts)
         return True
 
-    def mark(self, now: list[str]) -> None:
-        """Say that the run that is here is of this start of the job; ``now``: names of it on this rank. Collective."""
-        names = sorted({*itertools.chain(*self.collective.share(now))})
-        if names:
+    def mark(self, starts: list[str]) -> None:
+        """Say that the run that is here is of this start of the job. Collective."""
+        if names := sorted(set().union(*self.collective.share(starts))):
             self.do_once(lambda: write(self.path / _JOB, "\n".join(names)))
 
     def make_room(self) -> None:
@@ -127,6 +126,17 @@ def refuse(path: Path, *, anew: bool, goes_on: bool) -> None:
         _check_folder(path)
         if not (anew or goes_on) and _holds_run(path) and not _is_in_use(path):
             raise ThinwireError(_HOLDS_RUN.format(path=path))
+
+
+def _launches(starts: Iterable[str]) -> set[str]:
+    return {start.rpartition(": ")[0] for start in starts}
+
+
+def where_set_aside(path: Path) -> str:
+    """Say where the earlier run of ``path`` is, if the one that was to replace it was killed before it took a step."""
+    previous = path / _PREVIOUS
+    line = f"; the run that was there is in {previous}, and the next `thinwire train` in this folder takes it back"
+    return line if previous.is_dir() else ""
 
 
 def _is_in_use(path: Path) -> bool:

@@ -37,36 +37,33 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 FIRST_PORT, PORTS = 15000, 15000  # below the ports that Linux gives away by itself (from 32768)
 
 
-def starts_of(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return names of this start of the job, and of earlier ones with which a run that they began may be gone on with.
+def starts_of(environment: Mapping[str, str]) -> list[str]:
+    """Name this start of the job, "LAUNCH: START": it goes on with what other starts of a launch of its own began.
 
-    Slurm counts the starts of its job. torchrun's attempts are one start: other ranks' counts may differ from ours.
+    A start of torchrun's is its child that is above this process, since it does not count those in which a node comes
+    or goes.
     """
-    now, earlier = [], []
+    names = []
     if job := environment.get("SLURM_JOB_ID"):
-        again = environment.get("SLURM_RESTART_COUNT", "")
-        count = int(again) if again.isdecimal() else 0
-        starts = [f"Slurm's job {job}, start {number}" for number in range(count + 1)]
-        now, earlier = starts[-1:], starts[:-1]
+        names.append(f"Slurm's job {job}: start {environment.get('SLURM_RESTART_COUNT', '0')}")
     if run := environment.get(_RUN_ID):
-        agent = f"torchrun's run {' '.join(run.split())} by process {_agent()} on {socket.gethostname()}"
-        now.append(agent)
-        if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            earlier.append(agent)
-    return now, earlier
+        agent, child = _torchrun_above()
+        names.append(f"torchrun's run {' '.join(run.split())} by {agent} on {socket.gethostname()}: {child}")
+    return names
 
 
-def _agent() -> str:
-    """Return the number and start of the torchrun that is above this process; a script may lie between the two."""
-    process, born = os.getppid(), ""
+def _torchrun_above() -> tuple[str, str]:
+    """Return number and start of the torchrun above this process, and of its child: this process or a script."""
+    process, line = os.getpid(), list[str]()
     with contextlib.suppress(OSError):
         while True:
             fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-            born = fields[19]
-            if process == 1 or f"\0{_RUN_ID}=".encode() not in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
+            line.insert(0, f"process {process} begun at {fields[19]}")
+            ours = f"\0{_RUN_ID}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes()
+            if process == 1 or (line[1:] and not ours):
                 break
             process = int(fields[1])
-    return f"{process}, begun at {born}"
+    return (line[0], line[1]) if line[1:] else (str(os.getppid()), str(os.getpid()))
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ import yaml
 from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import columns, fold
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log, summary_time
+from thinwire.train.job.run_folder import where_set_aside
 
 HELP = """usage: thinwire status RUN
 
@@ -115,7 +116,8 @@ def read_run(path: Path) -> Run:
         lighthouse = str(facts["lighthouse"])
     except FileNotFoundError:
         is_run = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
-        reason = "its ranks are fixed: it was not started with --elastic" if is_run else "it holds no run"
+        nothing = f"it holds no run{where_set_aside(path)}"
+        reason = "its ranks are fixed: it was not started with --elastic" if is_run else nothing
         raise ThinwireError(f"{path}: {reason}") from None
     except (OSError, ValueError, KeyError, TypeError):
         raise ThinwireError(f"cannot read {path / ELASTIC}: it is damaged, or not yours to read") from None
