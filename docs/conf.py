@@ -99,9 +99,9 @@ def whole(app, what, name, obj, options, lines: list[str]) -> None:
 def of_its_type(app, what, name, obj, options, signature: str | None, returns: str | None):
     """In a signature a knob has its type; its range is a function, of which nobody can read more than an address.
 
-    ``<factory>`` makes a default, and is no Python: the types beside it would be left as they are.
+    A default that is made or a function is no Python: the types beside it would be left as they are.
     """
-    return (RANGE.sub(r"\1", signature).replace("<factory>", "..."), returns) if signature else None
+    return (MADE.sub("...", RANGE.sub(r"\1", signature)), returns) if signature else None
 
 
 def room(cell: re.Match[str]) -> str:
@@ -128,6 +128,7 @@ RANGE = re.compile(
     r"(?:typing\.)?Annotated\[(.+?), Within\((?:holds=<function .+? at 0x[0-9a-f]+>, words=|lambda .+?, )"
     r"""(?:'[^']*'|"[^"]*")\)\]"""
 )
+MADE = re.compile(r"<factory>|<function [\w.]*<lambda>(?: at 0x[0-9a-f]+)?>")
 NUMBERED, BOUND = re.compile(r"^(# .*(?:figure|table))-(?=\d+:)"), "\\1\u2011"
 MARK = re.compile(r"[|`]|\*(?=\S)|(?<=\w)_(?!\w)")
 
