@@ -34,8 +34,8 @@ def model(*seconds: float) -> Profile:
     return Profile(tuple(Module((name,), time, 2 * time) for name, time in zip("abcdefgh", seconds, strict=False)))
 
 
-def step(forward=(), again=(), gradients=(), update=NOTHING, share=1.0) -> RecordedStep:
-    return RecordedStep(share, tuple(forward), tuple(again), tuple(gradients), update)
+def step(forward=(), again=(), gradients=(), update=NOTHING, share=1.0, later=()) -> RecordedStep:
+    return RecordedStep(share, tuple(forward), tuple(again), tuple(gradients), update, later=tuple(later))
 
 
 def timeline(*steps: RecordedStep, group: Group = TWO, optimizer: float = 0.0) -> Timeline:
@@ -119,9 +119,19 @@ def test_sharded_modules_are_gathered_one_ahead():
 
 def test_micro_batches_exchange_gradients_once_and_gather_each_time():
     gather, scatter = [send("a", Message("all_gather", 2, TWO, rounds=0))], [send("a", ring(4))]
-    whole = step(forward=gather, again=gather, gradients=scatter)
+    whole = step(forward=gather, again=gather, gradients=scatter, later=gather)
     one, three = (seconds(whole, profile=model(1), micro_batches=count) for count in (1, 3))
     assert one == 2 + 1 + 2 + 2 + 4 and three == 3 * (2 + 1 + 2 + 2) + 4
+
+
+def test_weights_that_stay_are_sent_once_and_others_in_each_micro_batch():
+    gather, scatter = [send("a", Message("all_gather", 2, TWO, rounds=0))], [send("a", ring(4))]
+    stay = step(forward=gather, gradients=scatter)
+    assert seconds(stay, profile=model(1), micro_batches=3) == 2 + 3 * (1 + 2) + 4
+    plain = step(forward=gather, again=gather, gradients=scatter, later=gather)
+    for whole, gathers in ((stay, 1), (plain, 6)):
+        sent = play(timeline(whole), model(1), free(), sequences=1.0, micro_batches=3).rank_bytes
+        assert sum(sent.values()) == 2 * gathers + 4
 
 
 def test_buffers_are_broadcast_before_the_first_forward_pass():

@@ -15,7 +15,7 @@ from torch import nn
 import thinwire
 from breadth import dealt, spread
 from engines import adamw, build, train
-from models import Net
+from models import Net, loss_of
 from ranks import run
 from thinwire.base.knobs import knobs_of
 from thinwire.methods import TABLE, Method, resolve
@@ -141,6 +141,32 @@ def test_every_step_sends_what_the_ledger_of_a_real_run_counts(engine, two_level
             assert total(weights) == pytest.approx(gathered), (name, number)
             if number or engine != "ddp":  # in its very first backward pass DDP has other buckets
                 assert Counter(message.verb for message in (*weights, *gradients)) == calls, (name, number)
+
+
+def accumulating(rank: int, world: int, names: list[str]) -> list[float]:
+    sent = []
+    for name in names:
+        model = build("fsdp2", world, net=lambda: Net(**SHAPE))
+        optimizer = thinwire.AdamS(model.parameters(), lr=1e-3) if name == "scape" else adamw(model)
+        wire = thinwire.compress(model, optimizer, method_of(name))
+        for step in range(5):
+            for micro_batch in range(3):
+                with wire.accumulate(last=micro_batch == 2):
+                    loss_of(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sent.append(sum(wire.ledger.steps[-1].bytes.values()))
+        wire.close()
+    return sent
+
+
+def test_micro_batches_send_what_the_ledger_of_a_real_run_counts():
+    """Weights are gathered in each, but those of which a method sends what changed, once."""
+    names = ["dense", "sdp4bit", "trickle:merged"]
+    real = run(accumulating, 2, names, LOCAL_WORLD_SIZE="2")
+    for name, *of_ranks in zip(names, *real, strict=True):
+        timeline = timeline_of(meta(), method_of(name), engine="fsdp2", nodes=1, per_node=2, gloo=True)
+        assert total(timeline.steps[-1].sent(3)) == pytest.approx(sum(of_ranks) / 2), name
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

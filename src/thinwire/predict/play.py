@@ -124,7 +124,7 @@ def play(
     }
     total = total * costs.model
     low, high = np.quantile(total, [0.1, 0.9])
-    sent = [(step.share, costs.as_sent(m)) for step in timeline.steps for s in step.stretches for m in s.messages]
+    sent = [(step.share, costs.as_sent(m)) for step in timeline.steps for m in step.sent(micro_batches)]
     return Prediction(
         seconds=float(total[0]),
         low=min(float(low), float(total[0])),
@@ -298,7 +298,7 @@ def _play_step(
 ) -> _Clock:
     """Play one step up to the optimizer's."""
     clock, count = _Clock(costs, network), len(modules)
-    gathers = _by_module(step.forward, modules, min)
+    gathers, later = (_by_module(stretches, modules, min) for stretches in (step.forward, step.later))
     second_gathers = _by_module(step.again, modules, max)
     gradients = _by_module(step.gradients, modules, min, in_order=True)
     for micro_batch in range(micro_batches):
@@ -306,6 +306,7 @@ def _play_step(
             if not stretch.parameters:  # buffers that DDP broadcasts before the forward pass
                 clock.wait(clock.run("weights", stretch))
         _pass_over(clock, "forward", {i: modules[i].forward for i in range(count)}, gathers, {})
+        gathers = later
         is_last = micro_batch == micro_batches - 1
         backward = {i: modules[i].backward for i in reversed(range(count))}
         _pass_over(clock, "backward", backward, second_gathers, gradients if is_last else {})

@@ -159,9 +159,8 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
         for number in numbers:
             play.gather(number)
             forward = engine.weights(recorder.take("weights"))
-            if around.reshards:
-                play.gather(number)
-            regathered = engine.weights(recorder.take("weights")) if around.reshards else []
+            play.gather(number)
+            regathered = engine.weights(recorder.take("weights"))  # in the backward pass, and in further micro-batches
             play.exchange(number)
             gradients = engine.gradients(recorder.take("gradients"))
             recorder.begin("update")
@@ -174,7 +173,8 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             share = card.steady_steps.get(number, 0.0)
             opening = [*engine.broadcast(), *reversed(forward)]
             steps.append((share, RecordedStep(
-                share, tuple(opening), (*regathered[-1:], *regathered[:-1]), gradients, update, beside, card.delay
+                share, tuple(opening), (*regathered[-1:], *regathered[:-1]) if around.reshards else (), gradients,
+                update, beside, card.delay, tuple(reversed(regathered)),
             )))  # fmt: skip
             peak = max(peak, recorder.peak) if number >= card.steady else 0
             recorder.end_step(share)

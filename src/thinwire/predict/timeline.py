@@ -104,6 +104,7 @@ class RecordedStep:
         gradients: buffers in the order in which the backward pass fills them.
         update: the ranks' agreement, the method's and the optimizer's own kernels and messages.
         beside: what then travels while the next ``delay`` steps compute, at whose end the rank needs it.
+        later: weights gathered in the forward pass of a further micro-batch: some methods' are there by then.
     """
 
     share: float
@@ -113,10 +114,16 @@ class RecordedStep:
     update: Stretch
     beside: Stretch = Stretch((), ())
     delay: int = 0
+    later: tuple[Stretch, ...] = ()
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:
         return (*self.forward, *self.again, *self.gradients, self.update, self.beside)
+
+    def sent(self, micro_batches: int) -> Iterator[Message]:
+        """Iterate over the messages of the step in ``micro_batches``: gradients once, weights in each."""
+        further = (*self.later, *self.again) * (micro_batches - 1)
+        return (message for stretch in (*self.stretches, *further) for message in stretch.messages)
 
 
 @dataclass(frozen=True)
