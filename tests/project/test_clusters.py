@@ -266,7 +266,8 @@ def test_the_elastic_script_of_slurm_says_that_the_lighthouse_is_not_installed(t
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 @pytest.mark.skipif(not ALL, reason="ray's own processes take half a minute to start: THINWIRE_TESTS=all")
 def test_the_program_of_ray_train_learns_and_goes_on_when_a_worker_is_lost(tmp_path):
-    given = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    # By its default Ray's workers stand behind everything else: on a busy machine they hardly run.
+    given = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     process = subprocess.Popen(
         [sys.executable, str(CLUSTERS / "ray_train.py"), "int8(feedback='gradients')", "25"], env=given, cwd=tmp_path,
         start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
