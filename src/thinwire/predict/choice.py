@@ -220,13 +220,16 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
-    listed = trials.from_rank_0(lambda: [asdict(option) for option in candidates(auto, training, ranks)])
-    if all(option["reason"] for option in listed):  # a step of dense would be measured for nothing
-        return Choice(DENSE, "no method can be taken", str(auto), tuple(Option(**option) for option in listed))
+    on_rank_0 = trials.from_rank_0(lambda: [asdict(option) for option in candidates(auto, training, ranks)])
+    listed = [Option(**option) for option in on_rank_0]
+    if all(option.reason for option in listed):  # a step of dense would be measured for nothing
+        return Choice(DENSE, "no method can be taken", str(auto), tuple(listed))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     predict = predictor(auto, training, trials, dense)
-    ranked = trials.from_rank_0(lambda: [asdict(o) for o in _rank(auto, training, predict, dense, memory_left, ranks)])
+    ranked = trials.from_rank_0(
+        lambda: [asdict(option) for option in _rank(listed, training, predict, dense, memory_left, ranks)]
+    )
     options = [Option(**option) for option in ranked]
     tried = 0
     for number, option in enumerate(options):
@@ -312,11 +315,16 @@ def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: T
 
 
 def _rank(
-    auto: Auto, training: Training, predict: Callable[[str], Prediction], dense: float, memory_left: float, ranks: int
+    listed: Sequence[Option],
+    training: Training,
+    predict: Callable[[str], Prediction],
+    dense: float,
+    memory_left: float,
+    ranks: int,
 ) -> list[Option]:
-    """Predict the candidates; return the fastest first, and behind them what cannot be taken."""
+    """Predict the candidates ``listed``; return the fastest first, and behind them what cannot be taken."""
     predicted, out = list[Option](), list[Option]()
-    for option in candidates(auto, training, ranks):
+    for option in listed:
         if option.reason:
             out.append(option)
             continue
