@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -164,7 +163,7 @@ class GroupLink:
     def _counting(self) -> AbstractContextManager[None]:
         """Count nothing inside if the model is being evaluated: its bytes are no step's."""
         trains = self.engine.model.training or torch.is_grad_enabled() or self.group._training_state.name != "FORWARD"
-        return contextlib.nullcontext() if trains else self.engine.ledger.evaluation()
+        return nullcontext() if trains else self.engine.ledger.evaluation()
 
     def wait_for_unshard(self, original: Callable[[], None]) -> None:
         """Note when, on a GPU, the computing stream reaches the point where it needs the weights."""
