@@ -163,9 +163,18 @@ class Bucket:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], *, rows: int, owner: bool, group: int, dtype: torch.dtype,
-        device: torch.device, spans: Sequence[int] = (), arena: Arena | None = None, apart: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        pieces: Sequence[Piece],
+        *,
+        rows: int,
+        owner: bool,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        spans: Sequence[int] = (),
+        arena: Arena | None = None,
+        apart: bool = False,
+    ) -> None:
         """``owner``: this rank keeps one row only. ``group``: elements that a codec takes together.
 
         ``spans``: values of each piece in a row; default: as few as possible. ``arena``: shared with other buckets.

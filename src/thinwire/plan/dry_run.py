@@ -252,9 +252,16 @@ class Playback:
     """Doubles of a road, buffers, weights and optimizers, and steps on them."""
 
     def __init__(
-        self, layout: Layout, road: Road, run: Run, device: torch.device = META, watch: Watch | None = None,
-        guards: Sequence[Comm] = (), double: Callable[..., Comm] = CountingComm.like, stage: type[Stage] = Stage,
-    ) -> None:  # fmt: skip
+        self,
+        layout: Layout,
+        road: Road,
+        run: Run,
+        device: torch.device = META,
+        watch: Watch | None = None,
+        guards: Sequence[Comm] = (),
+        double: Callable[..., Comm] = CountingComm.like,
+        stage: type[Stage] = Stage,
+    ) -> None:
         """Make the doubles.
 
         Args:

@@ -83,9 +83,15 @@ class Plan:
     choice: Any = None
 
     def __init__(
-        self, road: Road, run: Run, engine: str = "ddp", wire_dtype: torch.dtype | None = None, *,
-        layout: Callable[[], Layout] | None = None, guards: Sequence[Comm] = (),
-    ) -> None:  # fmt: skip
+        self,
+        road: Road,
+        run: Run,
+        engine: str = "ddp",
+        wire_dtype: torch.dtype | None = None,
+        *,
+        layout: Callable[[], Layout] | None = None,
+        guards: Sequence[Comm] = (),
+    ) -> None:
         """Make the plan. A dry run finds out bytes and memory when they are first read.
 
         Args:

@@ -316,9 +316,12 @@ def _play_step(
 
 
 def _pass_over(
-    clock: _Clock, name: str, seconds: Mapping[int, Times], gathers: Mapping[int, Sequence[Stretch]],
+    clock: _Clock,
+    name: str,
+    seconds: Mapping[int, Times],
+    gathers: Mapping[int, Sequence[Stretch]],
     gradients: Mapping[int, Sequence[Stretch]],
-) -> None:  # fmt: skip
+) -> None:
     """Compute the modules in the order of ``seconds``, with the gather of the next weights under way beside it."""
     waiting = [stretch for module in seconds for stretch in gathers.get(module, ())]
     arrival = clock.run("weights", waiting.pop(0)) if waiting else clock.core
@@ -332,9 +335,12 @@ def _pass_over(
 
 
 def _by_module(
-    stretches: Iterable[Stretch], modules: Sequence[_Computing], choose: Callable[[Sequence[int]], int], *,
+    stretches: Iterable[Stretch],
+    modules: Sequence[_Computing],
+    choose: Callable[[Sequence[int]], int],
+    *,
     in_order: bool = False,
-) -> dict[int, list[Stretch]]:  # fmt: skip
+) -> dict[int, list[Stretch]]:
     """Sort stretches by the module that ``choose`` picks of those that use their parameters.
 
     ``in_order``: backwards, no stretch before the one in front of it, as engines send gradients.

@@ -101,9 +101,13 @@ class GuardedStage(Stage):
         self.guard = Guard([])
 
     def carry(
-        self, flat: Tensor, pieces: tuple[Piece, ...], out: Tensor, send: Send | None = None,
+        self,
+        flat: Tensor,
+        pieces: tuple[Piece, ...],
+        out: Tensor,
+        send: Send | None = None,
         cuts: list[Cut] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if self.hides_what_is_not_finite:
             self.guard.observe(flat)
             self.guard.forget()

@@ -31,9 +31,14 @@ from thinwire.core.state import State
 
 
 def mean_both_ways(
-    bucket: Bucket, exchange: Exchange, codec: Codec, state: State, *, server_codec: Codec | None = None,
+    bucket: Bucket,
+    exchange: Exchange,
+    codec: Codec,
+    state: State,
+    *,
+    server_codec: Codec | None = None,
     back: bool = True,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Set ``bucket.mean`` to C'[mean_n C[``bucket.rows`` + e_n] + s], and overwrite ``bucket.rows`` (N, n).
 
     Args:

@@ -88,9 +88,15 @@ class UpdateSpace:
     """Turns gradients into steps before an exchange, and takes the steps that come back."""
 
     def __init__(
-        self, method: str, updates: Any, run: Run, sent: Sequence[str], *, read_state: Callable[[], State],
+        self,
+        method: str,
+        updates: Any,
+        run: Run,
+        sent: Sequence[str],
+        *,
+        read_state: Callable[[], State],
         instead: Callable[[], str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make the steps of ``method`` for the parameters ``sent``; ``updates``: its knobs (``feedback.Updates``).
 
         ``read_state`` returns the method's state; ``instead`` returns what an error advises where there is no Adam.

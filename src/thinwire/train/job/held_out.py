@@ -55,9 +55,13 @@ def shared_by(ranks: int, rank: int, held_out: Windows, number: int) -> list[int
 
 @torch.no_grad()
 def window_losses(
-    model: Callable[..., Tensor], held_out: Windows, indices: Sequence[int], size: int, device: torch.device,
+    model: Callable[..., Tensor],
+    held_out: Windows,
+    indices: Sequence[int],
+    size: int,
+    device: torch.device,
     cast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> list[WindowLoss]:  # fmt: skip
+) -> list[WindowLoss]:
     """Compute the losses of the windows ``indices`` in batches of ``size``; ``model`` returns logits."""
     losses: list[WindowLoss] = []
     for inputs, targets in batches([held_out.window(index) for index in indices], size):
