@@ -66,6 +66,7 @@ MODELS = {
 TEXTS = {
     "peps": ("peps-train.txt.xz", "peps-valid.txt.xz"),
     "wikitext": ("wikitext2-test.txt.xz", "wikitext2-valid.txt.xz"),
+    "code": ("code-train.txt.xz", "code-valid.txt.xz"),  # code_text.py writes them
 }
 OPTIMIZERS = {"AdamW": "adamw", "AdamS": "adams", "SGD": "sgd"}
 
