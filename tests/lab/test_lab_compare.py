@@ -55,7 +55,7 @@ for step in range(1, steps + 1):
         peer.sendall(b"x")
     row = {"step": step, "loss": 5.5 - 0.2 * step + 0.01 * len(method), "wall_s": step * (wire + 50) / 1000,
            "step_ms": wire + 50, "wire_ms": wire, "exposed_ms": wire, "tokens": 100 * step,
-           "wire_bytes": {"inter": payload, "intra": 0}}
+           "node_bytes": payload}
     if "--noted" in flags:
         row["link_tx_bytes"], row["link_rx_bytes"] = link()
     rows.append(row)

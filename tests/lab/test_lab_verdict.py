@@ -20,7 +20,7 @@ def part(ms: float, loss: float, curve: list[float], spread: float) -> dict:
     """One seed's run: step times alternate by ``spread`` around ``ms``."""
     rows = [
         {"step": at + 1, "loss": value, "step_ms": ms + spread * (-1) ** at, "wall_s": (at + 1) * ms / 1000,
-         "tokens": 10 * (at + 1), "wire_bytes": {"inter": 1000, "intra": 0}}
+         "tokens": 10 * (at + 1), "node_bytes": 1000}
         for at, value in enumerate(curve)
     ]  # fmt: skip
     summary = {
@@ -36,7 +36,7 @@ def report(fail_above: float | None = None, spread: float = 0.0, **methods: str 
     for name, seeds in {"none": [(50.0, 9.0)] * len(methods.get("dense", [1])), **methods}.items():
         why = seeds if isinstance(seeds, str) else None
         parts = [] if why else [part(ms, loss, [4.0, 3.0, 2.0, loss], spread) for ms, loss in seeds]
-        runs.append(joined(Entry(name), (), parts, why, ranks_per_node=1))
+        runs.append(joined(Entry(name), (), parts, why))
     found = {
         "runs": runs, "fail_above": fail_above, "steps": 4, "mtu": 1500, "ranks_per_node": 1, "rate_bits_per_s": None,
         "seeds": list(range(len(methods.get("dense", [1])))), "preset": "tiny", "nodes": 2, "link": "loopback",
@@ -113,8 +113,8 @@ def test_one_seed_is_told_apart_by_the_same_windows():
     span = verdict.above(pairs[0.01])
     assert span.mean == pytest.approx(0.01) and span.half == pytest.approx(1.96 * error, rel=0.2)
 
-    runs = [joined(Entry(name), (), [run], None, 1) for name, run in zip(("int8", "dense"), pairs[0.0][0], strict=True)]
-    runs.insert(0, joined(Entry("none"), (), [part(50.0, 9.0, [4.0, 9.0], 0.0)], None, 1))
+    runs = [joined(Entry(name), (), [run], None) for name, run in zip(("int8", "dense"), pairs[0.0][0], strict=True)]
+    runs.insert(0, joined(Entry("none"), (), [part(50.0, 9.0, [4.0, 9.0], 0.0)], None))
     found = report(dense=[(100.0, 2.0)]) | {"runs": runs}
     measure(found)
     words = verdict.line(found)

@@ -126,6 +126,16 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
 
 
 @needs_hub
+def test_evaluations_change_nothing_of_what_is_trained(place, tmp_path):
+    """gpt2 has dropout, which draws in every step, also where no evaluation has set the model back to training."""
+    words = ["--init", str(place / "gpt2"), "--corpus", str(place / "text.txt"), *SMALL, "--steps", "2"]
+    train(1, *words, "--out", f"{tmp_path}/evaluated")
+    train(1, *words, "--eval-sequences", "0", "--out", f"{tmp_path}/not")
+    last = "checkpoints/step-000002"
+    same_bits(tmp_path / "evaluated" / last, tmp_path / "not" / last)
+
+
+@needs_hub
 def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(place, tmp_path):
     """Held against one process that sees all rows of a step at once; sums of fp32 in another order: rtol 1e-4."""
     from thinwire.train.data import instruction_rows

@@ -65,7 +65,7 @@ class Counting(ReplicaTrainer):
         self.wire.attach()
         self.checkpoints: Any = SimpleNamespace(run={}, latest="")
         self.step = self.sequences = self.trained = self.streak = self.dropped = 0
-        self.wall_s = self.first_loss = 0.0
+        self.wall_s, self.first_loss, self.ranks = 0.0, 0.0, SimpleNamespace(per_node=1)
         self.step_seconds, self.losses, self.unshared = [], [], []
         self._begin_counts()
         self.display = Display(self.config, 1, 0)

@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import processors
 
 import ranks
 from breadth import spread
@@ -31,12 +33,13 @@ from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
+from thinwire.lab.compare import curve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.train import loop
 from thinwire.train.config import Config, from_arguments, from_yaml
 from thinwire.train.data import windows as window_module
-from thinwire.train.data.corpus import read_corpus, spans, split
+from thinwire.train.data.corpus import SPAN, read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows
 from thinwire.train.job import held_out, run_folder, scheduler, setup
@@ -186,6 +189,17 @@ def test_tokenizers(tmp_path):
     for name in ("bpe:", "bpe:10", "words", "hub:"):
         with pytest.raises(ThinwireError):
             Tokenizer(name, spans([text]))
+
+
+def test_a_tokenizer_of_the_hub_gives_the_tokens_of_its_folder(tmp_path, monkeypatch):
+    """Not one that begins a text with a token of its own, which would stand before every span."""
+    hub = HubTokenizer.from_str(Tokenizer("bytes", ()).as_hub().to_str())
+    hub.post_processor = processors.TemplateProcessing(single="a $A", special_tokens=[("a", 97)])
+    hub.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(HubTokenizer, "from_pretrained", lambda name: hub)
+    text = "b" * SPAN * 2
+    for name in (f"folder:{tmp_path}", "hub:nobody/knows"):
+        assert torch.equal(Tokenizer(name, ()).encode(text), Tokenizer("bytes", ()).encode(text)), name
 
 
 def test_yaml_command_line_and_object_are_the_same(tmp_path):
@@ -570,6 +584,36 @@ def test_bytes_are_those_of_the_steps_however_often_they_are_evaluated(tmp_path,
         dense = json.loads((out / "summary.json").read_text())["dense_bytes_per_step"]
         sent.append((sum(sum(row["wire_bytes"].values()) for row in rows if "loss" in row), dense))
     assert sent[0] == sent[1] == sent[2] and sent[0][0] > 0
+
+
+def _train_and_count(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[int, float]:
+    """As ``_train`` on a node of two ranks; return the status, and the bytes that this rank sent to the other node."""
+    sent, row = list[float](), loop.Trainer._row
+
+    def count(self: loop.Trainer, *facts: Any) -> dict[str, Any]:
+        sent.append(self.wire.ledger.last.bytes["inter"])
+        return row(self, *facts)
+
+    os.environ["LOCAL_WORLD_SIZE"], loop.Trainer._row = "2", count  # type: ignore[method-assign]
+    return _train(rank, world, port, words)[0], sum(sent)
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    spread(4, [
+        ("ddp", "dense"), ("ddp", "int8(smallest=0)"), ("ddp", "local-steps(every=4,start=2)"),
+        ("ddp", "trickle(smallest=0)"), ("fsdp2", "dense"), ("fsdp2", "sdp4bit"), ("hsdp", "bf16"), ("ddp", "none"),
+    ]),
+)  # fmt: skip
+def test_the_bytes_of_a_node_are_those_of_all_of_its_ranks(tmp_path, text, engine, method):
+    """Around a ring one rank of a node sends to the next node, in messages to all peers each does."""
+    out = tmp_path / "run"
+    words = (*SHORT, "--corpus", str(text), "--engine", engine, "--method", method, "--steps", "6", "--out", str(out))
+    found = ranks.run(_train_and_count, 4, free_port(), (*words, "--no-checkpoints"))
+    assert [status for status, _ in found] == [0] * 4
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = curve([{"rows": [row for row in rows if "loss" in row]}])
+    assert rows[-1]["sent"] == pytest.approx(sum(sent for _, sent in found) / 2, rel=1e-6)
 
 
 def _train_and_die(rank: int, world: int, port: int, words: tuple[str, ...]) -> int:

@@ -199,7 +199,7 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
             runs[label].append(run | {"seed": seed})
             progress.ended(label, run, cluster)
     return [
-        joined(entry, entry.own_flags(settings.extra), runs[label], failed.get(label), settings.ranks_per_node)
+        joined(entry, entry.own_flags(settings.extra), runs[label], failed.get(label))
         for label, entry in entries.items()
     ]
 
@@ -295,7 +295,7 @@ def train(
     }
 
 
-def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str | None, ranks_per_node: int) -> Run:
+def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str | None) -> Run:
     """Join a method's runs, one per seed, into one: the means of their summaries and of their losses at each step."""
     return {
         "method": entry.label,
@@ -304,7 +304,7 @@ def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str 
         "directory": runs[0]["directory"] if runs else "",
         "seconds": sum(run["seconds"] for run in runs),
         "summary": None if failed else mean([run["summary"] for run in runs]),
-        "rows": [] if failed else curve(runs, ranks_per_node),
+        "rows": [] if failed else curve(runs),
         "parts": list(runs),
     }
 
@@ -318,13 +318,13 @@ def mean(values: Sequence[Any]) -> Any:
     return statistics.fmean(values) if numbers and len(values) > 1 else first
 
 
-def curve(runs: Sequence[Run], ranks_per_node: int) -> list[dict[str, Any]]:
+def curve(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return for each step: mean, least and largest loss over seeds, mean seconds, and bytes sent so far by a node."""
     rows = []
     sent_bytes = 0.0
     for step in zip(*(run["rows"] for run in runs), strict=True):
         losses = [row["loss"] for row in step]
-        sent_bytes += statistics.fmean(row["wire_bytes"]["inter"] for row in step) * ranks_per_node
+        sent_bytes += statistics.fmean(row["node_bytes"] for row in step)
         rows.append({
             "step": step[0]["step"], "loss": statistics.fmean(losses), "least": min(losses), "largest": max(losses),
             "wall_s": statistics.fmean(row["wall_s"] for row in step), "sent": sent_bytes,
@@ -349,7 +349,7 @@ def measure(report: dict[str, Any]) -> None:
             run["to_dense"] = [row and {key: row[key] for key in ("step", "wall_s", "tokens")} for row in rows]
         run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"] if silent else None
         run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
-        payload = summary["wire_bytes_per_step"]["inter"] * report["ranks_per_node"]
+        payload = run["rows"][-1]["sent"] / len(run["rows"])
         framed = framing.frames(round(payload), report["mtu"])
         exchanges = run is not silent and payload > 0  # the silent run sends only a flag of a few bytes
         kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])

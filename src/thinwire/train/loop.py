@@ -302,8 +302,9 @@ class Trainer(Stepper):
         """Count the step that ``began`` then; where that is due, agree on it and those before it. Collective."""
         self.step += 1
         self.trained += self.sequences_per_step
-        # Each rank's flags travel to all together with its loss.
-        flags = [skipped, bool(signals), bool(self.display.write_error), time.perf_counter() - began]
+        # Each rank's flags travel to all together with its loss, and its bytes: others may send more or fewer.
+        sent, write_failed = self.wire.ledger.last.bytes["inter"], bool(self.display.write_error)
+        flags = [skipped, bool(signals), write_failed, sent, time.perf_counter() - began]
         report = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
         reports, shares = [*(report for report, _ in self.unshared), report], self._shares
         means = self._mean(torch.cat(reports)).view(-1, len(report)).tolist() if shares else []
@@ -327,10 +328,10 @@ class Trainer(Stepper):
 
     def _note_losses(self, means: list[list[float]]) -> StepOutcome:
         """Log steps whose ``means`` over the ranks are known; return the outcome of the last."""
-        for (_, row), (loss, skipped, *_) in zip(self.unshared, means, strict=True):
+        for (_, row), (loss, skipped, _, _, sent, _) in zip(self.unshared, means, strict=True):
             self.losses.append(loss)
             self.streak = self.streak + 1 if skipped or not math.isfinite(loss) else 0
-            row["loss"] = loss
+            row |= {"loss": loss, "node_bytes": sent * self.ranks.per_node}
             self.display.step(row, self.tokens_per_step / row["step_ms"] * 1e3)
             if not self.diverged and 0 < self.config.max_skipped <= self.streak:
                 self.diverged = (row["step"] - self.streak + 1, row["step"])

@@ -63,7 +63,6 @@ class Tokenizer:
         ``as_hub`` has returned."""
         self.name, self._tokenizer = name, None
         kind, argument = _read_name(name)
-        self._adds_special_tokens = kind != "folder"
         if kind in ("bytes", "ids"):
             self.vocabulary = int(argument or 256)
             return
@@ -135,8 +134,8 @@ class Tokenizer:
             return
         text = iter(text)
         while batch := list(itertools.islice(text, BATCH)):
-            # A folder's tokenizer would put its begin-of-text token before every span.
-            encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=self._adds_special_tokens)
+            # With special tokens, some tokenizers would put one before every span.
+            encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             yield from (np.array(encoding.ids, self.dtype) for encoding in encodings)
 
 

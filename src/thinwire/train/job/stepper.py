@@ -35,7 +35,8 @@ class Stepper:
     def __init__(self, config: Config, ranks: Ranks, inputs: Inputs) -> None:
         self.config, self.ranks, self.inputs = config, ranks, inputs
         torch.manual_seed(config.seed)
-        self.net: Any = (inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))).to(ranks.device)
+        net = inputs.pretrained or Decoder(config.shape(inputs.tokenizer.vocabulary))
+        self.net: Any = net.to(ranks.device).train()  # transformers loads models in eval mode, without dropout
         self.step = self.sequences = 0
 
     @property
