@@ -52,6 +52,12 @@ def test_json_alone_is_printed(by_hand: None, capsys) -> None:
     assert [entry["method"] for entry in report["methods"]] == ["dense", "int8"]
 
 
+def test_fp32_on_gpus_is_said_to_be_predicted_at_the_flops_of_the_cluster_s_file(by_hand: None, capsys) -> None:
+    for dtype, told in (("fp32", True), ("bf16", False)):
+        assert main(["simulate", *SMALL, "--method", "dense", "--dtype", dtype]) == 0
+        assert ("fp32 is taken to reach the cluster's flops, 3.62e+14" in capsys.readouterr().out) == told
+
+
 def test_a_link_of_your_own(by_hand: None, capsys) -> None:
     seconds = {}
     for link in ("1gbit", "100mbit"):

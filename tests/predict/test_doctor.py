@@ -27,7 +27,8 @@ from thinwire.predict.links import Sample, curves, fall_with_nodes, fit
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
 from thinwire.predict.timeline import Group, Message, Pass
-from thinwire.train.job import examination
+from thinwire.train.config import Config
+from thinwire.train.job import examination, trial
 from thinwire.train.job.trial import StepTimes
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
@@ -272,7 +273,7 @@ def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
     """On a GPU it takes tens of times as long: once it filled the time for all of them, and stood for them."""
     monkeypatch.setattr(examination, "slowest", lambda ranks, steps: list(steps))
     stats = {"wire_ms": 0.0, "exposed_ms": 0.0}
-    trial = SimpleNamespace(
+    trial_of_one = SimpleNamespace(
         begin=lambda method: None, time_step=lambda apart=False: next(taken),
         wire=SimpleNamespace(stats=lambda: stats, close=lambda: None),
     )  # fmt: skip
@@ -280,5 +281,15 @@ def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
     doctor_of_one._ranks = None
     for seconds, first in ((0.65, 0.02), (0.1, 0.6)):
         taken = iter(StepTimes(step, 0.0, step, 0.0) for step in (0.6, *[0.02] * 100))
-        found = doctor_of_one._steps(trial, "none", seconds)
+        found = doctor_of_one._steps(trial_of_one, "none", seconds)
         assert found.issuing == first and set(found.steps) == {first}
+
+
+def test_a_job_that_compiles_its_model_is_measured_compiled(monkeypatch):
+    monkeypatch.setattr(trial, "compress", lambda *given, **named: None)
+    monkeypatch.setattr(torch, "compile", lambda model: f"compiled {model}")
+    for compiles, runner in ((False, "model"), (True, "compiled model")):
+        job = object.__new__(trial.Trial)
+        job.config, job.model, job.optimizers = Config(compile=compiles), "model", ()
+        job.begin("dense")
+        assert job.runner == runner

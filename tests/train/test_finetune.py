@@ -126,6 +126,15 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
 
 
 @needs_hub
+def test_sequences_longer_than_the_model_is_made_for_are_refused(place, tmp_path):
+    """As those of the default are here: gpt2 would end in a traceback, llama train on places that it does not know."""
+    for kind in ("gpt2", "llama"):
+        words = ("--init", str(place / kind), "--corpus", str(place / "text.txt"), "--steps", "1")
+        found = ranks.run(_train, 1, free_port(), (*words, "--out", f"{tmp_path}/run"), warm="warm_frameworks")
+        assert found[0][0] == 2 and "--seq-len 512 is longer than the 64 tokens that" in found[0][1]
+
+
+@needs_hub
 def test_evaluations_change_nothing_of_what_is_trained(place, tmp_path):
     """gpt2 has dropout, which draws in every step, also where no evaluation has set the model back to training."""
     words = ["--init", str(place / "gpt2"), "--corpus", str(place / "text.txt"), *SMALL, "--steps", "2"]

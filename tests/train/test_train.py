@@ -385,6 +385,15 @@ def test_ranks_that_step_alone_do_not_meet_for_the_loss_of_each_step(tmp_path, t
     assert losses[0.0] == losses[1e6]
 
 
+def test_an_evaluation_in_the_middle_of_a_round_is_said_to_be_of_each_rank_s_own_weights(tmp_path, text):
+    words = (*SHORT, "--corpus", str(text), "--steps", "4", "--eval-every", "2", "--out", str(tmp_path / "run"))
+    assert [status for status, _ in train(2, *words, "--method", "local-steps(every=4)")] == [0, 0]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("valid_loss_of")) for row in rows if "valid_loss" in row] == [
+        (0, None), (2, "each rank's own weights"), (4, None),
+    ]  # fmt: skip
+
+
 def _train_until(rank: int, world: int, port: int, words: tuple[str, ...], last: int) -> int:
     """As ``_train``, on ranks whose step after ``last`` fails."""
     take = loop.Trainer._take_step

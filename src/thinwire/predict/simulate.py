@@ -236,6 +236,8 @@ class Simulation:
             yield f"not measured: {len(kernels)} kernels, taken to run at memory_rate x memory_share"
         for note in dict.fromkeys(note for outcome in self.outcomes for note in outcome.timeline.notes):
             yield f"note: {note}"
+        if self.job.dtype == torch.float32 and not cluster.codec_on_core:
+            yield f"note: fp32 is taken to reach the cluster's flops, {cluster.flops.value:.3g}, which may be bf16's"
         yield "note: equal nodes, and links that no other job uses; activations from every block computed again to none"
 
     def to_json(self) -> dict[str, Any]:

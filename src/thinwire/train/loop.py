@@ -273,7 +273,8 @@ class Trainer(Stepper):
         if not self.config.eval_sequences:
             return math.nan
         loss = held_out.mean_loss(self._window_losses(self.config.eval_sequences))
-        self.display.evaluation({"step": self.step, "valid_loss": loss, "wall_s": self.wall_s})
+        whose = {} if self.wire.method.rank_equal else {"valid_loss_of": "each rank's own weights"}
+        self.display.evaluation({"step": self.step, "valid_loss": loss, "wall_s": self.wall_s} | whose)
         return loss
 
     def _window_losses(self, number: int) -> list[held_out.WindowLoss]:

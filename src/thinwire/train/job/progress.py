@@ -123,7 +123,8 @@ class Display:
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write and show one evaluation's row of metrics.jsonl."""
         self._write(row)
-        self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}")
+        whose = f", of {row['valid_loss_of']}" if "valid_loss_of" in row else ""
+        self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}{whose}")
 
     def check(self) -> None:
         """Raise ThinwireError if a row could not be written."""

@@ -228,6 +228,8 @@ def read_inputs(config: Config, collective: Collective, earlier: Path | None) ->
     """
     if init := config.init:
         model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
+        if (length := config.sequence_length) > model.context and not config.data:  # rows are mostly shorter
+            raise ThinwireError(f"--seq-len {length} is longer than the {model.context} tokens that {init} is made for")
         text = collective.do(lambda: _read_pretrained_text(config, init, model.vocabulary, collective.rank == 0))
         return Inputs(model, *text)
     return Inputs(None, *_read_text(config, collective, earlier))

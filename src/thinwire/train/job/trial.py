@@ -29,7 +29,7 @@ class Trial(Stepper):
 
     def __init__(self, config: Config, ranks: Ranks, inputs: Inputs) -> None:
         super().__init__(config, ranks, inputs)
-        self.model = self.runner = wrap(self.net, config, ranks, alike=True)
+        self.model = wrap(self.net, config, ranks, alike=True)
         self.optimizers = make_optimizers(self.model, config)
 
     def begin(self, method: str) -> None:
@@ -39,6 +39,7 @@ class Trial(Stepper):
             self.model, self.optimizers, method, two_level=two_level, intra=intra, steps=self.config.steps,
             seed=self.config.seed, safety=Safety(guard=self.config.guard, max_skipped=None),
         )  # fmt: skip
+        self.runner = torch.compile(self.model) if self.config.compile else self.model
 
     def time_step(self, *, apart: bool = False) -> StepTimes:
         """Take one step. ``apart``: wait for the device before the optimizer, so that its time can be told. Collective.
