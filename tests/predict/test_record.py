@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import thinwire
 from breadth import dealt, spread
@@ -19,6 +20,7 @@ from models import Net, loss_of
 from ranks import run
 from thinwire.base.knobs import knobs_of
 from thinwire.methods import TABLE, Method, resolve
+from thinwire.network.comm import local
 from thinwire.plan.doubles import Watch
 from thinwire.plan.dry_run import dry_run
 from thinwire.predict.layouts import timeline_of, virtual_of
@@ -87,28 +89,43 @@ def test_its_sums_are_those_of_the_dry_run(name):
         assert sum(step.share for step in timeline.steps) == pytest.approx(1)
 
 
-Sent = tuple[list[float], float, dict[str, int]]
-"""A step's bytes by link, those of them for weights, and collectives by verb."""
+class Real(NamedTuple):
+    """A run's steps: bytes by link, those of them for weights, collectives by verb. Of the last: the optimizer's."""
+
+    sent: list[tuple[list[float], float, dict[str, int]]]
+    moments: int
+    stepped: int
 
 
-def really_sent(
-    rank: int, world: int, kind: str, two_level: bool | None, names: list[str]
-) -> dict[str, list[Sent] | str]:
-    found: dict[str, list[Sent] | str] = {}
+def really_sent(rank: int, world: int, kind: str, two_level: bool | None, names: list[str]) -> dict[str, Real | str]:
+    found: dict[str, Real | str] = {}
+    stepped = Counter[str]()
+    module = sys.modules[torch.optim.Adam.__module__]
+    adam = module.adam
+
+    def counted(weights: list[Tensor], *others: Any, **how: Any) -> None:
+        stepped[name] += sum(local(weight).numel() for weight in weights)
+        adam(weights, *others, **how)
+
+    module.adam = counted
     for name in names:
         method = method_of(name)
         options = {"bucket_cap_mb": 0.05} if kind == "ddp" else {}
         model = build(kind, world, net=lambda: Net(**SHAPE), **options)
-        optimizer = thinwire.AdamS(model.parameters(), lr=1e-3) if name == "scape" else adamw(model)
+        optimizer = method.OPTIMIZER(model.parameters(), lr=1e-3)
         try:
             wire = thinwire.compress(model, optimizer, method, two_level=two_level)
         except thinwire.ThinwireError as refused:
             found[name] = str(refused)
             continue
-        train(model, optimizer, rank, range(6), wire)
-        found[name] = [
-            ([step.bytes[link] for link in LINKS], step.weight_bytes, dict(step.calls)) for step in wire.ledger.steps
-        ]
+        train(model, optimizer, rank, range(5), wire)
+        stepped.clear()
+        train(model, optimizer, rank, range(5, 6), wire)
+        moments = (local(tensor) for state in optimizer.state.values() for tensor in state.values() if tensor.dim())
+        found[name] = Real(
+            [([step.bytes[link] for link in LINKS], step.weight_bytes, dict(step.calls)) for step in wire.ledger.steps],
+            sum(tensor.nbytes for tensor in moments), stepped[name],
+        )  # fmt: skip
         wire.close()
     return found
 
@@ -116,7 +133,10 @@ def really_sent(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("engine", "two_level"), ENGINES)
 def test_every_step_sends_what_the_ledger_of_a_real_run_counts(engine, two_level):
-    """By link, for the mean of the ranks: one of a node sends around a ring across nodes, and all send to peers."""
+    """By link, for the mean of the ranks: one of a node sends around a ring across nodes, and all send to peers.
+
+    The optimizer steps and remembers what is foretold: not what the method steps in its place.
+    """
     names = dealt([name for name in NAMES if engine in resolve(name).engines], (engine, two_level), ENGINES)
     real = run(really_sent, 4, engine, two_level, names, LOCAL_WORLD_SIZE="2")
     for name in names:
@@ -129,7 +149,7 @@ def test_every_step_sends_what_the_ledger_of_a_real_run_counts(engine, two_level
         timeline = timeline_of(meta(), method, bucket_cap_mb=0.05, gloo=True, **options)
         numbers = [number + (share == 1) for number, share in method.card.steady_steps.items()]
         for number, step in zip(numbers, timeline.steps, strict=True):
-            ranks = [of_rank[name][number] for of_rank in real]
+            ranks = [of_rank[name].sent[number] for of_rank in real]
             sent = [sum(of[0][i] for of in ranks) / len(ranks) for i in range(2)]
             gathered, calls = sum(of[1] for of in ranks) / len(ranks), ranks[0][2]
             weights, gradients = messages(step, weights=True), messages(step, weights=False)
@@ -141,6 +161,8 @@ def test_every_step_sends_what_the_ledger_of_a_real_run_counts(engine, two_level
             assert total(weights) == pytest.approx(gathered), (name, number)
             if number or engine != "ddp":  # in its very first backward pass DDP has other buckets
                 assert Counter(message.verb for message in (*weights, *gradients)) == calls, (name, number)
+        assert timeline.memory.optimizer == real[0][name].moments, name
+        assert method.OPTIMIZER is not torch.optim.AdamW or timeline.optimizer_bytes == 28 * real[0][name].stepped, name
 
 
 def accumulating(rank: int, world: int, names: list[str]) -> list[float]:

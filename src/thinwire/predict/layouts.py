@@ -86,7 +86,7 @@ class Virtual:
         reduced = max((4 * ranks * shard.numel for shard in shards), default=0)
         own_values = sum(map(math.prod, self.shapes.values()))
         weights = self.held + sum(gathered[:2] if reshards else gathered)
-        return Memory(weights, 4.0 * own_values + reduced, 4.0 * states * own_values, recording.method_peak)
+        return Memory(weights, 4.0 * own_values + reduced, 4.0 * states * recording.held, recording.method_peak)
 
     def notes(self) -> tuple[str, ...]:
         """Tell of padding, if it is much."""

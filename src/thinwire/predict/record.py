@@ -119,12 +119,13 @@ class Recording(NamedTuple):
 
     Attributes:
         method_peak: bytes that the method needs at its peak, beside the engine's.
-        stepped: values of this rank that the optimizer steps, not the method in its place.
+        stepped: values of this rank that the optimizer steps, not the method in its place. held: that it has state of.
     """
 
     steps: tuple[RecordedStep, ...]
     method_peak: int
     stepped: int
+    held: int
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,13 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
     play = Playback(layout, road, run, watch=recorder, guards=around.guards, double=recorder.double, stage=stage)
     play.mark = recorder.begin  # type: ignore[method-assign]
     card, observer, engine = play.method.card, Guard([], bool(around.guards)), _Engine(layout, road, recorder, around)
-    numbers = steps_of(card)
+    numbers, stepped = steps_of(card), Counter[int]()
+
+    def own_step(optimizer: torch.optim.Optimizer) -> None:
+        members = (weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None)
+        stepped[number] += sum(weight.numel() for weight in members)
+
+    play.own_step = own_step  # type: ignore[method-assign]
     with torch.no_grad(), recorder:
         play.open()
         for number in numbers:
@@ -185,8 +192,8 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             recorder.clear()
             if number + 1 in numbers:
                 play.sender.begin(number + 1)
-    stepped = sum(weight.numel() for weight in play.weights.values() if weight.grad is not None)
-    return Recording(_steady(steps), max(peak, recorder.peak), stepped)
+    held = sum(weight.numel() for optimizer in play.optimizers for weight in optimizer.state)
+    return Recording(_steady(steps), max(peak, recorder.peak), stepped[number], held)
 
 
 def _steady(steps: Sequence[tuple[float, RecordedStep]]) -> tuple[RecordedStep, ...]:
