@@ -388,9 +388,9 @@ class Wire:
         # Where ranks go their own ways, gradients are clipped before they move what is kept.
         if safety.outlier_clip is not None and card.keeps_state and card.alone_from is None and compresses:
             # Tensor-parallel ranks hold different parts: each parameter is held against its own norms alone.
-            sizes = {name: 0 if engine.beside else parameter.local for name, parameter in run.parameters.items()}
+            sizes = {name: parameter.local for name, parameter in run.parameters.items()}
             leaves = None if card.promise.of == "gradients" else STEP
-            self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves)
+            self._stage.bound = OutlierClip(safety.outlier_clip, sizes, leaves, apart=bool(engine.beside))
         if scaler is not None and run.scaled and card.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), dtype=torch.float32, device=device))
         compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet

@@ -52,15 +52,17 @@ class OutlierClip:
     No host sync; one pass over the gradients, and on CUDA a factor on the pass that packs them.
     """
 
-    def __init__(self, times: float, sizes: Mapping[str, int], leaves: float | None = None) -> None:
+    def __init__(
+        self, times: float, sizes: Mapping[str, int], leaves: float | None = None, *, apart: bool = False
+    ) -> None:
         """``times``: 1 or more. ``sizes``: number of values on this rank by trained parameter. ``leaves``: the norm
-        that a cut leaves, in usual norms, at most ``times``; None: ``times``."""
+        that a cut leaves, in usual norms, at most ``times``; None: ``times``. ``apart``: usual is r alone."""
         self.times = times
         self._share = 1.0 if leaves is None else min(leaves / times, 1.0)
         self._index = {name: i for i, name in enumerate(sorted(sizes))}
         total = max(sum(sizes.values()), 1)
         # On CPU until the first gradients are seen: the model may not be on its device yet.
-        shares = [math.sqrt(sizes[name] / total) for name in sorted(sizes)]
+        shares = [0.0 if apart else math.sqrt(sizes[name] / total) for name in sorted(sizes)]
         self._shares = torch.tensor(shares, dtype=torch.float32, device="cpu")
         # By parameter: the usual norm, how many gradients were seen and how many cut, the sum of the norms cut off.
         self._statistics = torch.zeros(4, len(sizes), dtype=torch.float32, device="cpu")

@@ -167,10 +167,10 @@ class GroupLink:
 
     def wait_for_unshard(self, original: Callable[[], None]) -> None:
         """Note when, on a GPU, the computing stream reaches the point where it needs the weights."""
-        if self.gathered is not None:
-            self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
-            self.gathered = None
         with self._counting():
+            if self.gathered is not None:
+                self.engine.ledger.between("exposed", devices.mark(self.device), self.gathered)
+                self.gathered = None
             original()
         self.copied = devices.mark(self.device)
         with self.engine.waited():  # this module has its weights, so the weights of others may leave

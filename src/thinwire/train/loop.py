@@ -282,10 +282,9 @@ class Trainer(Stepper):
         comm, valid = self.ranks.comm, self.inputs.valid
         indices = held_out.shared_by(comm.size, comm.rank, valid, number)
         self.runner.eval()
-        with self.wire.ledger.evaluation():
-            own_losses = held_out.window_losses(
-                self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
-            )
+        own_losses = held_out.window_losses(
+            self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
+        )
         self.runner.train()
         shared = self.collective.share([list(row) for row in own_losses])
         return list({row[0]: held_out.WindowLoss(*row) for rows in shared for row in rows}.values())
