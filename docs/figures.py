@@ -57,19 +57,19 @@ ALIASES = {
     "separate:recommended": "separate",
     "scape:paper": "scape",
     "scape:paper-d0.1": "scape(density=0.1)",
-    "topk(density=0.01,feedback='update')": "topk",
-    "topk(density=0.01,feedback='gradient')": "topk(feedback='gradient')",
-    "tagc(theta=0.9875,feedback='update')": "tagc",
-    "tagc(theta=0.9875,leftovers='median',select='non-attention',feedback='gradient')": "tagc:paper",
+    "topk(density=0.01,feedback='updates')": "topk",
+    "topk(density=0.01,feedback='gradients')": "topk(feedback='gradients')",
+    "tagc(theta=0.9875,feedback='updates')": "tagc",
+    "tagc(theta=0.9875,leftovers='median',select='non-attention',feedback='gradients')": "tagc:paper",
     "radius(density=0.5,T=50,residual_scale=0.25)": "radius",
     "separate(ratio=16,estimator='paper',beta=0.95,reset=128,restart='zero')": "separate:paper",
     "separate(ratio=16,beta=1.0)": "separate",
-    "powersgd(feedback='update',beta1=0.5)": "powersgd",
-    "powersgd(feedback='gradient')": "powersgd:paper",
-    "powersgd(rank=4,feedback='gradient')": "powersgd:paper",
+    "powersgd(feedback='updates(beta1=0.5)')": "powersgd",
+    "powersgd(feedback='gradients')": "powersgd:paper",
+    "powersgd(rank=4,feedback='gradients')": "powersgd:paper",
     "trickle(mask='merged',bits=4)": "trickle:merged",
     "trickle(density=0.003)": "trickle:d0.003",
-    "local-steps:recommended(outer=\"trickle(density=0.05,bits=4,feedback='gradient')\")": "local-steps:recommended",
+    "local-steps:recommended(outer=\"trickle(density=0.05,bits=4,feedback='gradients')\")": "local-steps:recommended",
 }
 """A form as it was recorded -> the shortest that means the same today. test_docs.py holds the two together."""
 
@@ -95,7 +95,7 @@ QUALITY = (
     "dense", "dense --optimizer adams", "bf16", "int8", "loco", "sdp4bit", "zeropp", "qsdp", "lhc", "dgc",
     "onebit-adam(warmup_bits=4)", "trickle", "trickle:d0.003", "trickle:merged", "topk", "tagc", "powersgd", "radius",
     "separate", "sign", "scape", "local-steps:recommended", "separate:paper", "tagc:paper",
-    "topk(feedback='gradient')", "powersgd:paper", "radius(density=0.4,start=0,T=200,residual_scale=1.0)",
+    "topk(feedback='gradients')", "powersgd:paper", "radius(density=0.4,start=0,T=200,residual_scale=1.0)",
 )  # fmt: skip
 """Its rows, in this order."""
 

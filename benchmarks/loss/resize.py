@@ -133,7 +133,7 @@ def draw(found: dict[str, list[float]], length: int, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="topk(feedback='gradient', density=0.01, smallest=1000)")
+    parser.add_argument("--method", default="topk(feedback='gradients', density=0.01, smallest=1000)")
     parser.add_argument("--steps", type=int, default=40, help="on each number of ranks, even")
     parser.add_argument("--picture", type=Path, help="draw the curves to this file, an SVG")
     options = parser.parse_args()

@@ -33,20 +33,20 @@ METHODS = {
     "Radius d=0.5, T=50, residual_scale=0.25": "radius(density=0.5,T=50,residual_scale=0.25,smallest={small})",
     "SEPARATE 16x, cyclic SRHT (ours)": "separate(beta=None,ratio=16,smallest={small})",
     "SEPARATE 16x (paper)": "separate:paper(smallest={small})",
-    "TAGC 10x (ours)": "tagc(feedback='gradient',smallest={small})",
+    "TAGC 10x (ours)": "tagc(feedback='gradients',smallest={small})",
     "TAGC 10x (paper)": "tagc:paper(smallest={small})",
     "SEPARATE 16x, cyclic SRHT, no feedback": "separate(ratio=16,beta=1.0,smallest={small})",
     "SEPARATE 16x, cyclic SRHT, from 15%": "separate(beta=None,ratio=16,start=0.15,smallest={small})",
     "SEPARATE 16x (paper), from 15%": "separate:paper(start=0.15,smallest={small})",
     "TAGC d=0.05, shared mask, from 15%": (
-        "tagc(feedback='gradient',theta=0.95,mask='shared',start=0.15,smallest={small})"
+        "tagc(feedback='gradients',theta=0.95,mask='shared',start=0.15,smallest={small})"
     ),
-    "PowerSGD rank 4": "powersgd(feedback='gradient',rank=4,smallest={small})",
-    "top-k d=0.05, error feedback": "topk(feedback='gradient',density=0.05,smallest={small})",
-    "top-k d=0.01, error feedback": "topk(feedback='gradient',density=0.01,smallest={small})",
-    "top-k d=0.4 from 15%, error feedback": "topk(feedback='gradient',density=0.4,start=0.15,smallest={small})",
+    "PowerSGD rank 4": "powersgd(feedback='gradients',rank=4,smallest={small})",
+    "top-k d=0.05, error feedback": "topk(feedback='gradients',density=0.05,smallest={small})",
+    "top-k d=0.01, error feedback": "topk(feedback='gradients',density=0.01,smallest={small})",
+    "top-k d=0.4 from 15%, error feedback": "topk(feedback='gradients',density=0.4,start=0.15,smallest={small})",
     "top-k d=0.4 from 15%, no feedback": ("topk(density=0.4,start=0.15,feedback=None,smallest={small})"),
-    "top-k d=0.01 from 15%, error feedback": "topk(feedback='gradient',density=0.01,start=0.15,smallest={small})",
+    "top-k d=0.01 from 15%, error feedback": "topk(feedback='gradients',density=0.01,start=0.15,smallest={small})",
     "top-k d=0.01 from 15%, no feedback": ("topk(density=0.01,start=0.15,feedback=None,smallest={small})"),
     "ZeRO++ (8-bit weights)": "zeropp(smallest={small})",
     "ZeRO++ as the paper compares it (4-bit weights)": (

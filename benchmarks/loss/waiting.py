@@ -1,4 +1,4 @@
-"""What of the steps that are sent should be delivered at once? Variants of feedback="update", one change at a time.
+"""What of the steps that are sent should be delivered at once? Variants of feedback="updates", one change at a time.
 
     python benchmarks/loss/waiting.py --corpora DIR --lr 8e-3 density=0.01 density=0.05 density=0.05,portion=0.25
 

@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=[*INSIDE, *OUTSIDE], choices=[*INSIDE, *OUTSIDE])
     parser.add_argument("--every", default="steps", help="15s: strike after so many seconds; default: 10 to 60 steps")
-    parser.add_argument("--method", default="topk(feedback='gradient', smallest=1000,density=0.05)")
+    parser.add_argument("--method", default="topk(feedback='gradients', smallest=1000,density=0.05)")
     chosen = parser.parse_args()
     wait_s = None if chosen.every == "steps" else float(chosen.every.removesuffix("s"))
     words = f"--steps {chosen.steps} --checkpoint-every 20 --resume auto --timeout {TIMEOUT} --method {chosen.method}"

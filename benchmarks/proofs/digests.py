@@ -34,9 +34,9 @@ KNOBS = {
 }  # fmt: skip
 MORE = (
     "int8(smallest=0, feedback='gradients')", "sdp4bit:paper(weight_group=64)", "sdp4bit:ulq", "tagc:paper(smallest=0)",
-    "tagc(feedback='gradient', theta=0.95, smallest=0)", "separate:paper(smallest=0, block=64)",
+    "tagc(feedback='gradients', theta=0.95, smallest=0)", "separate:paper(smallest=0, block=64)",
     "scape(density=0.3, warmup=3, smallest=0, refresh=2)", "trickle:merged(smallest=0)",
-    "powersgd(rank=2, smallest=0, feedback='gradient')", "topk(density=0.1, smallest=0, feedback='gradient')",
+    "powersgd(rank=2, smallest=0, feedback='gradients')", "topk(density=0.1, smallest=0, feedback='gradients')",
     "local-steps(every=5, outer='int8:smallest:0:feedback:gradients')",
     "onebit-adam(warmup=5, warmup_bits=4, smallest=0)",
     "scape(density=0.01, warmup=4, smallest=0, offload=True)",

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 import ranks
 
-SMALL, GRADIENT = "smallest=1000", "feedback='gradient'"
+SMALL, GRADIENT = "smallest=1000", "feedback='gradients'"
 METHODS = {
     "dense": "adamw", f"int8({SMALL})": "adamw", f"int8({SMALL}, feedback='gradients')": "adamw",
     f"topk({GRADIENT}, {SMALL}, density=0.01)": "adamw",

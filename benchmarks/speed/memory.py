@@ -26,8 +26,8 @@ from typing import Any
 
 METHODS = (
     "dense", "bf16", "int8", "int8(feedback='gradients')", "radius(density=0.4,start=0,T=200,residual_scale=1.0)",
-    "separate(beta=None)", "tagc(feedback='gradient')",
-    "powersgd(feedback='gradient')", "topk(feedback='gradient')", "trickle", "dgc", "scape(warmup=2)",
+    "separate(beta=None)", "tagc(feedback='gradients')",
+    "powersgd(feedback='gradients')", "topk(feedback='gradients')", "trickle", "dgc", "scape(warmup=2)",
     "sdp4bit", "zeropp", "loco", "onebit-adam(warmup=2)",
 )  # fmt: skip
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

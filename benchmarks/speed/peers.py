@@ -57,7 +57,7 @@ def run(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     dense = 4 * sum(parameter.numel() for parameter in net().parameters()) * 2 * (ranks - 1) / ranks
     kinds = ["torch: no hook", "ours: dense", "ours: bf16", "torch: powerSGD_hook",
-             f"ours: powersgd(feedback='gradient', rank={args.rank},smallest=0)", "ours: none"]  # fmt: skip
+             f"ours: powersgd(feedback='gradients', rank={args.rank},smallest=0)", "ours: none"]  # fmt: skip
     if rank == 0:
         print(f"{ranks} ranks, {args.steps} steps, {dense / 1e6:.2f} MB dense per step and rank, median step\n")
         print("| run | step | sent per step | loss of the last 10 steps |\n|---|---:|---:|---:|")

@@ -287,9 +287,9 @@ SPOILT_CASES = [
     Case("radius(smallest=100, start=2, T=10, density=0.1)", "", "adamw"),
     Case("scape(smallest=100, density=0.03, warmup=5)", "", "adams"),
     Case("separate(smallest=100, ratio=8, beta=None)", "", "adamw"),
-    Case("tagc(smallest=100, theta=0.95, feedback='gradient')", "", "adamw"),
-    Case("loco(smallest=100)", "", "adamw"), Case("powersgd(smallest=100, rank=2, feedback='gradient')", "", "adamw"),
-    Case("topk(smallest=100, density=0.03, feedback='gradient')", "", "adamw"),
+    Case("tagc(smallest=100, theta=0.95, feedback='gradients')", "", "adamw"),
+    Case("loco(smallest=100)", "", "adamw"), Case("powersgd(smallest=100, rank=2, feedback='gradients')", "", "adamw"),
+    Case("topk(smallest=100, density=0.03, feedback='gradients')", "", "adamw"),
     Case("dgc(smallest=100, density=0.03, momentum=0.5)", "", "sgd"),
     Case("onebit-adam(smallest=100, warmup=10, group=128)", "", "adamw"),
     Case("trickle(smallest=100, density=0.03)", "", "adamw"),
@@ -355,7 +355,7 @@ def _bounds(rank, world):
 
         def compress():
             safety = thinwire.Safety(outlier_clip=bound)
-            thinwire.compress(model, optimizer, "topk(feedback='gradient', smallest=0)", safety=safety).close()
+            thinwire.compress(model, optimizer, "topk(feedback='gradients', smallest=0)", safety=safety).close()
 
         return error_of(compress)
 

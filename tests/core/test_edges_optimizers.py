@@ -35,7 +35,7 @@ def given(step: int, rank: int) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------- Muon beside AdamW
 
 MUON_CASES = [
-    Case("dense"), Case("topk(feedback='gradient', smallest=100)"), Case("radius(smallest=100, start=0, T=2)")
+    Case("dense"), Case("topk(feedback='gradients', smallest=100)"), Case("radius(smallest=100, start=0, T=2)")
 ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def _trained(engine: str, world: int, rank: int, method: str, rules: Sequence[Ru
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": SGD, "adamw": AdamW, "adams": thinwire.AdamS}
 TWO = [
     Case("dense", "", "adamw"), Case("int8(smallest=0, feedback='gradients')", "", "adamw"),
-    Case("topk(feedback='gradient', smallest=0, density=0.1)"),
+    Case("topk(feedback='gradients', smallest=0, density=0.1)"),
     Case("radius(smallest=0, start=0, T=3, density=0.3)", "", "adamw"),
     Case("radius(smallest=0, start=0, T=3, density=0.2)", "", "sgd"),
     Case("scape(smallest=0, density=0.1, warmup=3)", "", "adams"),
@@ -187,7 +187,7 @@ def _idle(rank, world):
 
     cases = [
         Case(f"{method}, idle one {'first' if order == 1 else 'last'}, a NaN at step {poison}")
-        for method in ("dense", "topk(feedback='gradient', smallest=0, density=0.1)")
+        for method in ("dense", "topk(feedback='gradients', smallest=0, density=0.1)")
         for order in (1, -1)
         for poison in (None, 1)
     ]
@@ -239,7 +239,7 @@ def _scaler(rank, world):
             found["first" if order == 1 else "last"] = torch.equal(weights, without), counts
         return found
 
-    cases = Case("dense"), Case("int8(smallest=0)"), Case("topk(feedback='gradient', smallest=0, density=0.1)")
+    cases = Case("dense"), Case("int8(smallest=0)"), Case("topk(feedback='gradients', smallest=0, density=0.1)")
     return findings(cases, look)
 
 
@@ -289,8 +289,8 @@ LATE = [
     Case("radius(smallest=0, start=0, T=2, density=0.3)", "", "adamw"),
     Case("scape(smallest=0, density=0.1, warmup=2)", "", "adams"),
     Case("separate(smallest=0, ratio=4, block=64, beta=None)"),
-    Case("tagc(feedback='gradient', smallest=0, theta=0.9)"),
-    Case("topk(feedback='gradient', smallest=0, density=0.1)"),
+    Case("tagc(feedback='gradients', smallest=0, theta=0.9)"),
+    Case("topk(feedback='gradients', smallest=0, density=0.1)"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "", "adamw"),
 ]  # fmt: skip
 

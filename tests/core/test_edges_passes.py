@@ -214,7 +214,7 @@ def _unsynced(model: nn.Module, engine: str):
 
 
 UNEXCHANGED = [
-    Case("dense"), Case("int8(smallest=0)"), Case("topk(feedback='gradient', smallest=0, density=0.1)"),
+    Case("dense"), Case("int8(smallest=0)"), Case("topk(feedback='gradients', smallest=0, density=0.1)"),
     Case("scape(smallest=0, density=0.1, warmup=2)", "", "adams"),
 ]  # fmt: skip
 

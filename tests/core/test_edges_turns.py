@@ -17,7 +17,7 @@ from models import flat
 from test_edges import SHAPES, Given, full, parts, summed
 from threaded import entries
 
-TOPK = "topk(feedback='gradient', smallest=0, density=0.1)"
+TOPK = "topk(feedback='gradients', smallest=0, density=0.1)"
 SCAPE = "scape(smallest=0, density=0.1, warmup=1)"
 
 

@@ -80,8 +80,8 @@ def test_what_a_node_sends_and_what_waits_there_is_what_its_ranks_had(make, of):
 
 
 @pytest.mark.parametrize("method", ["int8(feedback='gradients', smallest=0)", "sdp4bit(smallest=0, send='*')",
-                                    "topk(smallest=0, density=0.2, feedback='gradient')",
-                                    "powersgd(smallest=0, rank=1, feedback='gradient')"])  # fmt: skip
+                                    "topk(smallest=0, density=0.2, feedback='gradients')",
+                                    "powersgd(smallest=0, rank=1, feedback='gradients')"])  # fmt: skip
 def test_ddp_on_two_levels_is_hsdp(method):
     """Bit for bit: chunks of dim 0 are what HSDP's ranks hold."""
     found = {
@@ -126,7 +126,7 @@ def _trained(rank: int, world: int, kind: str, method: str) -> tuple:
 
 @pytest.mark.parametrize(("kind", "method"), spread(2, [
     ("ddp", "int8(feedback='gradients', smallest=100)"), ("ddp", "radius(smallest=100, start=0, T=2, density=0.3)"),
-    ("fsdp2", "topk(feedback='gradient', smallest=100, density=0.2)"),
+    ("fsdp2", "topk(feedback='gradients', smallest=100, density=0.2)"),
 ]))  # fmt: skip
 def test_feedback_on_two_levels_trains_resumes_and_sends_what_is_planned(kind, method):
     for losses, surprise, equal, resumed in ranks.run(_trained, 4, kind, method, LOCAL_WORLD_SIZE="2"):

@@ -18,7 +18,7 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning
 from threaded import entries
 
 SHAPES = {"a": (5, 4), "b": (3, 7), "c": (6,)}
-TOPK = "topk(feedback='gradient', smallest=0, density=0.2, start=0)"
+TOPK = "topk(feedback='gradients', smallest=0, density=0.2, start=0)"
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from threaded import entries
 
 METHODS = [
     "int8(smallest=100, feedback='gradients')", "radius(smallest=100, start=0, T=2, density=0.2)",
-    "topk(feedback='gradient', smallest=100, density=0.3)", "powersgd(smallest=100, feedback='gradient')",
+    "topk(feedback='gradients', smallest=100, density=0.3)", "powersgd(smallest=100, feedback='gradients')",
     "scape(smallest=100, warmup=1, density=0.3)",
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ import thinwire
 from engines import same_on_all_ranks
 from models import Net, batch
 
-METHODS = ("dense", "int8(smallest=0)", "sdp4bit(smallest=0)", "topk(feedback='gradient', density=0.1, smallest=0)",
+METHODS = ("dense", "int8(smallest=0)", "sdp4bit(smallest=0)", "topk(feedback='gradients', density=0.1, smallest=0)",
            "scape(density=0.1, warmup=2, smallest=0)", "radius(T=2, start=1, density=0.3, smallest=0)")  # fmt: skip
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -322,7 +322,7 @@ def test_every_wait_of_ours_is_needed():
         ("fsdp2-shared", partial(small, methods.SDP4Bit), True),
         ("fsdp2-unshard", partial(small, methods.ZeROPP), True), ("hsdp-bf16", methods.Dense, True),
         ("ddp", partial(small, methods.PowerSGD), False),
-        ("ddp", partial(small, methods.TAGC, feedback="gradient"), False),
+        ("ddp", partial(small, methods.TAGC, feedback="gradients"), False),
     ]  # fmt: skip
     needed: dict[str, bool] = {}
     for kind, make, guard in runs:

@@ -22,7 +22,7 @@ from thinwire.proof.record import small
 TINY = partial(Net, 13, 6, 1)
 MORE = (
     partial(small, methods.Trickle, mask="merged", bits=4), partial(small, methods.SCAPE, refresh=2),
-    partial(small, methods.TopK, feedback="gradient"), partial(small, methods.Int8, feedback="gradients"),
+    partial(small, methods.TopK, feedback="gradients"), partial(small, methods.Int8, feedback="gradients"),
 )  # fmt: skip
 """Knobs that change what is sent to whom."""
 

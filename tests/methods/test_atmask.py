@@ -20,7 +20,7 @@ from thinwire.methods.parts.atmask import WeightsAtMask
 
 SPECS = ["trickle(mask='merged', density=0.05, bits=4, {})", "trickle(mask='merged', density=0.05, start=2, {})",
          "trickle(mask='merged', density=0.02, server_density=0.02, {})",
-         "trickle(mask='merged', density=0.05, beta1=0.5, {})"]  # fmt: skip
+         "trickle(mask='merged', density=0.05, {}, feedback='updates(beta1=0.5)')"]  # fmt: skip
 
 
 def _wired(kind: str, world: int, spec: str, weights: str, **more):
@@ -162,7 +162,7 @@ def test_weights_go_at_the_mask_where_a_rank_knows_all_masks_of_sharded_rows(kin
     ("spec", "words"),
     [
         ("trickle(weights='masked')", "mask='own'"), ("tagc(weights='dense')", "no knob 'weights'"),
-        ("trickle:merged(feedback='gradient', weights='masked')", "optimizer moves all weights"),
+        ("trickle:merged(feedback='gradients', weights='masked')", "optimizer moves all weights"),
         ("lhc(weights='dense')", "no knob 'weights'"), ("trickle:merged(weights='some')", "weights is"),
     ],
 )  # fmt: skip

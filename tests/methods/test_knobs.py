@@ -87,15 +87,9 @@ def test_a_knob_that_chooses_parameters_chooses_parameters(cls, knob):
     assert [keep_dense(changed, p) for p in parameters] != [keep_dense(default, p) for p in parameters]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tagc(theta=0, portion=0.5)", "delivered_share does nothing with theta=0"),
-        ("topk:paper(beta1=0.5)", "beta1 does nothing with feedback='gradients'"),
-    ],
-)  # fmt: skip
-def test_a_knob_that_does_nothing_beside_another_is_refused(text, words):
-    refused(lambda: methods.resolve(text), words)
+def test_a_knob_that_does_nothing_beside_another_is_refused():
+    text = "tagc(theta=0, feedback='updates(delivered_share=0.5)')"
+    refused(lambda: methods.resolve(text), "delivered_share does nothing with theta=0")
 
 
 @pytest.mark.parametrize("cls", [cls for cls in TABLE if "feedback" in {knob.name for knob in knobs_of(cls)}])
@@ -114,21 +108,6 @@ def test_every_method_takes_or_refuses_each_feedback_in_one_line(cls):
             assert made.card.promise.of == ("updates" if waits_for_steps else "gradients") or (
                 made.card.promise.kind == "lossy"
             )
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("topk(feedback='update',portion=0.25)", "topk(feedback='updates(delivered_share=0.25)')"),
-        ("topk(portion=0.25)", "topk(feedback='updates(delivered_share=0.25)')"),
-        ("topk(feedback='gradient')", "topk(feedback='gradients')"),
-        ("powersgd(feedback='update')", "powersgd"), ("powersgd(beta1=0.0)", "powersgd(feedback='updates')"),
-        ("trickle(direction='adam')", "trickle"),
-        ("radius(feedback='update')", "radius(feedback='updates')"),
-    ],
-)  # fmt: skip
-def test_what_older_versions_wrote_of_feedback_is_read(old, new):
-    assert methods.resolve(old) == methods.resolve(new)
 
 
 def test_local_steps_need_the_same_arithmetic_as_their_outer_method():
@@ -171,7 +150,7 @@ def test_what_sends_adamws_steps_is_no_outer_method_and_what_to_write_is_said(na
     [
         ("scape:density:0.1", "scape(density=0.1)"),
         ("int8:group:64:feedback:gradients", "int8(group=64, feedback='gradients')"),
-        ("topk:feedback:update:dense:*bias", "topk(feedback='update', dense='*bias')"),
+        ("topk:feedback:updates:dense:*bias", "topk(feedback='updates', dense='*bias')"),
         ("radius:paper:density:0.4", "radius:paper(density=0.4)"),
         (" int8 : group : 64 (smallest=3)", "int8(group=64, smallest=3)"),
     ],
@@ -391,7 +370,7 @@ def test_a_method_that_compresses_nothing_says_why_and_what_helps():
         ("int8(dense='*', smallest=0)", "named in dense=", "take them out of dense="),
         ("powersgd(rank=8, smallest=0)", "rank 8 saves nothing", "lower rank"),
         ("tagc(select='x', smallest=0)", "not selected", "select"),
-        ("topk(feedback='gradient')", "small (< 65536)", "lower smallest"),
+        ("topk(feedback='gradients')", "small (< 65536)", "lower smallest"),
     ],
 )  # fmt: skip
 def test_the_knob_that_helps_is_that_of_the_reason_that_keeps_most(method, why, helps):

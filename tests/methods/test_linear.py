@@ -25,10 +25,10 @@ METHODS = [
     "radius(density=0.3, T=4, start=2, smallest=0, residual_scale=1.0)",
     "radius(density=0.3, T=4, start=2, smallest=0, residual_scale=0.25)",
     "separate(beta=None, ratio=4, block=16, smallest=0)",
-    "tagc(feedback='gradient', theta=0.9, smallest=0)",
-    "powersgd(feedback='gradient', rank=2, smallest=0)",
-    "topk(feedback='gradient', density=0.1, smallest=0)",
-    "topk(feedback='gradient', density=0.01, smallest=0)",
+    "tagc(feedback='gradients', theta=0.9, smallest=0)",
+    "powersgd(feedback='gradients', rank=2, smallest=0)",
+    "topk(feedback='gradients', density=0.1, smallest=0)",
+    "topk(feedback='gradients', density=0.01, smallest=0)",
     "dgc(density=0.1, momentum=0, smallest=0)",  # with momentum what is sent is not a share of what came in
 ]
 TOPOLOGIES = ["all_reduce", "reduce_scatter"]
@@ -84,7 +84,7 @@ def test_nothing_is_lost(method, topology):
 @pytest.mark.parametrize(
     "method",
     ["radius(density=1, T=7, start=2, smallest=0)", "radius(density=0.1, T=1, start=2, smallest=0)",
-     "tagc(feedback='gradient', theta=0, smallest=0)"],
+     "tagc(feedback='gradients', theta=0, smallest=0)"],
 )  # fmt: skip
 def test_limits_are_dense_bit_for_bit(method, topology):
     for size in (2, 3, 4):
@@ -96,8 +96,8 @@ def test_limits_are_dense_bit_for_bit(method, topology):
 
 @pytest.mark.parametrize(
     "method",
-    ["separate(ratio=1, block=16, smallest=0, beta=None)", "topk(density=1, smallest=0, feedback='gradient')",
-     "powersgd(rank=13, smallest=0, feedback='gradient')"],
+    ["separate(ratio=1, block=16, smallest=0, beta=None)", "topk(density=1, smallest=0, feedback='gradients')",
+     "powersgd(rank=13, smallest=0, feedback='gradients')"],
 )
 def test_limits_are_dense_to_rounding(method):
     shapes = {"b.weight": (13, 20)}
@@ -241,7 +241,7 @@ def test_the_median_of_the_paper_loses_what_ours_keeps():
 
 
 def test_a_union_too_dense_for_a_sketch_goes_dense_and_says_so():
-    results = run("tagc(feedback='gradient', theta=0.5, smallest=0)", size=3, steps=3)
+    results = run("tagc(feedback='gradients', theta=0.5, smallest=0)", size=3, steps=3)
     assert results[0][-1]["facts"]["tensors sent dense"] == len(SHAPES)
     assert lost(results, "all_reduce") < 1e-5
 

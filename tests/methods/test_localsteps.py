@@ -37,7 +37,7 @@ from threaded import entries, reduce_on_threads
 
 SHAPES = {"a": (12, 16), "b": (5, 7)}
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-TOPK = "topk(feedback='gradient', smallest=0, density=0.1)"
+TOPK = "topk(feedback='gradients', smallest=0, density=0.1)"
 
 
 def gradients(rank: int, step: int, numel: int) -> Tensor:
@@ -369,7 +369,7 @@ def test_every_outer_method_runs_beside_the_steps(outer):
 
 @pytest.mark.parametrize("topology", ["all_reduce", "hsdp"])
 @pytest.mark.parametrize(
-    "outer", [TOPK, "int8(smallest=0, feedback='gradients')", "powersgd(feedback='gradient', smallest=0, rank=1)"]
+    "outer", [TOPK, "int8(smallest=0, feedback='gradients')", "powersgd(feedback='gradients', smallest=0, rank=1)"]
 )
 def test_what_was_moved_has_arrived_or_waits(outer, topology):
     """Of plain averaging with SGD: N times how far all are from the start + what waits = all local steps."""
@@ -471,17 +471,11 @@ def test_what_cannot_be_is_refused(knobs, word):
         LocalSteps(**knobs)
 
 
-@pytest.mark.parametrize("preset", ["ls1", "diloco", "sparseloco"])
-def test_a_removed_preset_says_what_to_write(preset):
-    with pytest.raises(ThinwireError, match=f"local-steps:{preset} was removed .* use local-steps"):
-        resolve(f"local-steps:{preset}")
-
-
 def test_it_can_be_written_on_the_command_line():
     method = resolve("local-steps(every=4, outer='int8:feedback:gradients', outer_lr=0.7, outer_momentum=0.9)")
     assert isinstance(method, LocalSteps) and method.card.carrier == resolve("int8(feedback='gradients')")
     assert resolve(str(method)) == method
-    assert LocalSteps(outer=methods.TopK(feedback="gradient", density=0.5)).card.carrier.density == 0.5
+    assert LocalSteps(outer=methods.TopK(feedback="gradients", density=0.5)).card.carrier.density == 0.5
     preset = resolve("local-steps:recommended(every=15)")
     assert (preset.every, preset.outer_momentum, preset.card.carrier.name) == (15, 0.0, "trickle")
 

@@ -103,7 +103,7 @@ class One(torch.nn.Module):
 def _opposed(rank: int, world: int) -> tuple[int, int]:
     model = build("fsdp2", world, net=One)
     optimizer = adamw(model)
-    wire = thinwire.compress(model, optimizer, "sign(smallest=0, group=64, feedback='update')", steps=3)
+    wire = thinwire.compress(model, optimizer, "sign(smallest=0, group=64, feedback='updates')", steps=3)
     for step in range(3):
         model((-1) ** rank * gradients(0, step, 160).view(5, 32)).backward()
         optimizer.step()

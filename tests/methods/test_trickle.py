@@ -59,22 +59,11 @@ def test_weights_are_refused_where_there_is_no_mask_for_all():
     with pytest.raises(ThinwireError, match="weights does nothing with mask='own'"):
         Trickle(weights="masked")
     with pytest.raises(ThinwireError, match="weights does nothing with feedback='gradients'"):
-        Trickle(mask="merged", feedback="gradient", weights="masked")
+        Trickle(mask="merged", feedback="gradients", weights="masked")
 
 
 def test_what_does_not_grow_is_told_by_the_knobs():
-    for spec, bits in (("trickle", 8), ("trickle(bits=4,portion=0.5)", 4)):
+    for spec, bits in (("trickle", 8), ("trickle(bits=4, feedback='updates(delivered_share=0.5)')", 4)):
         other = methods.resolve(methods.resolve(spec).card.instead_at_scale)
         assert (other.mask, other.bits, other.feedback) == ("merged", bits, methods.Updates()), spec
     assert methods.resolve("trickle:merged").card.instead_at_scale == ""
-
-
-@pytest.mark.parametrize("spec", ["trickle:shared", "trickle(mask='shared')", "trickle:shared(density=0.1)",
-                                  "trickle(choosers=8,mask='shared')"])  # fmt: skip
-def test_a_mask_of_few_choosers_names_what_to_take(spec):
-    with pytest.raises(ThinwireError, match=r"was removed .*: use trickle:merged$"):
-        methods.resolve(spec)
-
-
-def test_server_density_is_read_by_its_old_name():
-    assert methods.resolve("trickle:merged(answer=0.2)") == Trickle(mask="merged", bits=4, server_density=0.2)

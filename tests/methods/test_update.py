@@ -1,4 +1,4 @@
-"""feedback="update" and Trickle: the transcription, what is refused, the engines, the codec and the kernels."""
+"""feedback="updates" and Trickle: the transcription, what is refused, the engines, the codec and the kernels."""
 
 from __future__ import annotations
 
@@ -88,34 +88,34 @@ def merged_spec(bits: int, share: float) -> str:
 
 
 COMPRESSORS = {
-    f"topk(density={DENSITY}, smallest=0, feedback='update', portion=1.0)": lambda: compressors.each_worker(
+    f"topk(density={DENSITY}, smallest=0, feedback='updates(delivered_share=1.0)')": lambda: compressors.each_worker(
         lambda h: compressors.top_k(h, k_of(h))
     ),
-    f"topk(density={DENSITY}, smallest=0, feedback='update')": lambda: compressors.each_worker(
+    f"topk(density={DENSITY}, smallest=0, feedback='updates')": lambda: compressors.each_worker(
         lambda h: PORTION * compressors.top_k(h, k_of(h))
     ),
-    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, portion=1.0)": lambda: compressors.each_worker(
-        lambda h: compressors.top_k_int8(h, k_of(h), GROUP, np.float32)
+    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, feedback='updates(delivered_share=1.0)')": lambda: (
+        compressors.each_worker(lambda h: compressors.top_k_int8(h, k_of(h), GROUP, np.float32))
     ),
-    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, portion=0.3)": lambda: compressors.each_worker(
-        lambda h: 0.3 * compressors.top_k_int8(h, k_of(h), GROUP, np.float32)
+    f"trickle(density={DENSITY}, smallest=0, group={GROUP}, feedback='updates(delivered_share=0.3)')": lambda: (
+        compressors.each_worker(lambda h: 0.3 * compressors.top_k_int8(h, k_of(h), GROUP, np.float32))
     ),
-    f"radius(density={DENSITY}, T=3, start=0, smallest=0, feedback='update', residual_scale=1.0)": (
+    f"radius(density={DENSITY}, T=3, start=0, smallest=0, feedback='updates', residual_scale=1.0)": (
         lambda: compressors.RadiusUpdates(DENSITY, 3)
     ),
-    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.0)": lambda: PowerSGDUpdates(
+    "powersgd(rank=2, smallest=0, feedback='updates(beta1=0.0)')": lambda: PowerSGDUpdates(
         {
             i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
             for i, (name, shape) in enumerate(SHAPES.items())
         }
     ),
-    "powersgd(rank=2, smallest=0, feedback='update', beta1=0.5)": lambda: PowerSGDUpdates(
+    "powersgd(rank=2, smallest=0, feedback='updates(beta1=0.5)')": lambda: PowerSGDUpdates(
         {
             i: random_normal(seed_of(0, name), shape[1] * 2, torch.device("cpu")).view(-1, 2)
             for i, (name, shape) in enumerate(SHAPES.items())
         }
     ),
-    "tagc(theta=0, smallest=0, feedback='update')": lambda: compressors.dense,
+    "tagc(theta=0, smallest=0, feedback='updates')": lambda: compressors.dense,
     **{
         merged_spec(bits, share): partial(
             compressors.Merged, SIZE, DENSITY, share, GROUP, LEVELS[bits], LEVELS[bits], np.float32
@@ -158,7 +158,7 @@ ZEROS = [np.zeros(shape) for shape in SHAPES.values()]
     ],
 )  # fmt: skip
 def test_muons_direction_is_the_transcription(settings, transcribed):
-    spec = f"topk(density={DENSITY}, smallest=0, feedback='update', portion=1.0)"
+    spec = f"topk(density={DENSITY}, smallest=0, feedback='updates(delivered_share=1.0)')"
     other = MuonTranscribed(ZEROS, SIZE, COMPRESSORS[spec](), sample, delayed=True, **transcribed)
     agree(spec, other, optimizer=partial(muon, **settings))
 
@@ -166,7 +166,8 @@ def test_muons_direction_is_the_transcription(settings, transcribed):
 @pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter", "hsdp"])
 def test_muons_direction_is_the_transcription_on_every_engine(topology):
     """On HSDP a node is a worker, its gradient the mean of its ranks'; half of every value is sent, the rest waits."""
-    spec, size, per_node = "topk(density=1.0, smallest=0, portion=0.5)", 4, 2 if topology == "hsdp" else 1
+    spec = "topk(density=1.0, smallest=0, feedback='updates(delivered_share=0.5)')"
+    size, per_node = 4, 2 if topology == "hsdp" else 1
     found = reduce_on_threads(
         lambda: methods.resolve(spec), gradient, topology=topology, size=size, per_node=per_node, shapes=SHAPES,
         steps=STEPS, optimizer=muon,
@@ -249,8 +250,9 @@ def test_muons_steps_are_delivered_whole_beside_adams():
             lambda spec=spec: methods.resolve(spec), gradient, topology="all_reduce", size=2, shapes=SHAPES, steps=3,
             optimizer=muon,
         )[0][-1]
-        for spec in ("topk(density=0.05, smallest=0)", "topk(density=0.05, smallest=0, portion=1.0)",
-                     "topk(density=0.05, smallest=0, portion=0.25)")
+        for spec in ("topk(density=0.05, smallest=0)",
+                     "topk(density=0.05, smallest=0, feedback='updates(delivered_share=1.0)')",
+                     "topk(density=0.05, smallest=0, feedback='updates(delivered_share=0.25)')")
     }  # fmt: skip
     default, whole, fourth = (of["weights"]["a"] for of in found.values())
     assert torch.equal(default, whole) and not torch.equal(default, fourth)
@@ -388,7 +390,7 @@ def test_a_density_takes_at_most_24_bits_a_value():
          r"built on Adam: .* got SGD, .* write trickle\(smallest=0, feedback='gradients'\)$"),
         (lambda p: torch.optim.SGD(p, lr=0.1), "topk(smallest=0)",
          r"write topk\(smallest=0, feedback='gradients'\), or topk:paper$"),
-        (thinwire.AdamS, "powersgd(smallest=0, beta1=0.9)",
+        (thinwire.AdamS, "powersgd(smallest=0, feedback='updates(beta1=0.9)')",
          r"got AdamS, .* write powersgd\(smallest=0, feedback='gradients'\), or powersgd:paper$"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "trickle(smallest=0)", "amsgrad"),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "topk(smallest=0)", "decoupled"),
@@ -404,24 +406,22 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("dgc(feedback='update')", "no knob 'feedback'"),
+        ("dgc(feedback='updates')", "no knob 'feedback'"),
         ("topk(feedback='both')", "feedback is"),
         ("loco(feedback=None)", "feedback is Gradients.* or Updates.*, got None"),
-        ("radius(beta1=0.5)", "beta1 does nothing"),
-        ("powersgd:paper(beta1=0.9)", "beta1 does nothing"),
-        ("topk(feedback='update', beta1=1.0)", "beta1 is"), ("trickle(bits=32)", "bits is"),
+        ("radius(beta1=0.5)", "no knob 'beta1'; it has: .*feedback"),
+        ("topk(portion=0.5)", "no knob 'portion'; it has: .*feedback"),
+        ("topk(feedback='update')", "feedback is 'gradients' or 'updates.* with delivered_share, beta1, got 'update'"),
+        ("topk(feedback='updates(beta1=1.0)')", "beta1 is"), ("trickle(bits=32)", "bits is"),
         ("trickle(bits=5)", "bits is"), ("trickle(density=0)", "density is"),
         ("trickle(bits=2)", "bits is 4 or 8"),
-        ("trickle(direction='muon')", "give the matrices to torch.optim.Muon"),
-        ("trickle(feedback=\"updates(direction='muon')\")", "give the matrices to torch.optim.Muon"),
-        ("topk(portion=0.0)", "delivered_share is a share"),
-        ("topk:paper(portion=0.5)", "delivered_share does nothing"),
-        ("topk(feedback=None, portion=0.5)", "delivered_share does nothing"),
-        ("sign(feedback='update', portion=0.5)", "delivered_share is for"),
-        ("tagc(theta=0, portion=0.5)", "delivered_share does nothing"), ("dgc(portion=0.5)", "no knob 'portion'"),
+        ("trickle(feedback=\"updates(direction='muon')\")", "feedback is 'gradients' or 'updates"),
+        ("topk(feedback='updates(delivered_share=0.0)')", "delivered_share is a share"),
+        ("sign(feedback='updates(delivered_share=0.5)')", "delivered_share is for"),
+        ("tagc(theta=0, feedback='updates(delivered_share=0.5)')", "delivered_share does nothing"),
         ("trickle(server_density=0.2)", "server_density does nothing"),
         ("trickle:merged(server_density=0.0)", "server_density is the share"),
-        ("trickle:merged(portion=0.5)", "delivered_share is for"),
+        ("trickle:merged(feedback='updates(delivered_share=0.5)')", "delivered_share is for"),
     ],
 )  # fmt: skip
 def test_bad_knobs_are_refused(spec, words):
@@ -483,9 +483,9 @@ def _flushes(rank: int, world: int) -> list[str]:
     found = []
     cases: list[tuple[str, str, dict]] = [
         ("ddp", "trickle(density=0.1, smallest=100)", {}), ("fsdp2", "trickle(density=0.1, smallest=100)", {}),
-        ("hsdp", "topk(density=0.1, smallest=100, feedback='update')", {}),
+        ("hsdp", "topk(density=0.1, smallest=100, feedback='updates')", {}),
         ("ddp", "trickle(density=0.1, smallest=100)", {"two_level": True}),
-        ("ddp", "sign(smallest=100, feedback='update')", {}),
+        ("ddp", "sign(smallest=100, feedback='updates')", {}),
     ]  # fmt: skip
     for kind, spec, more in spread(2, cases):
         model, optimizer, wire = model_and_wire(kind, world, spec, **more)
@@ -551,7 +551,7 @@ def _conserves(rank: int, world: int) -> dict[str, float]:
             _alternates(rank, world, text, "AABBACAB")
             for text in (
                 spec.replace(")", ", smallest=0)"),
-                f"topk(density=1.0, beta1={beta1}, portion=1.0, smallest=0)",
+                f"topk(density=1.0, feedback='updates(delivered_share=1.0, beta1={beta1})', smallest=0)",
             )
         )
         lost = [(some[n][0] - some[n][1] - all_[n][0]).abs().max() / all_[n][0].abs().max() for n in some]
@@ -685,7 +685,7 @@ def test_direction_on_a_gpu():
 def test_without_beta1_dense_is_a_density_of_one():
     """One rank, everything sent: AdamW with beta1 = 0."""
     found = reduce_on_threads(
-        lambda: methods.resolve("topk(density=1, smallest=0, feedback='update', portion=1.0)"), gradient,
+        lambda: methods.resolve("topk(density=1, smallest=0, feedback='updates(delivered_share=1.0)')"), gradient,
         topology="all_reduce", size=1, shapes=SHAPES, steps=5, optimizer=adamw,
     )  # fmt: skip
     weights = [torch.nn.Parameter(torch.zeros(320)) for _ in SHAPES]

@@ -17,7 +17,7 @@ from thinwire.proof.record import Setup, StepRecord, play, small
 
 MORE = ("trickle(mask='merged', density=0.25, start=1, smallest=0)",
         "trickle(mask='merged', density=0.02, start=1, smallest=0)",
-        "scape(density=0.02, warmup=2, smallest=0)", "tagc(feedback='gradient', theta=0.95, smallest=0)",
+        "scape(density=0.02, warmup=2, smallest=0)", "tagc(feedback='gradients', theta=0.95, smallest=0)",
         "int8(feedback='gradients', smallest=0)", "onebit-adam(warmup=2, warmup_bits=4, smallest=0)")  # fmt: skip
 NAMES = (*(cls.name for cls in TABLE if cls.name != "none"), *MORE)
 STEPS = 3

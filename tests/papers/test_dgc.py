@@ -15,7 +15,7 @@ from thinwire.methods import DGC, TopK
 def test_against_the_pseudo_code(topology, size, momentum):
     columns = 600 // size if topology == "reduce_scatter" else 600
     knobs = {"density": 0.1, "smallest": 0, "send": ("*",)}
-    make = (lambda: DGC(momentum=momentum, **knobs)) if momentum else (lambda: TopK(feedback="gradient", **knobs))
+    make = (lambda: DGC(momentum=momentum, **knobs)) if momentum else (lambda: TopK(feedback="gradients", **knobs))
     results = run(make, topology, size, {"w": 600})
     papers = [[np.zeros(columns) for _ in range(size)] for _ in range(600 // columns)]
     velocities = [[np.zeros(columns) for _ in range(size)] for _ in papers]

@@ -16,7 +16,7 @@ from thinwire.methods import PowerSGD
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_against_the_pseudo_code(topology, size):
     shape = (24, 20)
-    results = run(lambda: PowerSGD(rank=3, smallest=0, feedback="gradient"), topology, size, {"w": shape})
+    results = run(lambda: PowerSGD(rank=3, smallest=0, feedback="gradients"), topology, size, {"w": shape})
     paper = PowerSGDUpdates({0: random_normal(seed_of(0, "w"), 60).double().numpy().reshape(20, 3)})
     errors = [np.zeros(shape)] * size
     for step in range(STEPS):

@@ -222,7 +222,7 @@ def sent(make: Callable[[], Method], shape: tuple[int, ...], gradients: list[Ten
 def test_powersgd_goes_on_after_a_gradient_of_zeros():
     noise = torch.randn(9, 16, 16, generator=torch.Generator().manual_seed(0))
     noise[0] = 0
-    means = sent(lambda: PowerSGD(rank=2, feedback="gradient"), (16, 16), list(noise))
+    means = sent(lambda: PowerSGD(rank=2, feedback="gradients"), (16, 16), list(noise))
     assert all(mean.any() for mean in means[1:])
 
 
@@ -231,14 +231,14 @@ def test_powersgd_goes_on_after_a_gradient_of_zeros():
 def test_powersgd_of_a_gradient_of_rank_one(rank, scale):
     """It is sent whole, whatever the rank and the size; never more of it than there is."""
     gradient = torch.outer(torch.arange(1.0, 18.0), torch.ones(16)) * scale
-    for mean in sent(lambda: PowerSGD(rank=rank, feedback="gradient"), (17, 16), [gradient] * 5):
+    for mean in sent(lambda: PowerSGD(rank=rank, feedback="gradients"), (17, 16), [gradient] * 5):
         torch.testing.assert_close(mean / scale, gradient / scale, rtol=1e-4, atol=0)
 
 
 def test_powersgd_finds_a_column_that_the_last_gradients_had_not():
     first, second = torch.zeros(8, 4), torch.zeros(8, 4)
     first[:, 0], second[:, 2] = 1, 1
-    means = sent(lambda: PowerSGD(rank=1, feedback="gradient"), (8, 4), [first, second, second])
+    means = sent(lambda: PowerSGD(rank=1, feedback="gradients"), (8, 4), [first, second, second])
     assert means[2][:, 2].any()
 
 

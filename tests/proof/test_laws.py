@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -149,6 +147,7 @@ def test_two_levels_give_the_mean_too(method, topology, size, per_node):
 
 def test_groups_never_straddle_parameters():
     """A parameter's huge values do not touch its neighbour's precision."""
+
     def spiky(rank, step, numel):
         flat = torch.full((numel,), 0.01)
         flat[:300] = 1e6
@@ -236,11 +235,6 @@ def test_method_names_that_cannot_be_read(text):
 def test_method_names():
     assert methods.resolve("INT8").name == "int8"
     assert methods.resolve("onebit_adam").name == "onebit-adam"
-    for removed, instead in methods.REMOVED.items():
-        text = removed.replace("=)", "=1)") if "=" in removed else f"{removed}(smallest=0)"
-        said = f"{re.escape(removed)} was removed .*: use {re.escape(instead)}"
-        with pytest.raises(ThinwireError, match=said):
-            methods.resolve(text)
     method = methods.resolve("int8(group=64, dense='head.*', feedback='gradients')")
     assert (method.group, method.dense, method.feedback) == (64, ("head.*",), methods.Gradients())
     assert methods.resolve(str(method)) == method

@@ -42,17 +42,17 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("dgc", {"momentum": 0}),
     ("sign", {"scale": "rms"}), ("sign", {"feedback": "update"}), ("onebit-adam", {"scale": "rms"}),
     ("onebit-adam", {"warmup_bits": 8}), ("onebit-adam", {"warmup_bits": 4}),
-    ("local-steps", {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"}),
+    ("local-steps", {"outer": "topk(feedback='gradients', smallest=0, density=0.25)"}),
     ("local-steps", {"outer": "int8(smallest=0)"}), ("local-steps", {"outer": "loco(smallest=0, group=32, reset=2)"}),
     ("local-steps", {"outer": "radius(smallest=0, density=0.25, start=1, T=2)", "every": 1}),
     ("local-steps", {"outer": "int8(smallest=0, feedback='gradients')", "every": 1, "second_moment": "mean"}),
     ("local-steps", {"fragments": 2}), ("local-steps", {"delay": 2}),
-    ("local-steps", {"fragments": 2, "delay": 1, "mix": 0.25, "outer": "topk(feedback='gradient', smallest=0)"}),
+    ("local-steps", {"fragments": 2, "delay": 1, "mix": 0.25, "outer": "topk(feedback='gradients', smallest=0)"}),
     ("topk", {"feedback": "updates(delivered_share=1.0)"}),
     ("powersgd", {"feedback": "updates(delivered_share=0.5, beta1=0.5)"}),
     ("radius", {"feedback": "updates(delivered_share=0.5)"}),
     ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4, "feedback": "gradient"}),
-    ("local-steps", {"outer": "trickle(smallest=0, density=0.1, mask='merged', feedback='gradient')"}),
+    ("local-steps", {"outer": "trickle(smallest=0, density=0.1, mask='merged', feedback='gradients')"}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""
 

@@ -29,7 +29,7 @@ import waiting
 SMALLEST = "--preset tiny --layers 1 --width 16 --heads 2 --seq-len 16"
 METHODS = (
     "dense",
-    "topk(density=0.1,feedback='update',smallest=64)",
+    "topk(density=0.1,feedback='updates',smallest=64)",
     "onebit-adam(warmup=0.5,smallest=64)",
 )
 

@@ -45,7 +45,7 @@ WAIT = [cls for cls in TABLE if small(cls).card.keeps_state or cls.name == "int8
 
 def make(cls: type) -> Any:
     more = {"feedback": "gradients"} if cls.name == "int8" else {}
-    outer = {"outer": "topk(feedback='gradient', smallest=0, density=0.25)"} if cls.name == "local-steps" else {}
+    outer = {"outer": "topk(feedback='gradients', smallest=0, density=0.25)"} if cls.name == "local-steps" else {}
     return small(cls, **more, **outer)
 
 
@@ -189,7 +189,7 @@ def test_what_waits_arrives_after_every_move(cls):
 # On the engines.
 
 METHODS = (
-    "topk(feedback='gradient', smallest=100, density=0.1)", "sign(smallest=100)",
+    "topk(feedback='gradients', smallest=100, density=0.1)", "sign(smallest=100)",
     "powersgd(smallest=100)",
     "onebit-adam(smallest=100, warmup=2, warmup_bits=8)",
     "local-steps(every=2, outer='topk:feedback:gradient(smallest=100, density=0.1)')",

@@ -28,7 +28,7 @@ from thinwire.methods import TABLE, LocalSteps, resolve
 from thinwire.proof.record import small
 from thinwire.saved.format import Header
 
-TOPK = "topk(feedback='gradient', smallest=100, density=0.1)"
+TOPK = "topk(feedback='gradients', smallest=100, density=0.1)"
 
 
 def refusal(load: Any, *args: Any, **more: Any) -> str:
@@ -122,7 +122,7 @@ def _refused(rank: int, world: int) -> dict[str, tuple[str, bool]]:
     wire.close()
     for name, kind, spec, more in (
         ("another method", "ddp", "trickle(smallest=100)", {}),
-        ("another knob", "ddp", "topk(feedback='gradient', smallest=100, density=0.2)", {}),
+        ("another knob", "ddp", "topk(feedback='gradients', smallest=100, density=0.2)", {}),
         ("another default", "ddp", "topk(smallest=100, density=0.1)", {}),
         ("another seed", "ddp", TOPK, {"seed": 1}),
         ("another bound", "ddp", TOPK, {"safety": thinwire.Safety(outlier_clip=None)}),

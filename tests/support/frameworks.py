@@ -26,7 +26,7 @@ FRAMEWORKS = (
     "trl-grpo",
 )  # fmt: skip
 TRIED = spread(2, FRAMEWORKS, LOSSY)
-KEEPS = ("topk(feedback='gradient', smallest=0, density=0.05)", "trickle(smallest=0, density=0.05)")
+KEEPS = ("topk(feedback='gradients', smallest=0, density=0.05)", "trickle(smallest=0, density=0.05)")
 """What is saved midway and resumed: what waits are gradients, and what waits are steps, made at a schedule's rates."""
 if ALL:
     KEEPS += (

@@ -24,7 +24,7 @@ def train(rank: int, world: int, folder: str, *, dies: bool = False) -> list[flo
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    wire = thinwire.compress(model, optimizer, "topk(feedback='gradient', smallest=100,density=0.1)")
+    wire = thinwire.compress(model, optimizer, "topk(feedback='gradients', smallest=100,density=0.1)")
     whole = [step for step in range(STEPS) if all(_file(folder, step, r).exists() for r in range(world))]
     saved = max(whole, default=0)
     if saved:

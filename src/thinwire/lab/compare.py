@@ -140,7 +140,7 @@ class Comparison(Network):
 
 
 def method_names(text: str) -> list[str]:
-    """Split ``"dense,int8(group=64, error_feedback=True)"`` at the commas outside parentheses."""
+    """Split ``"dense,int8(group=64, feedback='gradients')"`` at the commas outside parentheses."""
     names, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

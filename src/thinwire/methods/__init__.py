@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
 from inspect import getdoc
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from thinwire.methods import table
 from thinwire.methods.parts.feedback import Gradients as Gradients
 from thinwire.methods.parts.feedback import Lossy as Lossy
 from thinwire.methods.parts.feedback import Updates as Updates
-from thinwire.methods.parts.feedback import translate_knobs
 from thinwire.methods.table import *  # noqa: F403
 
 AUTO = "auto"
@@ -26,24 +24,6 @@ AUTO = "auto"
 TABLE: tuple[type[Method], ...] = tuple(
     cls for cls in vars(table).values() if isinstance(cls, type) and issubclass(cls, Method)
 )
-
-REMOVED = {
-    "fp8": "int8", "bf16-acc32": "bf16 or int8", "demo": "trickle", "frozen-adam": "onebit-adam(warmup_bits=4)",
-    "local-steps:ls1": "local-steps:recommended", "local-steps:sparseloco": "local-steps:recommended",
-    "local-steps(decay=)": "local-steps without it, which keeps what waits whole",
-    "local-steps:diloco": "local-steps, whose defaults are DiLoCo's",
-    "trickle:shared": "trickle:merged", "trickle(choosers=)": "trickle:merged",
-}  # fmt: skip
-"""Methods, presets and knobs of older versions -> what to take in their place."""
-TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "trickle(answer=)": lambda density: {"server_density": density},
-    "int8(error_feedback=)": lambda keeps: {"feedback": "gradients"} if keeps else {},
-    "topk(error_feedback=)": lambda keeps: {} if keeps else {"feedback": None},
-    "local-steps(start_bits=)": lambda bits: {
-        "start_with": {4: "loco(beta=0,reset=0)", 8: "int8(feedback='gradients')"}.get(bits, "dense")
-    },
-}
-"""Knobs of older versions, which saved runs still name -> today's knobs, from the old value."""
 
 
 def names() -> list[str]:
@@ -72,7 +52,6 @@ def resolve(method: Method | str) -> Method:
             raise ThinwireError(
                 "'auto' has to try steps of your program: pass thinwire.Auto(step) to compress(), or name a method here"
             )
-        _refuse_removed(name.strip().lower().replace("_", "-"))
         raise ThinwireError(f"unknown method '{name.strip()}'; there are: {', '.join(by_name)}")
     preset = colons.pop(0).strip() if len(colons) % 2 else None
     pairs = list(zip(map(str.strip, colons[::2]), map(_value, colons[1::2]), strict=True))
@@ -90,31 +69,16 @@ def resolve(method: Method | str) -> Method:
         if preset in knob_names:
             raise ThinwireError(f"cannot read '{method}': a knob needs a value, {cls.name}:{preset}:VALUE")
         if preset not in cls.PRESETS:
-            _refuse_removed(f"{cls.name}:{preset}")
             known_presets = ", ".join(f"{cls.name}:{name}" for name in cls.PRESETS) or "none"
             raise ThinwireError(f"{cls.name} has no preset '{preset}'; there are: {known_presets}")
         values = {**cls.PRESETS[preset], **values}
-    for knob in [knob for knob in values if f"{cls.name}({knob}=)" in TRANSLATED]:
-        values |= TRANSLATED[f"{cls.name}({knob}=)"](values.pop(knob))
-    if "feedback" in knob_names:
-        try:
-            values = translate_knobs(getattr(cls, "feedback"), values)  # noqa: B009  (Method has none)
-        except ThinwireError as error:
-            raise ThinwireError(f"{cls.name}: {error}") from None
     for knob in values:
         if knob not in knob_names:
-            _refuse_removed(f"{cls.name}({knob}=)")
             raise unknown_knob(cls, knob)
     try:
         return cls(**values)
     except TypeError as error:
         raise ThinwireError(f"{cls.name}: {error}") from None
-
-
-def _refuse_removed(name: str) -> None:
-    """Raise ThinwireError if only older versions have ``name``: "fp8", "trickle:shared", "trickle(choosers=)"."""
-    if name in REMOVED:
-        raise ThinwireError(f"{name} was removed (docs/log.md says why): use {REMOVED[name]}")
 
 
 def _value(text: str) -> Any:

@@ -144,7 +144,7 @@ class LocalSteps(Method):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "recommended": {
             "every": 4, "start": 0.1, "start_with": "loco(beta=0,reset=0)",
-            "outer": "trickle(density=0.05,bits=4,feedback='gradient')",
+            "outer": "trickle(density=0.05,bits=4,feedback='gradients')",
             "outer_lr": 1.0, "outer_momentum": 0.0, "second_moment": "mean",
         },
     }  # fmt: skip

@@ -36,7 +36,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import refuse_idle
 from thinwire.codecs.base import Codec, Residual
 from thinwire.codecs.intquant import Integers
@@ -89,8 +88,6 @@ class Trickle(TopK):
     weights: Literal["auto", "masked", "dense"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
-        if str(self.mask) == "shared":
-            raise ThinwireError("trickle: mask='shared' was removed (docs/log.md says why): use trickle:merged")
         self._encodes_weights = False
         super().__post_init__()
         if self.mask == "own":

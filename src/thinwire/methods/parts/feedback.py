@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar
 
@@ -70,53 +70,21 @@ class Updates(_Feedback):
 
 
 GRADIENTS, UPDATES = Gradients(), Updates()
-KINDS: dict[str, Any] = {"gradients": Gradients, "updates": Updates}
-OLD_KNOBS = {"portion": "delivered_share", "beta1": "beta1"}
-"""Former knobs of methods, which saved runs and measurements still name -> knobs of ``Updates``."""
-NO_DIRECTION = "direction='muon' was removed: give the matrices to torch.optim.Muon, the rest to AdamW"
+KINDS: dict[str, Callable[..., Gradients | Updates]] = {"gradients": Gradients, "updates": Updates}
 
 
-def read_feedback(text: str, default: Any, method: str = "") -> Gradients | Updates:
-    """Read "gradients" or "updates(delivered_share=0.25)" for a ``method`` whose feedback is ``default``.
-
-    Older versions wrote "gradient" and "update" for the default of that kind. Raises ThinwireError for other text.
-    """
-    label, (name, bracket, knobs) = f"{method}: " if method else "", text.strip().partition("(")
-    if "direction" in knobs:
-        raise ThinwireError(f"{label}{NO_DIRECTION}")
+def read_feedback(text: str, method: str) -> Gradients | Updates:
+    """Read "gradients" or "updates(delivered_share=0.25)" for ``method``. Raises ThinwireError for other text."""
+    name, bracket, knobs = text.strip().partition("(")
     try:
-        kind = KINDS[name if name in KINDS else f"{name}s"]
-        is_default = name not in KINDS and not bracket and isinstance(default, kind)
-        return default if is_default else kind(**read_arguments(bracket + knobs))
+        return KINDS[name](**read_arguments(bracket + knobs))
     except ThinwireError as error:
-        raise ThinwireError(f"{label}{error}") from None
+        raise ThinwireError(f"{method}: {error}") from None
     except (KeyError, SyntaxError, ValueError, TypeError):
-        names = ", ".join(OLD_KNOBS.values())
+        names = ", ".join(field.name for field in fields(Updates))
         raise ThinwireError(
-            f"{label}feedback is 'gradients' or 'updates(knob=value, ...)' with {names}, got '{text}'"
+            f"{method}: feedback is 'gradients' or 'updates(knob=value, ...)' with {names}, got '{text}'"
         ) from None
-
-
-def translate_knobs(default: Any, knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the ``knobs`` of a method whose feedback is ``default`` from the names in older versions.
-
-    Raises:
-        ThinwireError: a knob of steps is set for a method that sends gradients.
-    """
-    translated = dict(knobs)
-    if translated.pop("direction", "adam") != "adam":
-        raise ThinwireError(NO_DIRECTION)
-    old = {new: translated.pop(name) for name, new in OLD_KNOBS.items() if name in translated}
-    feedback = translated.get("feedback", default)
-    if isinstance(feedback, str):
-        feedback = translated["feedback"] = read_feedback(feedback, default)
-    if not isinstance(feedback, Updates):
-        unset = {name: value for name, value in old.items() if value not in (None, 0.0)}
-        if unset:
-            raise ThinwireError(f"{', '.join(unset)} does nothing with feedback={feedback!r}: leave it out")
-    elif old:
-        translated["feedback"] = replace(feedback, **old)
-    return translated
 
 
 def share_of(density: float) -> float:
@@ -155,7 +123,7 @@ class Lossy(Method):
         self.update_space: UpdateSpace | None = None
         text: Any = self.feedback
         if isinstance(text, str):
-            self.feedback = read_feedback(text, type(self).feedback, self.name)
+            self.feedback = read_feedback(text, self.name)
         super().__post_init__()
         share = None if self.updates is None else self.updates.delivered_share
         if share is not None and self.card.promise != self.conserves:
