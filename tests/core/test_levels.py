@@ -23,7 +23,7 @@ SHAPES = {"a": (13, 11), "b": (5, 7), "c": (6, 1)}
 
 def of_gradients(cls: type[methods.Method]) -> partial[methods.Method]:
     """``cls``, small, so that gradients wait, if it can be."""
-    knobs = {"feedback": "gradient"} if "feedback" in {knob.name for knob in knobs_of(cls)} else {}
+    knobs = {"feedback": "gradients"} if "feedback" in {knob.name for knob in knobs_of(cls)} else {}
     return partial(small, cls, **knobs, **({"beta": None} if cls is methods.SEPARATE else {}))
 
 

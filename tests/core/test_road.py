@@ -47,7 +47,7 @@ def gradient_of(rank: int, name: str) -> Tensor:
 
 
 def stage_of(engine: ThreadEngine, name: str, **more: Any) -> Stage:
-    method = small(type(methods.resolve(name)), **{"feedback": "gradient"} if name == "topk" else {})
+    method = small(type(methods.resolve(name)), **{"feedback": "gradients"} if name == "topk" else {})
     method.state = State()
     method.begin(engine.run(9, weights=engine.weights()))
     return Stage(method, DENSE, engine.hops[0], Guard([engine.hops[0].comm]), engine.ledger, **more)

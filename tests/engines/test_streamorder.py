@@ -146,7 +146,7 @@ CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nest
            if small(cls).card.adds_up or kind != "fsdp2-shared"]
 CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
-CASES += [(kind, methods.TopK, {"feedback": "gradient"}) for kind in ("ddp", "fsdp2", "hsdp")]
+CASES += [(kind, methods.TopK, {"feedback": "gradients"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2", "fsdp2-keep", "fsdp2-unshard")]
 
@@ -162,7 +162,7 @@ def test_no_access_is_unordered(kind, cls, knobs):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
 def test_nor_without_the_guard_for_whose_flag_the_host_waits(kind):
-    counts = {"feedback": "gradient"}
+    counts = {"feedback": "gradients"}
     for cls, knobs in ((methods.SCAPE, {"offload": True}), (methods.PowerSGD, {}), (methods.TAGC, counts)):
         world = steps(kind, partial(small, cls, **knobs), guard=False)
         assert not world.wrong(), "\n".join(world.wrong()[:8])

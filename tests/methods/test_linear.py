@@ -202,7 +202,7 @@ def test_an_unstable_weight_is_refused_with_the_bound():
 # TAGC
 
 
-LARGEST = {"theta": 0.95, "feedback": "gradient", "smallest": 0, "send": ("*",)}
+LARGEST = {"theta": 0.95, "feedback": "gradients", "smallest": 0, "send": ("*",)}
 
 
 def disjoint(size: int, numel: int):

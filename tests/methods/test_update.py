@@ -444,10 +444,10 @@ def _everywhere(rank: int, world: int) -> list[str]:
     """Moments are never made; ranks stay equal; a skipped step and a resume leave no trace; planned = sent."""
     found = []
     cases = [
-        ("ddp", "beta1=0.0"), ("fsdp2", "beta1=0.5"), ("hsdp", "beta1=0.5"),
+        ("ddp", 0.0), ("fsdp2", 0.5), ("hsdp", 0.5),
     ]  # fmt: skip
-    for kind, knob in spread(2, cases):
-        spec = f"trickle(density=0.1, smallest=100, {knob})"
+    for kind, beta1 in spread(2, cases):
+        spec = f"trickle(density=0.1, smallest=100, feedback='updates(beta1={beta1})')"
         model, optimizer, wire = model_and_wire(kind, world, spec)
         train(model, optimizer, rank, range(3), wire)
         saved = (

@@ -29,7 +29,7 @@ from thinwire.proof.record import Setup, play, small
 
 BY_NAME = {cls.name: cls for cls in methods.TABLE}
 KNOBS = [
-    *((name, {}) for name in BY_NAME if name != "dense"), ("topk", {"density": 0.02, "feedback": "gradient"}),
+    *((name, {}) for name in BY_NAME if name != "dense"), ("topk", {"density": 0.02, "feedback": "gradients"}),
     ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4}),
     ("scape", {"density": 0.02, "warmup": 0}),
     ("dgc", {"density": 0.02}),

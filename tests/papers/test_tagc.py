@@ -58,7 +58,7 @@ def run(make, gradients, size, topology="all_reduce", shapes=None, **more):
 
 
 def tagc(**knobs):
-    return lambda: TAGC(**{"smallest": 0, "send": ("*",), "feedback": "gradient", **knobs})
+    return lambda: TAGC(**{"smallest": 0, "send": ("*",), "feedback": "gradients", **knobs})
 
 
 def left(results) -> list[int]:

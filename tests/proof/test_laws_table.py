@@ -28,7 +28,7 @@ from thinwire.proof.record import Setup, small
 from threaded import FlatMuon, exchange_on
 
 HERE = (Setup("all_reduce", 3), Setup("reduce_scatter", 3))
-GRADIENT = {"feedback": "gradient"}
+GRADIENT = {"feedback": "gradients"}
 KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("int8", {"feedback": "gradients"}), ("radius", {"residual_scale": 1.0}), ("scape", {"refresh": 2}),
     ("scape", {"density": 1.0}), ("separate", {"beta": 0.5}),
@@ -40,7 +40,7 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("sdp4bit", {"bits": 32, "intra_bits": 32}), ("loco", {"reset": 0}), ("loco", {"reset": 0, "beta": 0}),
     ("loco", {"reset": 2}), ("topk", GRADIENT), ("topk", {"feedback": None}),
     ("dgc", {"momentum": 0}),
-    ("sign", {"scale": "rms"}), ("sign", {"feedback": "update"}), ("onebit-adam", {"scale": "rms"}),
+    ("sign", {"scale": "rms"}), ("sign", {"feedback": "updates"}), ("onebit-adam", {"scale": "rms"}),
     ("onebit-adam", {"warmup_bits": 8}), ("onebit-adam", {"warmup_bits": 4}),
     ("local-steps", {"outer": "topk(feedback='gradients', smallest=0, density=0.25)"}),
     ("local-steps", {"outer": "int8(smallest=0)"}), ("local-steps", {"outer": "loco(smallest=0, group=32, reset=2)"}),
@@ -51,7 +51,7 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"feedback": "updates(delivered_share=1.0)"}),
     ("powersgd", {"feedback": "updates(delivered_share=0.5, beta1=0.5)"}),
     ("radius", {"feedback": "updates(delivered_share=0.5)"}),
-    ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4, "feedback": "gradient"}),
+    ("trickle", {"mask": "merged"}), ("trickle", {"mask": "merged", "bits": 4, "feedback": "gradients"}),
     ("local-steps", {"outer": "trickle(smallest=0, density=0.1, mask='merged', feedback='gradients')"}),
 ]  # fmt: skip
 """Knobs that change what is promised, or how it is kept."""

@@ -140,7 +140,7 @@ def _separate(pick: Pick) -> Knobs:
 
 def _tagc(pick: Pick) -> Knobs:
     return {
-        "theta": pick(0.0, 0.5, 0.9, 0.98), "start": pick(0, 0, 1), "feedback": "gradient",
+        "theta": pick(0.0, 0.5, 0.9, 0.98), "start": pick(0, 0, 1), "feedback": "gradients",
         "leftovers": pick("accumulate", "accumulate", "median"),
     }  # fmt: skip
 
@@ -177,7 +177,7 @@ def _trickle(pick: Pick) -> Knobs:
     mask, bits = pick("own", "own", "merged"), pick(4, 8)
     return {
         "density": pick(0.003, 0.1, 0.5, 1.0), "start": pick(0, 0, 1), "mask": mask, "group": pick(8, 64),
-        "bits": bits, "feedback": pick("update", "gradient"),
+        "bits": bits, "feedback": pick("updates", "gradients"),
     }  # fmt: skip
 
 
@@ -191,7 +191,7 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "loco": lambda pick: {
         "beta": pick(0.0, 0.5, 0.8), "reset": pick(0, 2, 3), "group": pick(16, 32, 128), "start": pick(0, 0, 1)
     },
-    "powersgd": lambda pick: {"rank": pick(1, 2, 4), "start": pick(0, 0, 1), "feedback": "gradient"},
+    "powersgd": lambda pick: {"rank": pick(1, 2, 4), "start": pick(0, 0, 1), "feedback": "gradients"},
     "topk": _topk,
     "trickle": _trickle,
     "dgc": _dgc,
