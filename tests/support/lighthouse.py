@@ -51,7 +51,7 @@ class Replica:
 
     # What a manager does.
 
-    def ask(self) -> Membership:
+    def ask(self) -> tuple[Membership, Any]:
         self._wait("quorum")
         received, self.received = self.received, None
         if self.fault is not None and self.fault[1] == "deaf":
@@ -61,9 +61,9 @@ class Replica:
             for key, take in self.takes.items():
                 take(received[key])
             held, fetched = self._hold(), list[int]()
-            self._take(received["wire"] if held is None else as_transferred(received["wire"], held, fetched))
+            received = received["wire"] if held is None else as_transferred(received["wire"], held, fetched)
             self.lighthouse.seen["fetched nothing more"] += fetched == [0]
-        return self.membership
+        return self.membership, received
 
     def vote(self, counts: bool) -> bool:
         self.step += counts
@@ -84,8 +84,8 @@ class Replica:
             turnover.follows = MemoryFollower(source.tape, lambda: source in self.lighthouse.living)
             self.lighthouse.seen["followed"] += 1
 
-    def offer(self, give: Callable[[], Any], take: Callable[[Any], None], hold: Callable[[], Any]) -> None:
-        self.gives["wire"], self._take, self._hold = give, take, hold
+    def offer(self, give: Callable[[], Any], hold: Callable[[], Any]) -> None:
+        self.gives["wire"], self._hold = give, hold
 
     def register_state_dict_fn(self, key: str, take: Callable[[Any], None], give: Callable[[], Any]) -> None:
         self.takes[key], self.gives[key] = take, give

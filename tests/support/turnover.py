@@ -107,13 +107,13 @@ class ScriptedMembers:
     fetched: list[int] | None = None
     place = step = 0
 
-    def ask(self) -> Membership:
-        given = self.world.swap(self.place, self.give() if self.gives else None)
+    def ask(self) -> tuple[Membership, Any]:
+        given, state = self.world.swap(self.place, self.give() if self.gives else None), None
         if self.source is not None:
             state, held = copy.deepcopy(given[self.source]), self.hold()  # as if it had come from another process
-            self.take(state if held is None else as_transferred(state, held, self.fetched))
+            state = state if held is None else as_transferred(state, held, self.fetched)
         self.source, self.gives = None, False
-        return self.membership
+        return self.membership, state
 
     def vote(self, counts: bool) -> bool:
         self.counted = counts
@@ -123,8 +123,8 @@ class ScriptedMembers:
     def fall_behind(self) -> None:
         self.step = 0
 
-    def offer(self, give: Any, take: Any, hold: Any) -> None:
-        self.give, self.take, self.hold = give, take, hold
+    def offer(self, give: Any, hold: Any) -> None:
+        self.give, self.hold = give, hold
 
 
 def as_transferred(state: Any, held: Held, fetched: list[int] | None = None) -> Any:

@@ -178,7 +178,6 @@ class ManagerMembers:
         name = f"{getattr(manager, '_replica_id', None) or ''}:{uuid.uuid4().hex}".replace(" ", "_")
         self._name = f"{name[-NAME:]:>{NAME}} {self._place:24}"  # as long on all
         self._membership = Membership(0, (0,), -1)
-        self._take: Callable[[Any], None]
         self._hold: Callable[[], Any]
         self._received: Any = None  # of a peer, not taken yet
         self._late = False
@@ -191,8 +190,8 @@ class ManagerMembers:
             former._server.server_close()
         self.transport: Transport = manager._checkpoint_transport
 
-    def ask(self) -> Membership:
-        """Return who takes part in the attempt that now begins; if this replica is behind, call ``take`` first.
+    def ask(self) -> tuple[Membership, Any]:
+        """Return who takes part in the attempt that now begins, and another's state if this replica is behind, or None.
 
         After an attempt that failed on any replica ``number`` is another one. Raises LostRank. Collective.
         """
@@ -225,9 +224,7 @@ class ManagerMembers:
             manager.load_state_dict(counts)  # as far behind as before, on all ranks of the replica
             raise error or LostRank(membership.rank, [], "quorum", 0.0, "another rank of this replica could not join")
         self._membership = membership
-        if received is not None:
-            self._take(received)
-        return membership
+        return membership, received
 
     def _start_quorum(self) -> None:
         """Ask the lighthouse, and connect to who takes part if that has changed, with a patience of its own.
@@ -293,9 +290,9 @@ class ManagerMembers:
         """Count as behind all others when this replica asks again, whatever steps it has counted."""
         self._manager.load_state_dict({"step": 0, "batches_committed": 0})
 
-    def offer(self, give: Callable[[], dict[str, Any]], take: Callable[[Any], None], hold: Callable[[], Any]) -> None:
-        """Let one that is behind get another's ``give()`` through its own ``take``, but for what ``hold`` returns."""
-        self._take, self._hold = take, hold
+    def offer(self, give: Callable[[], dict[str, Any]], hold: Callable[[], Any]) -> None:
+        """Let one that is behind get another's ``give()``, but for what its own ``hold`` returns."""
+        self._hold = hold
         self._manager.register_state_dict_fn("thinwire", functools.partial(setattr, self, "_received"), give)
 
 

@@ -13,7 +13,6 @@ An attempt is named by the step's number and the membership's, which changes aft
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -68,11 +67,11 @@ class _Heard:
         self._membership, self.counted = _spare_of(*entry.membership), False
         self._asked = False
 
-    def ask(self) -> Membership:
+    def ask(self) -> tuple[Membership, None]:
         if self._asked:  # a round that failed asks again, until it counts
             raise _WentAnotherWay
         self._asked = True
-        return self._membership
+        return self._membership, None
 
     def vote(self, counts: bool) -> bool:
         self.counted = counts
@@ -115,7 +114,6 @@ class Turnover:
         self._header, self._renew, self._method, self._model = header, renew, self._stage.method, step_loop.engine.model
         self._history: list[tuple[int, int]] = []
         self._doubt: tuple[int, int, Mapping[str, Tensor]] | None = None  # step, number, and our rows if others counted
-        self._received: Mapping[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._norms: dict[str, float] = {}  # by replica: the norm of what waited after the last step
         self.losses: dict[str, Loss] = {}
@@ -125,7 +123,7 @@ class Turnover:
         self._entry: Entry | None = None  # of the attempt under way
         self._voted = False
         self._begun: Mapping[str, Any] | None = None  # the state from which this replica follows another
-        members.offer(self.give, functools.partial(setattr, self, "_received"), self._hold)
+        members.offer(self.give, self._hold)
 
     def meet(self, unsent: FailedExchange | None = None, *, ends_round: bool = False) -> bool:
         """Ask who takes part, and go on as they say. Return whether gradients were taken at weights that are gone.
@@ -143,21 +141,19 @@ class Turnover:
         self._ends_round = ends_round
         if self.follows is not None and self._begun is None:
             self._catch_up()
-        membership = self._members.ask()
-        received, self._received = self._received, None
-        caught_up = not isinstance(self._members, _Heard) and self._arrive(received)
-        from_peer, resumed, self._resumed = received is not None, self._resumed, None
-        self.meets_round = received is not None and received["ends_round"]
-        received = resumed if received is None else received
+        membership, fetched = self._members.ask()
+        caught_up = not isinstance(self._members, _Heard) and self._arrive(fetched)
+        self.meets_round = fetched is not None and fetched["ends_round"]
+        received, self._resumed = self._resumed if fetched is None else fetched, None
         changed = not self.met or membership.number != self._comm.membership.number or received is not None
         if unsent is not None and not changed:
             raise unsent
         former, present = set(self._comm.membership.names), set(membership.names)
         self.losses |= {name: Loss(name, self._stage.step, self._norms.get(name, 0.0)) for name in former - present}
         self.losses = {name: loss for name, loss in self.losses.items() if name not in present}
-        stale = changed and self._change(membership, received, from_peer=from_peer)
+        stale = changed and self._change(membership, received, from_peer=fetched is not None)
         self.met = self.asked = True
-        self.healed += from_peer
+        self.healed += fetched is not None
         self._begin_entry()
         return stale or caught_up
 
