@@ -93,6 +93,32 @@ def test_a_nan_on_one_rank_skips_the_step_of_muon_and_adamw_alike(engine):
     each(ranks.run(_muon, 2, engine), engine, check)
 
 
+def _after_a_skip(rank: int, world: int, engine: str) -> list[float]:
+    """Two optimizers, and a second step that is skipped: return the largest move of each in the third."""
+    model = build(engine, world, net=Given)
+    first, *others = parts(model).values()
+    both = [SGD([first], lr=1.0), SGD(others, lr=1.0)]
+    wire = thinwire.compress(model, both, "dense")
+    for step in range(3):
+        before = [full(weight).clone() for weight in parts(model).values()]
+        (model(given(step, rank)) * (float("nan") if step == 1 else 1.0)).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (wire.step, wire.skipped) == (3, 1)
+    wire.close()
+    return [float((full(w) - old).abs().max()) for w, old in zip(parts(model).values(), before, strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_after_a_skipped_step_every_optimizer_takes_the_next_one(engine, world):
+    """The second one left its part of the skipped step to come, as its gradients were dropped: FSDP2, which exchanges
+    nothing on one rank, dropped those of its next step, too."""
+    for moves in ranks.run(_after_a_skip, world, engine):
+        assert all(moves), moves
+
+
 # --------------------------------------------------------------------------------- two of a kind, and two of two kinds
 
 

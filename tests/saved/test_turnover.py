@@ -20,11 +20,13 @@ from thinwire.core.safety import Safety
 from thinwire.core.state import dump_state
 from thinwire.engines.replicas import Replicas
 from thinwire.methods import TABLE, resolve
+from thinwire.network.comm import Membership
+from thinwire.proof.ranks import Threads
 from thinwire.saved import tape, turnover
 from thinwire.saved.format import Header
 from thinwire.saved.resize import regroup
 from thinwire.wire import Options, join
-from turnover import DROPS, FURTHER, TOUCHES, MemoryFollower, Model, Replica, Run
+from turnover import DROPS, FURTHER, TOUCHES, FaultyComm, MemoryFollower, Model, Replica, Run, ScriptedMembers
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -260,6 +262,25 @@ def test_a_checkpoint_within_a_round_keeps_the_steps_of_the_round() -> None:
 
     for begin in (first, second):
         lighthouse.Lighthouse(0, begin, replicas=1, quorums=0).run()
+
+
+def test_after_a_skipped_step_every_optimizer_takes_the_next_one() -> None:
+    """The second one left its part of the skipped step to come: nothing was exchanged in the next one."""
+    model, members, comm = Model(), ScriptedMembers(), FaultyComm()
+    both = tuple(torch.optim.SGD([weight], lr=1.0) for weight in model.parameters())
+    options = Options(resolve("dense"), both, None, None, None, 0, None, None, Safety(outlier_clip=None))
+    wire = join(Replicas(model, members, comm), options, comm.ledger)
+    wire.attach()
+    members.membership = Membership(0, (0,), 1, ("a",))
+    for factor in (1.0, float("nan"), 1.0):
+        members.world = Threads(1)
+        comm.enter(members.world, 0, None, 1)
+        torch.stack([factor * weight.sum() for weight in model.parameters()]).sum().backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    wire.close()
+    assert (wire.step, wire.skipped) == (3, 1) and all(bool((weight == -2).all()) for weight in model.parameters())
 
 
 @pytest.mark.parametrize("inside", [0, 1])

@@ -90,9 +90,7 @@ class StepLoop:
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
         self._open: Step | None = None  # begun by one optimizer; others are to follow
         self._part: Step | None = None  # of it, which an optimizer is taking
-        self._waiting: set[int] = set()  # optimizers that are to follow
-        self._skipping: set[int] = set()  # optimizers whose part of a skipped step is still to come
-        self._settled = True  # the last exchange has been stepped with, or skipped
+        self._waiting: set[int] = set()  # optimizers that are to follow; if no step is open: in skipping the last one
         self._warned = False
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
@@ -147,8 +145,7 @@ class StepLoop:
             self._again(repeated)
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, names)
-        self._settled = False
-        self._skipping.clear()
+        self._waiting.clear()
         self.norm = self.clip_factor = None
         self._exchanged.update(dict.fromkeys(names))
 
@@ -202,7 +199,7 @@ class StepLoop:
         """Let no further step begin. What an optimizer has not joined is dropped, if it may be no gradient."""
         self.ended = True
         for optimizer in self.optimizers:
-            if id(optimizer) in self._waiting and not self.method.card.adds_up:
+            if self._open is not None and id(optimizer) in self._waiting and not self.method.card.adds_up:
                 _drop_gradients(optimizer)
 
     def stranger(self, optimizer: torch.optim.Optimizer) -> None:
@@ -222,7 +219,6 @@ class StepLoop:
         self.guard.forget()
         self.state.rollback()
         self.method.undo()
-        self._skipping.clear()
         self._forget()
 
     def _leave(self) -> None:
@@ -295,14 +291,14 @@ class StepLoop:
         if not self._exchanged and self._open is None and _makes_state(optimizer):
             return
         self._look_for_scaler()
-        if self._open is None and not self._skipping:
+        if self._open is None and id(optimizer) not in self._waiting:
             self.engine.exchange()
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
-        if self._settled and self._open is None and idle:
+        if not self._exchanged and self._open is None and idle:
             return  # the others have stepped already, and this one has nothing to do
-        if id(optimizer) in self._skipping or (self._open is None and not self._begin(optimizer)):
+        if self._open is None and (id(optimizer) in self._waiting or not self._begin(optimizer)):
             _drop_gradients(optimizer)
-            self._skipping.discard(id(optimizer))
+            self._waiting.discard(id(optimizer))
             return
         if id(optimizer) not in self._waiting and _has_gradients(optimizer):
             raise ThinwireError(
@@ -310,14 +306,14 @@ class StepLoop:
                 "backward pass of its own"
             )
         self.engine.stepping()
-        if self._open is not None:
-            named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
-            weights = {name: weight for name, weight in named if name is not None}
-            former = self._part  # of this optimizer if its step raised an error, and is taken again
-            hidden = former.put_back if former is not None and former.optimizers == (optimizer,) else []
-            self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
-            with self.inside("optimizer.step()"):
-                self.method.before_step(self._part)  # which may step parameters in the optimizer's place
+        assert self._open is not None
+        named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
+        weights = {name: weight for name, weight in named if name is not None}
+        former = self._part  # of this optimizer if its step raised an error, and is taken again
+        hidden = former.put_back if former is not None and former.optimizers == (optimizer,) else []
+        self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
+        with self.inside("optimizer.step()"):
+            self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Note that ``optimizer`` has stepped. After the last one of a step, call ``Method.after_step``."""
@@ -356,6 +352,7 @@ class StepLoop:
                     _drop_gradients(stopped_optimizer)
             elif overflowed:
                 _back_off(scaler, optimizer)
+            self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
             if diverged is not None:
                 raise ThinwireError(diverged)
             return False
@@ -415,7 +412,8 @@ class StepLoop:
         self._commit()
         self.road.step += 1
         self._in_a_row = 0
-        self._end(skipped=False)
+        self.ledger.close_step(skipped=False)
+        self._forget()
         self.weight_watch.step_is_over()
         self._look(number)
 
@@ -441,7 +439,6 @@ class StepLoop:
 
     def _skip(self, *, was_due: bool = False) -> None:
         """Skip a step, without counting it for the method. ``was_due``: the optimizers were about to take it."""
-        self._skipping = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
         # Where ranks go their own ways the others have stepped, and so do all schedules.
         self.step_was_skipped = not self.method.card.alone(self.road.step)
         self.state.rollback()
@@ -452,20 +449,13 @@ class StepLoop:
             self.method.after_skip(self._step())
             self._commit()
         self.skipped += 1
-        self._end(skipped=True)
+        self.ledger.close_step(skipped=True)
+        self._forget()
 
     def _abandon(self) -> None:
         """Skip a step whose exchanged gradients were thrown away."""
         self.guard.forget()
         self._skip()
-        self._skipping.clear()
-
-    def _end(self, *, skipped: bool) -> None:
-        self.ledger.close_step(skipped=skipped)
-        if not skipped:
-            self._skipping.clear()
-        self._forget()
-        self._settled = True
 
     def _forget(self) -> None:
         self._exchanged.clear()
