@@ -38,7 +38,7 @@ from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state, load_state
-from thinwire.core.step import StepLoop, serves, unwrapped
+from thinwire.core.step import StepLoop, serves, split_counts, unwrapped
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.engines.replicas import Replicas
@@ -695,7 +695,7 @@ class Wire:
         self._step_loop.finish()
         self.method.finish()
         self.engine.wait_for_weights()
-        return self._form.pack({**self._counts(), **dump_state(self._state)}, self._device)
+        return self._form.pack({**self._step_loop.counts(), **dump_state(self._state)}, self._device)
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], resize: Literal["flush", "redistribute", "reset"] | None = None
@@ -740,12 +740,7 @@ class Wire:
         if fault := self.method.card.fault_of(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
         self._step_loop.reset()
-        self._road.step, self._step_loop.skipped = int(values.pop("step")), int(values.pop("skipped"))
-        flush = int(values.pop("flush"))
-        self._stage.flush_at = None if flush < 0 else flush
-        bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
-        if self._stage.bound is not None:
-            self._stage.bound.load_state_dict(bound)
+        self._step_loop.take_counts(split_counts(values))
         # A method reads its counters; on the device, each read would make the host wait.
         host = {key for key, like in self._form.shapes.items() if like.device.type == "cpu"}
         # A tensor of zeros needs no memory before it is used.
@@ -754,18 +749,11 @@ class Wire:
         load_state(self._state, placed)
         self.method.state_changed()
 
-    def _counts(self) -> dict[str, Tensor]:
-        flush = self._road.step if self._stage.flush_at == self._road.step else -1
-        counts = {"step": self._road.step, "skipped": self.skipped, "flush": flush}
-        bound = {} if self._stage.bound is None else self._stage.bound.state_dict()
-        tensors = {key: torch.tensor(count, device="cpu") for key, count in counts.items()}
-        return tensors | {f"bound/{key}": value for key, value in bound.items()}
-
     @functools.cached_property
     def _form(self) -> Form:
         """The form of this rank's state, found by a dry run."""
         shapes = largest_state(self.engine.layout(), self._road, self._run)
-        return Form(self._about, {**self._counts(), **shapes})
+        return Form(self._about, {**self._step_loop.counts(), **shapes})
 
     def close(self) -> None:
         """End the worker thread and what is under way; all ranks call it. After it, ``accumulate`` and backward passes

@@ -14,7 +14,7 @@ import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -212,6 +212,21 @@ class StepLoop:
         members = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in self._names)
         if (weight := next(members, None)) is not None and not _makes_state(optimizer):
             raise ThinwireError(_STRANGER.format(kind=type(optimizer).__name__, name=self._names[id(weight)]))
+
+    def counts(self) -> dict[str, Tensor]:
+        """Return what a state holds beside the method's: counts of steps, int64, 0-dim, and the bound's values."""
+        flush = self.road.step if self.road.last.flush_at == self.road.step else -1
+        counts = {"step": self.road.step, "skipped": self.skipped, "flush": flush}
+        bound = {} if self.bound is None else self.bound.state_dict()
+        tensors = {key: torch.tensor(count, device="cpu") for key, count in counts.items()}
+        return tensors | {f"bound/{key}": value for key, value in bound.items()}
+
+    def take_counts(self, counts: Mapping[str, Tensor]) -> None:
+        """Go on from what ``counts`` returned."""
+        self.road.step, self.skipped, flush = (int(counts[key]) for key in ("step", "skipped", "flush"))
+        self.road.last.flush_at = None if flush < 0 else flush
+        if self.bound is not None:
+            self.bound.load_state_dict({key.removeprefix("bound/"): value for key, value in counts.items()})
 
     def reset(self) -> None:
         """Forget the step under way, before another state is loaded."""
@@ -492,6 +507,11 @@ class StepLoop:
                 "as compress(..., scaler=scaler)"
             )
         self._knows_scaler = True
+
+
+def split_counts(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take what ``StepLoop.counts`` returned out of a state's ``values``."""
+    return {key: values.pop(key) for key in list(values) if key.startswith("bound/") or "/" not in key}
 
 
 def unwrapped(optimizer: Any) -> Iterator[Any]:

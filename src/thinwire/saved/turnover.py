@@ -28,7 +28,7 @@ from thinwire.core.card import StateKind
 from thinwire.core.road import Stage
 from thinwire.core.run import Run
 from thinwire.core.state import dump_state, load_state, written_rows
-from thinwire.core.step import StepLoop
+from thinwire.core.step import StepLoop, split_counts
 from thinwire.engines.replicas import any_of, fewest, without_frames
 from thinwire.network.comm import Comm, Membership, local
 from thinwire.saved.format import Header
@@ -312,13 +312,10 @@ class Turnover:
 
     def give(self) -> dict[str, Any]:
         """Return what a replica that joins needs of this one."""
-        bound = self._stage.bound
         return {
-            "about": self._header.dump(), "history": list(self._history), "step": self._stage.step,
+            "about": self._header.dump(), "history": list(self._history), "counts": self._loop.counts(),
             "ends_round": self._ends_round,
             "values": {k: value for k, value in dump_state(self._method.state).items() if not self._is_own(k)},
-            "skipped": self._loop.skipped, "flush": self._stage.flush_at,
-            "bound": {} if bound is None else bound.state_dict(),
             "weights": {name: local(value).clone() for name, value in self._model.state_dict().items()},
             "optimizers": [_state_of(optimizer) for optimizer in self._run.optimizers],
         }  # fmt: skip
@@ -327,25 +324,13 @@ class Turnover:
         """Return what a run that has ended needs to go on, beside weights and moments: what who joins gets, as tensors.
         What waits on the replicas is not in it."""
         state = self.give()
-        flush = -1 if state["flush"] is None else state["flush"]
-        return {
-            "about": state["about"],
-            "step": torch.tensor(state["step"], device="cpu"),
-            "skipped": torch.tensor(state["skipped"], device="cpu"),
-            "flush": torch.tensor(flush, device="cpu"),
-            **{f"bound/{key}": value for key, value in state["bound"].items()}, **state["values"],
-        }  # fmt: skip
+        return {"about": state["about"], **state["counts"], **state["values"]}
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
         """Go on from ``saved()``, with the weights and moments that are here, unless others turn out to be ahead."""
         values = dict(saved)
-        step, skipped, flush = (int(values.pop(key)) for key in ("step", "skipped", "flush"))
-        header = values.pop("about")
-        bound = {key.removeprefix("bound/"): values.pop(key) for key in list(values) if key.startswith("bound/")}
-        self._resumed = self.give() | {
-            "about": header, "history": [], "step": step, "skipped": skipped, "flush": None if flush < 0 else flush,
-            "bound": bound, "values": values,
-        }  # fmt: skip
+        header, counts = values.pop("about"), split_counts(values)
+        self._resumed = self.give() | {"about": header, "history": [], "counts": counts, "values": values}
 
     def _is_own(self, key: str) -> bool:
         """Does a replica that joins begin without what is at ``key``: what waits, and what is one rank's alone?"""
@@ -381,28 +366,25 @@ class Turnover:
         if not (self._comm.membership.spare is None is membership.spare):  # what a spare did not send does not wait
             values = {key: value for key, value in values.items() if not self._waits(key)}
             self._doubt = None
-        bound = None if stage.bound is None else stage.bound.state_dict()
-        step, skipped, flush = stage.step, self._loop.skipped, stage.flush_at
+        counts = self._loop.counts()
         if received is None:
             values = regroup(values, self._header, new, self._method)
         else:
             peer = Header.load("about", received["about"])
             if unlike := new.unlike_run(peer):
                 raise ThinwireError(f"this replica does not fit the run that it wants to join: {unlike}")
-            own_rows = self._own_rows(received["history"], received["step"], values)
+            counts = received["counts"]
+            own_rows = self._own_rows(received["history"], int(counts["step"]), values)
             values = {key: value for key, value in received["values"].items() if key not in own_rows}
             if not hears:  # in the very place of the peer all is as it is there
                 values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
             values |= self._first_own(values) if from_peer else {}  # a checkpoint's own weights are loaded already
-            step, skipped, flush, bound = (received[key] for key in ("step", "skipped", "flush", "bound"))
             self._history, stale = list(received["history"]), self._load(received)
             self.tape.cut()
         self._doubt, self._header = None, new
         self._comm.take(membership)
         self._loop.reset()
-        self._loop.road.step, self._loop.skipped, stage.flush_at = step, skipped, flush
-        if stage.bound is not None and bound is not None:
-            stage.bound.load_state_dict(dict(bound))
+        self._loop.take_counts(counts)
         self._run, self._loop.engine.rank = replace(self._run, rank=rank), rank
         for hop, inner in enumerate(self._loop.road.stages[:-1], 1):
             inner.method.begin(replace(self._run, exchange=inner.exchange, hop=hop, inside=None))
