@@ -27,7 +27,7 @@ from thinwire.adapters import environment
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 
 ROOT = Path(__file__).resolve().parents[2]
-METHOD = "topk:feedback:gradient:smallest:0:density:0.05"
+METHOD = "topk:feedback:gradients:smallest:0:density:0.05"
 
 
 def _sharded(model: nn.Module) -> nn.Module:

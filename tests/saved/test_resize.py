@@ -192,7 +192,7 @@ METHODS = (
     "topk(feedback='gradients', smallest=100, density=0.1)", "sign(smallest=100)",
     "powersgd(smallest=100)",
     "onebit-adam(smallest=100, warmup=2, warmup_bits=8)",
-    "local-steps(every=2, outer='topk:feedback:gradient(smallest=100, density=0.1)')",
+    "local-steps(every=2, outer='topk:feedback:gradients(smallest=100, density=0.1)')",
     "scape(smallest=100, density=0.1, warmup=2)", "trickle(smallest=100, mask='merged')",
 )  # fmt: skip
 

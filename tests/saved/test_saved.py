@@ -194,7 +194,7 @@ def _loaded_by_two(rank: int, world: int, saved: dict[str, Any]) -> str:
 METHODS = {
     "ddp": (TOPK, "powersgd(smallest=100)", "radius(smallest=100, start=1, T=2)",
             "onebit-adam(smallest=100, warmup=2)", "trickle(smallest=100, density=0.1)",
-            "local-steps(every=2, outer='topk:feedback:gradient(smallest=100)')"),
+            "local-steps(every=2, outer='topk:feedback:gradients(smallest=100)')"),
     "fsdp2": (TOPK, "sdp4bit(smallest=100)", "tagc(smallest=100, theta=0.9)"),
     "hsdp": ("sign(smallest=100)", TOPK),
 }  # fmt: skip

@@ -204,8 +204,8 @@ DRAWS: dict[str, Callable[[Pick], Knobs]] = {
     "local-steps": lambda pick: {
         "every": pick(1, 1, 2), "start": pick(0, 0, 1), "outer_momentum": pick(0.0, 0.9),
         "outer": pick(
-            "dense", "int8(smallest=0)", "topk:feedback:gradient(smallest=0, density=0.2)",
-            "powersgd:feedback:gradient(smallest=0, rank=1)",
+            "dense", "int8(smallest=0)", "topk:feedback:gradients(smallest=0, density=0.2)",
+            "powersgd:feedback:gradients(smallest=0, rank=1)",
         ),
     },
 }  # fmt: skip
