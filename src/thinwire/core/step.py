@@ -396,19 +396,14 @@ class StepLoop:
     def _step(self) -> Step:
         around, number = functools.partial(self.engine.attempt, self.road), self.road.step
         return Step(
-            number, self.optimizers, self.weights, self.clip_factor, self._agree, around, self._agree_inside,
-            lambda: self.engine.void,
+            number, self.optimizers, self.weights, self.clip_factor, self._agree, around,
+            lambda values: self._agree(values, self._inside), lambda: self.engine.void,
         )  # fmt: skip
 
-    def _agree(self, values: Iterable[Tensor]) -> bool:
-        """Agree, for a method, whether all ``values`` are finite on all ranks."""
+    def _agree(self, values: Iterable[Tensor], comms: Sequence[Comm] | None = None) -> bool:
+        """Agree, for a method, whether all ``values`` are finite on all ranks, or on those of ``comms``."""
         self.guard.observe_all(values)
-        return self.engine.agree(self.guard, self._device, False)[0]
-
-    def _agree_inside(self, values: Iterable[Tensor]) -> bool:
-        """Agree among the ranks that hold this replica together."""
-        self.guard.observe_all(values)
-        return self.engine.agree(self.guard, self._device, False, self._inside)[0]
+        return self.engine.agree(self.guard, self._device, False, comms)[0]
 
     @property
     def _inside(self) -> list[Comm]:

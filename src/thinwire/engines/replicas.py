@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -80,9 +80,8 @@ class Replicas(Engine):
         self.unsent: FailedExchange | None = None
         self._weights = [weight for weight in self.model.parameters() if id(weight) in self.parameters]
         self.uncounted = False
-        self._exchanged = False  # have this step's gradients been exchanged?
-        self._pass: int | None = None  # the last backward pass since then, by autograd's number
-        self._dropped = False  # were those thrown away before such a pass?
+        # "changed": by a pass since they were exchanged; "dropped": thrown away before such a pass.
+        self._gradients: Literal["own", "exchanged", "changed", "dropped"] = "own"
         self._looked = -1, False  # the last pass that gave a gradient; were all zero before it?
         self._watches: list[RemovableHandle] = []
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
@@ -110,14 +109,13 @@ class Replicas(Engine):
     def _look(self, gradient: Tensor) -> None:
         """Find out, when the first gradient of a pass comes, whether exchanged ones were thrown away before it."""
         number = torch._C._current_graph_task_id()
-        if self._exchanged and number != self._looked[0]:
+        if self._gradients != "own" and number != self._looked[0]:
             self._looked = number, all_zero(weight.grad for weight in self._weights)
 
     def _note_pass(self, weight: Tensor) -> None:
         """Note a pass that has changed ``weight.grad``; ``torch.autograd.grad`` leaves it alone."""
-        if self._exchanged and (number := torch._C._current_graph_task_id()) != self._pass:
-            self._pass = number
-            self._dropped |= self._looked[1]
+        if self._gradients in ("exchanged", "changed"):
+            self._gradients = "dropped" if self._looked[1] else "changed"
 
     def close(self) -> None:
         for watch in self._watches:
@@ -127,7 +125,7 @@ class Replicas(Engine):
         return nullcontext()
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        return self._dropped
+        return self._gradients == "dropped"
 
     def emptied(self) -> bool:
         return all_zero(self.gradients(), self.inside)  # the others hold the same means
@@ -136,10 +134,7 @@ class Replicas(Engine):
         self.uncounted = self.void
         self.attempts.end_step()
         self.void, self._joins_round = self.failed is not None, False  # what has failed fails until the vote
-        self._forget()
-
-    def _forget(self) -> None:
-        self._exchanged, self._pass, self._dropped = False, None, False
+        self._gradients = "own"
 
     def ask(self) -> bool:
         """Ask who takes part in the next step, before its gradients are computed: for a loop that deals out its data by
@@ -157,8 +152,9 @@ class Replicas(Engine):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        exchanged_already = self._exchanged and self._pass is None  # whatever the user has made of the means
-        if exchanged_already or self.failed is not None or all(weight.grad is None for weight in self._weights):
+        if self._gradients == "exchanged":  # whatever the user has made of the means
+            return
+        if self.failed is not None or all(weight.grad is None for weight in self._weights):
             return
         if (frozen := next((weight for weight in self._weights if not weight.requires_grad), None)) is not None:
             raise ThinwireError(_FROZEN.format(name=self.parameters[id(frozen)].name))
@@ -189,8 +185,7 @@ class Replicas(Engine):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
                 local(weight.grad).copy_(values.view(local(weight.grad).shape))
-        self._forget()
-        self._exchanged = True
+        self._gradients = "exchanged"
 
     def _enter(self, names: Sequence[str]) -> None:
         self._step_loop.enter(names)

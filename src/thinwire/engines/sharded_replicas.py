@@ -74,7 +74,7 @@ class ShardedReplicas(Replicas):
 
     def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
         if look:  # a further pass, which the replica's own ranks have averaged, and not the replicas
-            self._forget()
+            self._gradients = "own"
         return self.sharded.dropped(weights, look=look)
 
     def end_step(self) -> None:

@@ -446,8 +446,8 @@ class LocalSteps(Method):
         future = self._worker.submit(average, moved.device, last=False)
         self._journey = Journey(fragment, rounds, twin, norm, future, step.agree_inside)
 
-    def _land(self) -> None:
-        """Wait for the round under way, if any, and take its outer step. Collective."""
+    def _land(self, *, forget: bool = False) -> None:
+        """Wait for the round under way, if any, and take its outer step, or ``forget`` what it brings. Collective."""
         if self._journey is None:
             return
         journey, self._journey = self._journey, None
@@ -455,10 +455,14 @@ class LocalSteps(Method):
         try:
             averaged = Averaged(journey.number, journey.norm, journey.mean.wait())
             journey.twin.release()
-            if not self._conclude(fragment, averaged, journey.agree):
+            if not forget and not self._conclude(fragment, averaged, journey.agree):
                 self._lost, self._merge_at = self._lost + 1, -self._merge_at
         finally:
-            fragment.state.come_back()
+            if forget:
+                fragment.method.undo()
+                fragment.state.forget()
+            else:
+                fragment.state.come_back()
             self._worker.close()
 
     def _merge(self, step: Step) -> None:
@@ -500,7 +504,7 @@ class LocalSteps(Method):
 
     def state_changed(self) -> None:
         """Restore W, its momentum, and this rank's own weights and moments from a checkpoint."""
-        self._forget_journey()
+        self._land(forget=True)
         counts = (self.state.get(kind, "") for kind in ("missed", "lost", "merge at"))
         self._missed, self._lost, self._merge_at = (0 if count is None else int(count) for count in counts)
         for kind, name, saved in find_entries(self.state):
@@ -524,15 +528,3 @@ class LocalSteps(Method):
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
             restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
         self._drop_saved()
-
-    def _forget_journey(self) -> None:
-        """Wait for the round under way, if any, and drop what it brings. Collective."""
-        if self._journey is not None:
-            journey, self._journey = self._journey, None
-            try:
-                journey.mean.wait()
-                journey.twin.release()
-            finally:
-                journey.fragment.method.undo()
-                journey.fragment.state.forget()
-                self._worker.close()

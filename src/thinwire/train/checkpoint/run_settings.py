@@ -82,7 +82,6 @@ def describe_run(
         "intra": config.intra and str(resolve(config.intra)), "mesh": f"{sharing} x {world_size // sharing}",
         "world_size": world_size, "nodes": -(-world_size // per_node), "text": tokens[0], "valid_text": tokens[1],
         "device": device, "dtype": dtype, "torch": torch.__version__, "thinwire": __version__,
-        "elastic": config.elastic or None,  # as in checkpoints that are older than it
     }  # fmt: skip
     return {name: list(value) if isinstance(value := settings[name], tuple) else value for name in TABLE}
 
