@@ -395,6 +395,7 @@ class Wire:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), dtype=torch.float32, device=device))
         compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
         self._step_loop = StepLoop(engine, run, self._road, safety)
+        self._step_loop.scaler = scaler if run.scaled else None
         self.turnover: Turnover | None = None
         if isinstance(engine, Replicas):
             self.turnover = engine.attempts = Turnover(
@@ -440,9 +441,9 @@ class Wire:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Was the last optimizer step skipped? Do not move a schedule of the learning rate then: its steps would run
-        ahead of the optimizer's. False where this rank skipped it alone (local-steps): the others have stepped."""
-        return self._step_loop.step_was_skipped and not self._step_loop.ended
+        """Was the last optimizer step skipped, also by a GradScaler? Do not move a schedule of the learning rate then,
+        or it runs ahead. False where this rank skipped it alone (local-steps): the others have stepped."""
+        return (self._step_loop.step_was_skipped or self._step_loop.left_out) and not self._step_loop.ended
 
     @property
     def _device(self) -> torch.device:
@@ -637,9 +638,8 @@ class Wire:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, weight in enumerate(weights):
             name = self._step_loop.name_of(weight)
-            if name is None or number in state["state"]:
-                continue
-            if (moments := step_maker.moments_of(name)) is not None:
+            # Those that it has are of a step that torch took to make a state, if the method knows better.
+            if name is not None and (moments := step_maker.moments_of(name)) is not None:
                 state["state"][number] = moments
 
     def weights_changed(self) -> None:

@@ -43,7 +43,7 @@ def _scaled(
     optimizer = case.make(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=START, growth_interval=growth)
     wire = thinwire.compress(model, optimizer, case.method, steps=8, **({"scaler": scaler} if told else {}))
-    moved = []
+    moved, said = [], []
     for step in steps:
         factor = float("inf") if step == overflow and rank == 1 else 1.0
         values = given(step, rank) if batches is None else batches[step]
@@ -58,11 +58,13 @@ def _scaled(
         before = flat(model)
         scaler.step(optimizer)
         scaler.update()
+        said.append(wire.step_was_skipped)
         optimizer.zero_grad(set_to_none=to_none)
+        said[-1] &= wire.step_was_skipped or not (to_none or told)
         moved.append(not torch.equal(before, flat(model)))
     found = {
         "tensors": [flat(model), *tensors(optimizer)], "moved": moved, "equal": same_on_all_ranks(model),
-        "skipped": wire.skipped, "step": wire.step, "scale": scaler.get_scale(),
+        "said": said, "skipped": wire.skipped, "step": wire.step, "scale": scaler.get_scale(),
     }  # fmt: skip
     wire.close()
     return found
@@ -109,6 +111,8 @@ def _overflow(rank, world):
                 wrong.append(f"weights moved in steps {[int(x) for x in run['moved']]}")
             if (run["skipped"], run["step"], run["scale"]) != (1, 5, START / 2):
                 wrong.append(f"skipped, step, scale = {run['skipped']}, {run['step']}, {run['scale']}")
+            if run["said"] != [step == 2 for step in range(5)]:
+                wrong.append(f"step_was_skipped in steps {[int(x) for x in run['said']]}")
             wrong += ["ranks hold different weights"] * (not run["equal"] and case.name != "none")
             wrong += ["not as if without that step"] * (not same(run["tensors"], without["tensors"]))
             found[f"accumulate={wrap}, set_to_none={to_none}"] = wrong
@@ -182,6 +186,7 @@ def _sharded(rank, world):
             return {"refused": str(error)}
         counts = run["moved"], run["skipped"], run["scale"]
         right = counts == ([step != 3 for step in range(6)], 1, START / 2) and run["equal"]
+        right = right and run["said"] == [step == 3 for step in range(6)]
         return {"refused": None, "right": right and same(run["tensors"], without["tensors"]), "counts": counts}
 
     return findings([case for case in CASES if case.name in ("dense", "int8", "topk")], look)

@@ -251,6 +251,41 @@ def test_at_lr_0_weights_hold_still_and_what_waits_goes_on_waiting(kind, world):
         assert not broken
 
 
+def _late_rates(rank, world, kind):
+    """A schedule that moves between backward pass and step, as if it had moved before, or with a word."""
+    broken = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name):
+            continue
+        ends, heard = [], []
+        for late in (False, True):
+            model, optimizer, wire = begun(kind, world, name, model=given(kind, world, (32, 32), (48, 16)))
+            generator = torch.Generator().manual_seed(rank)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for number in range(6):
+                    if late:
+                        model(noise(model, generator)).backward()
+                    for group in optimizer.param_groups:
+                        group["lr"] = 1e-2 / (1 + number)
+                    if not late:
+                        model(noise(model, generator)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            heard.append(sum("learning rate" in str(warning.message) for warning in caught))
+            ends.append(flat(model))
+            wire.close()
+        if heard[0] or heard[1] > 1 or torch.equal(*ends) == bool(heard[1]):
+            broken.append(f"{name} on {kind}: heard {heard}, same weights: {torch.equal(*ends)}")
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_a_rate_that_is_set_after_the_backward_pass_counts_in_its_step_or_is_warned_of_once(kind, world):
+    for broken in ranks.run(_late_rates, world, kind):
+        assert not broken
+
+
 def _dropped(rank, world, kind):
     """Back to each rank's own snapshot, and wire.reset(): nothing waits, the run goes on, and ranks are equal again."""
     warnings.simplefilter("ignore")
@@ -654,6 +689,39 @@ def test_plain_adamw_goes_on_from_it_with_steps_of_their_usual_size(kind, world)
     for moved in ranks.run(_goes_on_dense, world, kind):
         assert moved["nothing"] > 0.8
         assert moved["handed over"] < 0.5 * moved["nothing"] and moved["alone"] < 0.5 * moved["nothing"]
+
+
+def _asked_by_torch(rank, world, kind):
+    """Of a model whose parameters are all compressed torch takes the optimizer for fresh, and steps it at lr 0."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in dealt([name for name in UPDATES if runs(kind, name)], kind):
+        model, optimizer, wire = begun(kind, world, name, model=given(kind, world, (32, 32), (48, 16)))
+        generator = torch.Generator().manual_seed(rank)
+        for hands in (False, True):
+            for _ in range(3):
+                model(noise(model, generator)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if hands:
+                wire.hand_over()
+            alone = copy.deepcopy(moments_of(model, optimizer))
+            asked = get_optimizer_state_dict(model, optimizer)["state"]
+            for key, values in alone.items():
+                found = asked[key.removeprefix("module.")]
+                kinds = zip(values, ("step", "exp_avg", "exp_avg_sq"), strict=True)
+                if not all(torch.equal(local(value), local(found[kind])) for value, kind in kinds):
+                    broken.append(f"{name} on {kind}, handed over: {hands}: {key}")
+        wire.close()
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_torchs_state_dict_has_the_moments_that_the_optimizers_has(kind, world):
+    for broken in ranks.run(_asked_by_torch, world, kind):
+        assert not broken
 
 
 def _plain_dcp(rank, world, kind, folder):

@@ -481,8 +481,16 @@ def test_after_close_any_change_is_noticed():
 
 
 def _evaluated(rank, world, kind):
-    """Of each method: the bytes of each step, without and with evaluations of the user's own between them."""
+    """Of each method: the bytes of each step, without and with evaluations of the user's own, also inside of steps."""
     found = {}
+
+    def evaluate(model):
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 50, rank)
+            loss_of(model, 51, rank)
+        model.train()
+
     for method in [*METHODS, "dense", "int8(smallest=0)"]:
         of_steps = []
         for evaluates in (False, True):
@@ -490,13 +498,13 @@ def _evaluated(rank, world, kind):
             optimizer = thinwire.AdamS(model.parameters()) if method.startswith("scape") else adamw(model)
             wire = thinwire.compress(model, optimizer, method)
             for number in range(4):
+                with wire.accumulate(last=False):
+                    loss_of(model, number, rank).backward()
+                if evaluates:
+                    evaluate(model)
                 train(model, optimizer, rank, [number], wire)
                 if evaluates:
-                    model.eval()
-                    with torch.no_grad():
-                        loss_of(model, 50, rank)
-                        loss_of(model, 51, rank)
-                    model.train()
+                    evaluate(model)
             of_steps.append([(dict(account.bytes), account.weight_bytes) for account in wire.ledger.steps])
             wire.close()
         found[method] = of_steps
@@ -504,6 +512,6 @@ def _evaluated(rank, world, kind):
 
 
 @pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
-def test_an_evaluation_between_two_steps_counts_in_neither(kind, world):
+def test_an_evaluation_between_two_steps_or_passes_counts_in_neither(kind, world):
     for found in ranks.run(_evaluated, world, kind):
         assert {method for method, (without, with_them) in found.items() if without != with_them} == set()

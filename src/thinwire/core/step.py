@@ -38,7 +38,6 @@ from thinwire.network.comm import Comm, local
 FRAMES = 16
 """The number of callers of ``optimizer.step()`` searched for a GradScaler."""
 
-
 _LATE = (
     "{name} was frozen when compress() was called, and has a gradient now: unfreeze it before, or wrap the model "
     "anew and call compress() again"
@@ -65,6 +64,7 @@ class StepLoop:
         closed: no exchange is due now: micro-batches are being accumulated.
         weight_watch: notices that weights were put back.
         ended: there will be no more steps.
+        scaler: the GradScaler of which compress() was told, if any.
     """
 
     def __init__(self, engine: Engine, run: Run, road: Road, safety: Safety) -> None:
@@ -92,6 +92,8 @@ class StepLoop:
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow; if no step is open: in skipping the last one
         self._warned = False
+        self.scaler: torch.amp.GradScaler | None = None
+        self._scale: Tensor | None = None  # the scaler's, of the gradients exchanged last
         self._knows_scaler = run.scaled or not self.method.card.keeps_state
         self._names = {id(weight): name for name, weight in self.weights.items()}
         watched = list(self.weights.values()) if self.method.card.keeps_state else []
@@ -145,6 +147,8 @@ class StepLoop:
             self._again(repeated)
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, names)
+        if self.scaler is not None and not self._exchanged:
+            self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
         self._waiting.clear()
         self.norm = self.clip_factor = None
         self._exchanged.update(dict.fromkeys(names))
@@ -166,6 +170,18 @@ class StepLoop:
     def open(self) -> bool:
         """Have some optimizers stepped, and others not yet?"""
         return self._open is not None
+
+    @property
+    def left_out(self) -> bool:
+        """Did a GradScaler leave out the step of the last exchange? It calls no optimizer then, and so no hook."""
+        if not self._exchanged or self._open is not None:
+            return False
+        gradients = [local(gradient) for gradient in self.engine.gradients() if gradient is not None]
+        if not gradients or self.scaler is None or self._scale is None:  # of shards, one rank alone may see it
+            finite = self.engine.kind != "ddp" or all(bool(gradient.isfinite().all()) for gradient in gradients)
+            return not gradients or not finite
+        has_stepped = any(of["stage"].name == "STEPPED" for of in self.scaler._per_optimizer_states.values())
+        return has_stepped or self.scaler.get_scale() < float(self._scale)
 
     def seen(self, name: str) -> bool:
         """Has the parameter been exchanged since the last step?"""

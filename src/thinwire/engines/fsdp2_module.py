@@ -179,6 +179,7 @@ class GroupLink:
     def post_backward(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """Find out here, where torch decides it, which parameters have a gradient and so are in the next reduction."""
         self._computed = devices.mark(self.device)
+        self.engine.ledger.current.passing.clear()  # what was sent for these passes stays this step's
         zeros = getattr(self.group, "reduce_scatter_unused_params", False)
         self._active = [
             fsdp_param

@@ -137,7 +137,7 @@ class Ledger:
             self._thread_state.aside = outer
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """As ``aside``, between two steps: what was sent for one forward pass of the next is the evaluation's, too."""
+        """As ``aside``, between two passes: what was sent for one forward pass of the next is the evaluation's, too."""
         with self._lock:
             for link, nbytes in self.current.passing.items():
                 self.current.bytes[link] -= nbytes

@@ -39,6 +39,7 @@ Relatives: Locally Accumulated Adam (Chen et al., ICIP 2023), DeMo (arXiv 2411.1
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ from torch import Tensor
 
 from thinwire.base import device as devices
 from thinwire.base.device import upload
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.random import seed_of
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange
@@ -120,6 +121,9 @@ class UpdateSpace:
         self._scaled: list[tuple[int, Tensor, Any]] = []  # step, flag on the host, event after which it is there
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
+        self._rates: Mapping[str, float] = {}  # the lr that made each tensor's last step
+        self._warned = False
+        self._handed: set[str] = set()  # the parameters of which the optimizer has moments that ``hand_over`` gave
 
     @property
     def names(self) -> Collection[str]:
@@ -152,8 +156,7 @@ class UpdateSpace:
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin."""
         lengths = bucket.once("probed", lambda: [self._probed(segment) for segment in bucket.segments])
-        mean = bucket.mean[0]
-        probes = [mean[of.start : of.start + n] for of, n in zip(bucket.segments, lengths, strict=True)]
+        probes = [bucket.mean[0, of.start :][:n] for of, n in zip(bucket.segments, lengths, strict=True)]
         names = [segment.name for segment in bucket.segments]
         self._steps.names.update(names)
         self._beginnings.update(zip(names, torch.cat(probes).split(lengths), strict=True))
@@ -171,17 +174,15 @@ class UpdateSpace:
                 backward pass and the optimizer's step. (Raised one step late: the host does not wait for a device.)
         """
         self.refuse_scaled(before=step.number)
-        values: list[Tensor] = []
-        changes: list[Tensor] = []
+        values, changes, probes, expected = (list[Tensor]() for _ in range(4))
         decay_factors: list[float] = []
-        probes: list[Tensor] = []
-        expected: list[Tensor] = []
-
         holders = self._run.holders
 
         def move(name: str, weight: Tensor) -> None:
             (optimizer, group), change = holders[name], local(weight.grad)  # type: ignore[arg-type]
             optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
+            self._handed.discard(name)
+            self._compare_rates(name, float(group["lr"]))
             if rests(group):
                 return
             values.append(local(weight.detach()))
@@ -196,6 +197,17 @@ class UpdateSpace:
         if probes:
             lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
             self._note_scaled(step.number, ((lengths - sent).abs() > 0.01 * sent).any())
+
+    def _compare_rates(self, name: str, rate: float) -> None:
+        """Warn once if the step of ``name`` was not made with ``rate``, its lr now."""
+        used = self._rates.get(name, rate)
+        if used == rate or rate == 0 or self._warned:  # at 0 it rests
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self._name}: the step of {name} was made in the backward pass, at the learning rate of then, {used:g}, "
+            f"and not {rate:g}: set it before backward(), or after optimizer.step()", ThinwireWarning, stacklevel=2,
+        )  # fmt: skip
 
     def _note_scaled(self, step: int, flag: Tensor) -> None:
         """Send the ``flag`` of ``step``, 0-dim, to the host, which reads it in a later step, after the guard's."""
@@ -216,18 +228,15 @@ class UpdateSpace:
                 )
 
     def end_step(self, step: Step) -> None:
-        """Forget what was noted for the step, and update r."""
-        self._steps.names.clear()
-        self._beginnings.clear()
+        """Update r, and forget what was noted for the step."""
         if self._measured:
             new = self._ratio(sorted(self._measured))
             old = self._state.get("alike", "")
             self._state.put("alike", "", new if old is None else DECAY * old + (1 - DECAY) * new)
-            self._measured.clear()
-        self._factors = None
+        self.forget()
 
     def forget(self) -> None:
-        """Forget the step under way, which does not count."""
+        """Forget the step under way."""
         self._steps.names.clear()
         self._measured.clear()
         self._beginnings.clear()
@@ -241,6 +250,7 @@ class UpdateSpace:
     def hand_over(self, name: str, second: Tensor) -> None:
         """Give the optimizer ``second`` = mean_n v_n (or momentum), in the shape of this rank's part of ``name``."""
         if self._state.get(self._counter(name), name) is not None:
+            self._handed.add(name)
             self._run.holders[name].optimizer.state[self._run.weights[name]] = self._moments(name, second)
 
     def moments_of(self, name: str) -> dict[str, Tensor] | None:
@@ -248,7 +258,7 @@ class UpdateSpace:
 
         Where this rank lacks some of v_n of its part, it is the state before the first step.
         """
-        if self._state.get(self._counter(name), name) is None:
+        if self._state.get(self._counter(name), name) is None or name in self._handed:
             return None
         second, weight = self._state.get("second", name), local(self._run.weights[name])
         if second is None or self._run.chunk is not None:
@@ -278,17 +288,15 @@ class UpdateSpace:
 
     def resting(self) -> list[str]:
         """The parameters whose steps have come while their lr is 0: they stay, and what waited goes on waiting."""
-        holders = self._run.holders
-        return [name for name in self._steps.names if rests(holders[name].group)]
+        return [name for name, held in self._run.holders.items() if name in self._steps.names and rests(held.group)]
 
     def power(self) -> Tensor | None:
         """Return r mean_n |g_n|^2, 0-dim, about the squared norm of the steps' mean gradient; None: no steps."""
         if not self._measured:
             return None
-        r = self._state.get("alike", "")
-        if r is None:
-            r = self._ratio(sorted(self._measured))
-        return r * torch.stack([self._measured[name][1] for name in sorted(self._measured)]).sum()
+        names, r = sorted(self._measured), self._state.get("alike", "")
+        r = self._ratio(names) if r is None else r
+        return r * torch.stack([self._measured[name][1] for name in names]).sum()
 
     def _ratio(self, names: Sequence[str]) -> Tensor:
         """Return r of ``names``, at most 1 and at least a fourth of what pure noise gives."""
@@ -336,17 +344,16 @@ class UpdateSpace:
         return self._factors
 
     def _make_factors(self, device: torch.device, stream: Any) -> _Factors:
-        holders = self._run.holders
-        matrices = self.matrices
+        holders, matrices = self._run.holders, self.matrices
         names = [name for name, held in holders.items() if name in matrices or "betas" in held.group]
         none = torch.zeros((), dtype=torch.float32, device="cpu")
         found = [self._state.get(self._counter(name), name) for name in names]
         counts = torch.stack([none if count is None else count.cpu() for count in found]) + 1
-        groups = [holders[name].group for name in names]
-        is_adam = [name not in matrices for name in names]
-        betas = [float(group["betas"][1]) if adam else 0.0 for group, adam in zip(groups, is_adam, strict=True)]
-        epses = [float(group["eps"]) if adam else 0.0 for group, adam in zip(groups, is_adam, strict=True)]
-        lrs = torch.tensor([float(group["lr"]) for group in groups], dtype=torch.float64, device="cpu")
+        groups = {name: holders[name].group for name in names}
+        betas = [0.0 if name in matrices else float(group["betas"][1]) for name, group in groups.items()]
+        epses = [0.0 if name in matrices else float(group["eps"]) for name, group in groups.items()]
+        self._rates = {name: float(group["lr"]) for name, group in groups.items()}
+        lrs = torch.tensor([*self._rates.values()], dtype=torch.float64, device="cpu")
         lrs = (lrs * _unbias(self._momentum, counts)).float()
         unbias = _unbias(torch.tensor(betas, dtype=torch.float64, device="cpu"), counts)
         knobs = dict(zip(names, zip(range(len(names)), betas, epses, strict=True), strict=True))
@@ -370,8 +377,7 @@ class UpdateSpace:
         count, tensors = positions.shape[0], len(bucket.segments)
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
-        columns = [segment.columns for segment in bucket.segments]
-        sample(bucket.rows, positions, columns, bucket.norms, sums, 1 / exchange.ranks)
+        sample(bucket.rows, positions, [of.columns for of in bucket.segments], bucket.norms, sums, 1 / exchange.ranks)
         exchange.all_mean(sums, divided=True)
         samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
         for segment, means, norm in zip(bucket.segments, samples, sums[1, count:].unbind(), strict=True):
