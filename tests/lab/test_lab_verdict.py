@@ -47,6 +47,19 @@ def report(fail_above: float | None = None, spread: float = 0.0, **methods: str 
     return found
 
 
+def test_the_kernel_s_bytes_are_compared_with_those_of_the_same_steps():
+    """The first step, which ends as the kernel is first asked, may send more: a dense start, weights in full."""
+    runs = []
+    for name in ("none", "dense"):
+        run = part(50.0, 2.0, [4.0, 3.0, 2.0, 2.0], 0.0)
+        for step, row in enumerate(run["rows"]):
+            row |= {"node_bytes": 1448 if step else 50_000, "link_tx_bytes": 90_000 + 1514 * step, "link_rx_bytes": 0}
+        runs.append(joined(Entry(name), (), [run], None))
+    found = report(dense=[(50.0, 2.0)]) | {"runs": runs}
+    measure(found)
+    assert found["runs"][1]["bytes_per_step"]["kernel_to_framed"] == pytest.approx(1)
+
+
 def test_the_interval_is_student_s():
     assert verdict.interval([1.0]) == (1, 1, 1)
     assert verdict.interval([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - 2.4841, 2 + 2.4841), abs=1e-3)

@@ -135,6 +135,14 @@ def test_sequences_longer_than_the_model_is_made_for_are_refused(place, tmp_path
 
 
 @needs_hub
+def test_the_settings_that_a_run_leaves_repeat_it(place, tmp_path):
+    words = ["--init", str(place / "llama"), "--data", str(place / "rows.jsonl"), *SMALL, "--steps", "1"]
+    train(1, *words, "--out", f"{tmp_path}/first")
+    train(1, "--config", f"{tmp_path}/first/config.yaml", "--out", f"{tmp_path}/again")
+    same_bits(tmp_path / "first/checkpoints/step-000001", tmp_path / "again/checkpoints/step-000001")
+
+
+@needs_hub
 def test_evaluations_change_nothing_of_what_is_trained(place, tmp_path):
     """gpt2 has dropout, which draws in every step, also where no evaluation has set the model back to training."""
     words = ["--init", str(place / "gpt2"), "--corpus", str(place / "text.txt"), *SMALL, "--steps", "2"]

@@ -24,6 +24,7 @@ from thinwire.lab.progress import Progress
 from thinwire.lab.run import describe_machine, launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
+NOTED = "counters noted at each step"
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is too high."""
 
@@ -353,13 +354,16 @@ def measure(report: dict[str, Any]) -> None:
         framed = framing.frames(round(payload), report["mtu"])
         exchanges = run is not silent and payload > 0  # the silent run sends only a flag of a few bytes
         kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])
+        first = source == NOTED  # the kernel is first asked at the end of the first step
+        counted = statistics.fmean(row["node_bytes"] for row in run["parts"][0]["rows"][first:])
+        ratio = kernel.tx / counted if kernel and exchanges and counted else None
         run["bytes_per_step"] = {
             "ledger": payload,
             "framed": framed,
             "kernel": kernel._asdict() if kernel else None,
             "kernel_source": source,
-            "kernel_to_ledger": kernel.tx / payload if kernel and exchanges else None,
-            "kernel_to_framed": kernel.tx / framed if kernel and exchanges else None,
+            "kernel_to_ledger": ratio,
+            "kernel_to_framed": ratio and ratio * framing.efficiency(report["mtu"]),
         }
         busy = summary["wire_ms"] / 1000
         rate = report["rate_bits_per_s"]
@@ -377,7 +381,7 @@ def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None
     if len(noted) > 1:
         first, last = noted[0], noted[-1]
         tx, rx = ((last[key] - first[key]) / (last["step"] - first["step"]) for key in keys)
-        return Bytes(round(tx), round(rx)), "counters noted at each step"
+        return Bytes(round(tx), round(rx)), NOTED
     if silent and run["node_totals"] and silent["node_totals"]:
         extra = Bytes(**run["node_totals"][0]) - Bytes(**silent["node_totals"][0])
         return Bytes(round(extra.tx / steps), round(extra.rx / steps)), "whole run less the silent run"

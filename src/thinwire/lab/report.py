@@ -168,8 +168,9 @@ def explained(report: dict[str, Any]) -> list[str]:
         "compressed values: share of the model's values that the method compresses; the others are sent in fp32.",
         "sent/step: payload bytes that a node's ranks sent to other nodes, by Thinwire's ledger.",
         f"kernel: bytes that node 0's interface sent per step ({sources[-1] if sources else 'no counters'}).",
-        f"kernel/framed: against the ledger's bytes in full frames ({framing.frame(report['mtu'])} bytes for "
-        f"{framing.segment(report['mtu'])} of payload); above 1: acknowledgements and small messages.",
+        "kernel/framed: against the ledger's bytes of the same steps in full frames "
+        f"({framing.frame(report['mtu'])} bytes for {framing.segment(report['mtu'])} of payload); "
+        "above 1: acknowledgements and small messages.",
         "link use: kernel bytes over what the link could carry while a collective was in flight (small messages can "
         "pass 100%: a burst of 66 kB, or 1 ms of the rate, goes through at once).",
         "loss to dense: the final loss on held-out text (on training text where there was no evaluation) above "

@@ -440,10 +440,10 @@ class Trainer(Stepper):
     def _write_plan(self) -> None:
         init = self.config.init and str(Path(self.config.init).resolve())
         # Who repeats the run by this file has not agreed to lose this one, or to go on from it.
+        tokenizer = self.config.tokenizer if init else self.inputs.tokenizer.name
         config = dataclasses.replace(
-            self.config, tokenizer=self.inputs.tokenizer.name, init=init, overwrite=False, resume=None,
-            resume_anyway=False,
-        )  # fmt: skip
+            self.config, tokenizer=tokenizer, init=init, overwrite=False, resume=None, resume_anyway=False
+        )
         write(config.out / "config.yaml", config.to_yaml())
         by_method = config.optimizer is None and config.optimizer_name != "adamw"
         optimizer = config.optimizer_name + f", for which {self.wire.method.name} is made" * by_method
