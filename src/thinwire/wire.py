@@ -505,8 +505,10 @@ class Wire:
             with self._step_loop.inside("clip_grad_norm_()"):
                 self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
             norm = torch.linalg.vector_norm(every, norm_type)
+        self._step_loop.warn_of_writes()
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
+        self._step_loop.note_steps()  # which may share memory, and its count, with what was clipped
         self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
         self._step_loop.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm

@@ -485,6 +485,40 @@ def test_what_cannot_be_served_is_refused_by_name(kind, world):
         assert "something has scaled it" in said["scaled in the last step"]
 
 
+def _clipped(rank, world, kind, options):
+    """By what is done to gradients that hold steps: the warnings of three steps."""
+    said = {}
+    for name, act in {
+        "norm": lambda model, wire: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        "values": lambda model, wire: nn.utils.clip_grad_value_(model.parameters(), 1e9),
+        "one by one": lambda model, wire: [weight.grad.clamp_(-1e9, 1e9) for weight in model.parameters()],
+        "our own": lambda model, wire: wire.clip_grad_norm_(1e-3),
+    }.items():
+        model = build(kind, world, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        wire = thinwire.compress(model, optimizer, "trickle(smallest=100,start=0)", steps=100)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(3):
+                loss_of(model, step, rank).backward()
+                act(model, wire)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step == 1)
+        said[name] = [str(one.message) for one in warned if "was written" in str(one.message)]
+        wire.close()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "options"), [("ddp", {}), ("ddp", {"gradient_as_bucket_view": True}), ("fsdp2", {})])
+def test_clipping_without_effect_is_said_once(kind, options):
+    """Steps in place of gradients are too small to be clipped. On FSDP2 torch counts no writes to several at once."""
+    for said in ranks.run(_clipped, 2, kind, options):
+        assert said.pop("our own") == []
+        for name, messages in said.items():
+            assert len(messages) == (kind == "ddp" or name == "one by one"), (name, messages)
+            assert all("clipping has no effect on it (call wire.clip_grad_norm_)" in message for message in messages)
+
+
 def _inside(rank, world):
     said = {}
     model = given("ddp", world, (64, 64))

@@ -52,6 +52,10 @@ _STRANGER = (
     "ranks. Pass all optimizers to compress(); to change one in mid-run, keep wire.state_dict(), call wire.close(), "
     "then compress() with the new one, and wire.load_state_dict() with what you kept"
 )
+_WRITTEN = (
+    ".grad of {name} was written between backward() and optimizer.step(), and holds a step of the weights, not a "
+    "gradient: clipping has no effect on it (call wire.clip_grad_norm_), and what a mask takes from it is lost"
+)
 
 
 class StepLoop:
@@ -88,6 +92,7 @@ class StepLoop:
             if id(weight) not in engine.parameters
         }
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
+        self._written: dict[str, int] | None = None if run.scaled else {}  # writes of each step; None: warned
         self._open: Step | None = None  # begun by one optimizer; others are to follow
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow; if no step is open: in skipping the last one
@@ -149,9 +154,27 @@ class StepLoop:
             self._replica_check.look_at_names(self.number, names)
         if self.scaler is not None and not self._exchanged:
             self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
+        if not self._exchanged and self._written is not None and self.method.card.step_maker is not None:
+            at_end = torch.autograd.Variable._execution_engine.queue_callback
+            if torch._C._current_graph_task_id() != -1:
+                at_end(lambda: at_end(self.note_steps))  # behind the engine's own last callback
         self._waiting.clear()
         self.norm = self.clip_factor = None
         self._exchanged.update(dict.fromkeys(names))
+
+    def note_steps(self) -> None:
+        """Note how often the gradients were written that hold steps of the weights."""
+        if self._written is not None and (step_maker := self.method.card.step_maker) is not None:
+            gradients = ((name, self.weights[name].grad) for name in step_maker.names)
+            self._written = {name: gradient._version for name, gradient in gradients if gradient is not None}
+
+    def warn_of_writes(self) -> None:
+        """Warn once if others have written such a gradient. (torch does not count what one call does to DTensors.)"""
+        for name, count in (self._written or {}).items():
+            if (gradient := self.weights[name].grad) is not None and gradient._version != count:
+                self._written = None
+                warnings.warn(_WRITTEN.format(name=name), ThinwireWarning, stacklevel=2)
+                return
 
     @property
     def number(self) -> int:
@@ -343,6 +366,7 @@ class StepLoop:
         former = self._part  # of this optimizer if its step raised an error, and is taken again
         hidden = former.put_back if former is not None and former.optimizers == (optimizer,) else []
         self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
+        self.warn_of_writes()
         with self.inside("optimizer.step()"):
             self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 
@@ -486,6 +510,7 @@ class StepLoop:
     def _forget(self) -> None:
         self._exchanged.clear()
         self._waiting.clear()
+        self._written = None if self._written is None else {}
         self._open = self._part = self.norm = self.clip_factor = None
         self.engine.end_step()
 

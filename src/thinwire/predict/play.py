@@ -14,7 +14,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -135,24 +135,12 @@ def play(
             link: sum(share * message.rank_bytes(link) for share, message in sent) for link in ("inter", "intra")
         },
         nic_bytes=sum(share * message.nic_bytes for share, message in sent),
-        memory=_memory(timeline, profile, sequences),
+        memory={**asdict(timeline.memory), "activations": sequences * sum(m.activation_bytes for m in profile.modules)},
         bound_by=max(uses, key=lambda name: uses[name]),
         assumed=costs.assumed,
         spans=tuple(spans),
         draws=tuple(total[1:].tolist()),
     )
-
-
-def _memory(timeline: Timeline, profile: ModelProfile, sequences: float) -> dict[str, float]:
-    """Return the bytes on one device, by use."""
-    memory = timeline.memory
-    return {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "method": memory.method_peak,
-        "activations": sequences * sum(module.activation_bytes for module in profile.modules),
-    }
 
 
 class Costs:

@@ -128,12 +128,12 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank's device, or 0. ``method_peak``: what the method needs at its peak, beside the engine."""
+    """Bytes on one rank's device, or 0. ``method``: what the method needs at its peak, beside the engine."""
 
     weights: float
     gradients: float
     optimizer: float
-    method_peak: float
+    method: float
 
 
 @dataclass(frozen=True)
