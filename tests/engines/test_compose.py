@@ -169,8 +169,11 @@ def _beside(rank, world, style, vocabulary, methods):
 
 @pytest.mark.parametrize(
     ("style", "vocabulary", "methods"),
-    [("linears", 51, spread(2, [METHODS[2], METHODS[0], "sdp4bit(smallest=100)", METHODS[1]])),
-     ("whole", 53, dealt(METHODS, 1, range(2))), ("hsdp", 51, METHODS[:1])],
+    [
+        ("linears", 51, spread(2, [METHODS[2], METHODS[0], "sdp4bit(smallest=100)", METHODS[1]])),
+        ("whole", 53, dealt(METHODS, 1, range(2))),
+        ("hsdp", 51, METHODS[:1]),
+    ],
 )
 def test_fsdp2_beside_tensor_parallelism(style, vocabulary, methods):
     for rank, found in enumerate(ranks.run(_beside, 4, style, vocabulary, methods)):
@@ -193,6 +196,44 @@ def test_fsdp2_beside_tensor_parallelism(style, vocabulary, methods):
             assert rows["blocks.0.norm.weight"] == ((18,), (18,))
             uneven = 27 - rank % 2 if style == "whole" else vocabulary
             assert rows["head.weight"] == ((vocabulary, 18), (uneven, 18))
+
+
+class Uneven(nn.Module):
+    """A (37, 18) weight of which tensor-parallel ranks hold 19 and 18 rows, and others that they hold in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.second, self.last = (nn.Linear(18, n, bias=False) for n in (18, 37, 18, 18))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(x)
+        return self.last(F.gelu(self.second(x + F.gelu(self.up(x))[:, :18])))
+
+
+def _uneven(rank: int, world: int) -> dict[str, bool]:
+    """Do tensor-parallel ranks hold the same of what they have in common, on HSDP?"""
+    mesh, found = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp")), {}
+    for method in (*METHODS[:2], METHODS[4]):
+        torch.manual_seed(0)
+        model = parallelize_module(Uneven(), mesh["tp"], {"up": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["replicate", "shard"])
+        optimizer = optimizer_for(method, model)
+        wire = thinwire.compress(model, optimizer, method, steps=20)
+        for step in range(4):
+            x = torch.randn(2, 16, 18, generator=torch.Generator().manual_seed(10 * step + rank // 2))
+            F.mse_loss(model(x[0]), x[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        common = [model.first.weight, model.second.weight, model.last.weight]
+        found[method] = same_on(mesh.get_group("tp"), [weight.to_local() for weight in common])
+        wire.close()
+    return found
+
+
+def test_ranks_choose_alike_for_what_they_hold_in_common():
+    """Beside parts of different sizes, which are dealt to the ranks that choose their masks."""
+    for found in ranks.run(_uneven, 4):
+        assert all(found.values()), found
 
 
 def _spoilt(rank: int, world: int, some: list[str]) -> dict[str, bool]:

@@ -133,7 +133,7 @@ class SCAPE(Method):
         self.beta1 = beta1_of(self.name, run, sent)
         warm = first_step(self.name, "warmup", self.warmup, run.steps)
         self._schedule = Schedule(self.density, warm, self.refresh)
-        self._masks = Masks(self, run.exchange, {name: run.parameters[name].local for name in sent}, self._schedule)
+        self._masks = Masks(self, run.exchange, [run.parameters[name] for name in sent], self._schedule)
         self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:

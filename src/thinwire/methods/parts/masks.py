@@ -28,7 +28,7 @@ from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange, bucket_rows
-from thinwire.core.method import Method, count_of
+from thinwire.core.method import Method, Parameter, count_of
 from thinwire.core.state import LOOSE
 from thinwire.methods.parts.atmask import BucketMasks
 from thinwire.network.comm import Work
@@ -113,15 +113,20 @@ class Masks:
     has. No mask means all ones. A parameter that takes no part in a step keeps its mask.
     """
 
-    def __init__(self, method: Method, exchange: Exchange, sizes: Mapping[str, int], schedule: Schedule) -> None:
-        """Take ``sizes``: values of each parameter in one of its R rows."""
+    def __init__(
+        self, method: Method, exchange: Exchange, parameters: Collection[Parameter], schedule: Schedule
+    ) -> None:
         self._method, self._exchange, self._schedule = method, exchange, schedule
-        rows = bucket_rows(exchange, True)
-        ranks, values = exchange.ranks // rows, sum(sizes.values())
-        self._chunks = {
-            name: cut(size, -(-values // ranks) if ranks * size > MAX_SHARES * values else size)
-            for name, size in sizes.items()
-        }
+        ranks = exchange.ranks // bucket_rows(exchange, True)
+        # Tensor-parallel ranks hold parts that differ in size, and must choose alike for what they hold in common.
+        self._in_parts = {of.name for of in parameters if of.shape != of.rank_shape}
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        for in_parts in (False, True):
+            sizes = {of.name: of.local for of in parameters if (of.name in self._in_parts) == in_parts}
+            values = sum(sizes.values())
+            for name, size in sizes.items():
+                shared = ranks * size > MAX_SHARES * values
+                self._chunks[name] = cut(size, -(-values // ranks) if shared else size)
         self._slots: tuple[float, Slots, int] | None = None
         self._bit_slots, self._length = self._lay_out(0)  # as bits: one for each score
         self._scores: Tensor | None = None  # by which this rank chooses; its chunks side by side
@@ -260,14 +265,15 @@ class Masks:
     def _lay_out(self, step: int) -> tuple[Slots, int]:
         """Return the slots of the masks of ``step``, and the length of a message: the same on all ranks.
 
-        Chunks go, largest first, to the ranks with the fewest values so far; with R = N each rank chooses its own row.
+        Chunks go, largest first, those of what tensor-parallel ranks hold in parts last, to the ranks with the fewest
+        values so far; with R = N each rank chooses its own row.
         """
         rows = bucket_rows(self._exchange, True)
         load = [(0, rank) for rank in range(self._exchange.ranks // rows)]  # a heap: values, and whose
         ends = [0] * len(load)
         slots: Slots = {name: [] for name in self._chunks}
         pairs = [(name, chunk) for name, chunks in self._chunks.items() for chunk in chunks]
-        for name, chunk in sorted(pairs, key=lambda pair: (-pair[1].span, pair[0], pair[1].start)):
+        for name, chunk in sorted(pairs, key=lambda p: (p[0] in self._in_parts, -p[1].span, p[0], p[1].start)):
             values, lightest = load[0]
             first, ends[lightest] = ends[lightest], ends[lightest] + self._schedule.mask_bytes(chunk.span, step)
             heapq.heapreplace(load, (values + chunk.span, lightest))
