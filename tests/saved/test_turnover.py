@@ -103,6 +103,7 @@ def test_batches_that_are_dropped_and_further_passes() -> None:
 @pytest.mark.parametrize("text", [*CONSERVING, *STEPPING])
 def test_a_dropped_batch_is_a_skipped_step_and_leaves_no_trace(text: str) -> None:
     """To zeros, to None, or in a pass that is added to: the state is that of a run without it, bit for bit."""
+
     def played(*turns: str, later: bool = False) -> tuple[Any, ...]:
         run = Run(maker(text), 0, ADAM, conserves=False, calm=True, turns=True)
         remaining = iter(turns)
@@ -182,9 +183,7 @@ class Rounds:
         self.replica, self.text, self.weights = replica, text, weights
         model = Model()
         self.optimizer = resolve(text).OPTIMIZER(model.parameters(), lr=1e-2)
-        options = Options(
-            resolve(text), (self.optimizer,), None, None, 1000, 0, None, None, Safety(max_skipped=None)
-        )
+        options = Options(resolve(text), (self.optimizer,), None, None, 1000, 0, None, None, Safety(max_skipped=None))
         self.model, self.wire = model, join(Replicas(model, replica, replica.comm), options, replica.comm.ledger)
         self.wire.attach()
 
@@ -198,6 +197,44 @@ class Rounds:
                 values = torch.cat([weight.detach().reshape(-1) for weight in self.model.parameters()])
                 vote = self.replica.step, self.wire.engine.across.membership.number
                 self.weights[vote].add(hash(tuple(values.tolist())))
+
+
+@pytest.mark.parametrize("text", ["dense", "int8(smallest=0)", "onebit-adam(smallest=0)"])
+def test_an_optimizer_that_comes_after_the_next_pass_misses_the_step(text: str) -> None:
+    """Two optimizers take turns: each steps with means, and all replicas hold the same weights, or it is refused."""
+    weights, refused = defaultdict[int, set[tuple[float, ...]]](set), list[str]()
+
+    def begin(replica: lighthouse.Replica) -> Any:
+        model = Model()
+        first, *others = model.parameters()
+        optimizers = tuple(resolve(text).OPTIMIZER(members, lr=1e-2) for members in ([first], others))
+        options = Options(resolve(text), optimizers, None, None, 1000, 0, None, None, Safety())
+        wire = join(Replicas(model, replica, replica.comm), options, replica.comm.ledger)
+        wire.attach()
+        replica.follow(wire.turnover)
+
+        def run() -> None:
+            draw = torch.Generator().manual_seed(int(replica.name.split()[1]))
+            for step in range(4):
+                batch = [torch.randn(weight.shape, generator=draw) for weight in model.parameters()]
+                pairs = zip(model.parameters(), batch, strict=True)
+                try:
+                    torch.stack([(weight * values).sum() for weight, values in pairs]).sum().backward()
+                except thinwire.ThinwireError as error:
+                    refused.append(str(error))
+                    break
+                optimizers[step % 2].step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                weights[step].add(tuple(torch.cat([w.detach().reshape(-1) for w in model.parameters()]).tolist()))
+            wire.close()
+
+        return run
+
+    lighthouse.Lighthouse(0, begin, replicas=2, quorums=0).run()
+    assert all(len(values) == 1 for values in weights.values())
+    assert len(weights) == (4 if resolve(text).card.adds_up else 1)
+    assert all("step all optimizers after each exchange" in message for message in refused)
 
 
 @pytest.mark.parametrize("text", LOCAL)
@@ -286,6 +323,7 @@ def test_after_a_skipped_step_every_optimizer_takes_the_next_one() -> None:
 @pytest.mark.parametrize("inside", [0, 1])
 def test_shards_keep_what_waits(inside: int) -> None:
     """On HSDP a rank has one of two shards: what waits on it stays where it is, for any number of replicas."""
+
     def header(ranks: int) -> Header:
         hops = (inside, 2, True), (0, ranks, False)
         return Header(inside, 2 * ranks, "hsdp", False, hops, "int8", {}, None, 0, None, {"a": ((6, 4), 12)})
@@ -394,15 +432,20 @@ ANY = _Any()
 
 @pytest.mark.parametrize(
     "plant",
-    [residual_heals, server_row_is_forgotten, doubt_is_always_in_favour, doubt_is_never_in_favour,
-     what_is_held_is_taken_unseen, what_was_fetched_waits_again],
+    [
+        residual_heals,
+        server_row_is_forgotten,
+        doubt_is_always_in_favour,
+        doubt_is_never_in_favour,
+        what_is_held_is_taken_unseen,
+        what_was_fetched_waits_again,
+    ],
 )
 def test_planted_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="seed"):
         for seed in range(SEEDS):
             play(seed)
-
 
 
 @pytest.mark.parametrize("text", FORMS if ALL else dealt(FORMS, 0, range(12)))

@@ -114,6 +114,8 @@ class Replicas(Engine):
 
     def _note_pass(self, weight: Tensor) -> None:
         """Note a pass that has changed ``weight.grad``; ``torch.autograd.grad`` leaves it alone."""
+        if self._step_loop.open:  # an optimizer misses the step: what it would take now is this replica's alone
+            self._step_loop.finish()
         if self._gradients in ("exchanged", "changed"):
             self._gradients = "dropped" if self._looked[1] else "changed"
 
