@@ -495,15 +495,17 @@ def _clipped(rank, world, kind, options):
         "our own": lambda model, wire: wire.clip_grad_norm_(1e-3),
     }.items():
         model = build(kind, world, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        wire = thinwire.compress(model, optimizer, "trickle(smallest=100,start=0)", steps=100)
+        first, *others = model.parameters()
+        optimizers = [torch.optim.AdamW(members, lr=1e-3) for members in ([first], others)]
+        wire = thinwire.compress(model, optimizers, "trickle(smallest=100,start=0)", steps=100)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             for step in range(3):
                 loss_of(model, step, rank).backward()
                 act(model, wire)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=step == 1)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=step == 1)
         said[name] = [str(one.message) for one in warned if "was written" in str(one.message)]
         wire.close()
     return said

@@ -171,7 +171,8 @@ class StepLoop:
     def warn_of_writes(self) -> None:
         """Warn once if others have written such a gradient. (torch does not count what one call does to DTensors.)"""
         for name, count in (self._written or {}).items():
-            if (gradient := self.weights[name].grad) is not None and gradient._version != count:
+            gradient = self.weights[name].grad
+            if self._open is None and gradient is not None and gradient._version != count:
                 self._written = None
                 warnings.warn(_WRITTEN.format(name=name), ThinwireWarning, stacklevel=2)
                 return
@@ -366,7 +367,6 @@ class StepLoop:
         former = self._part  # of this optimizer if its step raised an error, and is taken again
         hidden = former.put_back if former is not None and former.optimizers == (optimizer,) else []
         self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
-        self.warn_of_writes()
         with self.inside("optimizer.step()"):
             self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 
@@ -412,6 +412,7 @@ class StepLoop:
                 raise ThinwireError(diverged)
             return False
         self.step_was_skipped = False
+        self.warn_of_writes()
         self._cancel()
         self._commit()
         self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
