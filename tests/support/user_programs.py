@@ -54,6 +54,8 @@ METHODS = (
 WORLDS = {"ddp": 2, "fsdp2": 2, "fsdp2-keep": 2, "hsdp": 4}
 OPTIMIZERS = ("adamw", "adamw fused", "two adamw", "groups")
 ONLY = {"scape": "adams", "dgc": "sgd", "trickle:muon": "muon", "onebit-adam": "adamw"}
+COUNTS = ("radius", "scape", "separate", "start=")
+"""Methods with a schedule of their own: it counts skipped steps, too."""
 STEPS = 7
 
 
@@ -83,15 +85,21 @@ class Program:
     clip: bool
     passes: int
     net: str
+    by_hand: bool
     spoilt: dict[int, int] = field(hash=False)
     rates: dict[int, float] = field(hash=False)
     acts: tuple[Act, ...]
 
+    @property
+    def counts(self) -> bool:
+        """Has the method a schedule that counts skipped steps?"""
+        return any(word in self.method for word in COUNTS)
+
     def __str__(self) -> str:
         acts = ", ".join(f"{act.name} at {act.place} {act.step}" for act in self.acts)
         return (
-            f"--case {self.seed}: {self.method} on {self.engine}, {self.optimizer}, {self.passes} passes, {self.net}"
-            f"{', scaler' * self.scaler}{', clip' * self.clip}, spoilt {self.spoilt}, rates {self.rates}: {acts}"
+            f"--case {self.seed}: {self.method} on {self.engine}, {self.optimizer}, {self.passes} passes"
+            f"{' by hand' * self.by_hand}, {self.net}{', scaler' * self.scaler}{', clip' * self.clip}, spoilt {self.spoilt}, rates {self.rates}: {acts}"
         )
 
 
@@ -113,7 +121,8 @@ def draw(seed: int) -> Program:
     passes = pick.choice([1, 1, 2, 3])
     net = "plain" if optimizer == "muon" else pick.choice(["plain", "plain", "tied", "frozen", "checkpointed"])
     clip = pick.random() < 0.7
-    return Program(seed, engine, method, optimizer, scaler, clip, passes, net, spoilt, rates, tuple(acts))
+    by_hand = pick.random() < 0.3
+    return Program(seed, engine, method, optimizer, scaler, clip, passes, net, by_hand, spoilt, rates, tuple(acts))
 
 
 class Run:
@@ -138,6 +147,7 @@ class Run:
         self.rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if program.scaler else None
         self.wire: Any = None
+        self.trained = False
         if not self.stock:
             given = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
             self.wire = thinwire.compress(self.model, given, program.method, scaler=self.scaler)
@@ -153,7 +163,7 @@ class Run:
             self.alike = self.alike and same_on_all_ranks(self.parameters)
 
     def train(self, step: int) -> None:
-        program = self.program
+        program, self.trained = self.program, True
         for one, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(one.param_groups, rates, strict=True):
                 group["lr"] = rate * program.rates.get(step, 1.0)
@@ -189,7 +199,7 @@ class Run:
     @contextlib.contextmanager
     def pass_of(self, last: bool) -> Iterator[None]:
         """Enter one backward pass of a step, as the engine or the wire wants it to be said."""
-        if self.wire is not None:
+        if self.wire is not None and not (self.program.by_hand and self.program.acts):
             with self.wire.accumulate(last=last):
                 yield
         elif self.program.engine == "ddp":
@@ -271,6 +281,8 @@ def evaluate(run: Run) -> None:
 
 
 def infer(run: Run) -> None:
+    if run.program.engine != "ddp" and not run.trained:
+        return  # torch's FSDP2 makes its memory in the first forward pass, and could not write to it in training
     run.model.eval()
     with torch.inference_mode():
         loss_of(run.model, 991, run.rank)
@@ -456,6 +468,8 @@ def discard_pass(run: Run) -> None:
 
 def discard_step(run: Run) -> None:
     """Throw away a step's exchanged gradients: it is skipped."""
+    if run.program.counts:
+        return
     with run.wire.accumulate(last=True):
         loss_of(run.model, 996, run.rank).backward()
     for one in run.optimizers:
@@ -533,7 +547,7 @@ def judge(rank: int, world: int, program: Program) -> Verdict:
         alone = "local-steps" in program.method or program.method == "none"
         if not plain.alike and not alone:
             verdict.problem = verdict.problem or "ranks have unlike weights"
-        if program.spoilt and program.scaler is False and not alone and not verdict.problem:
+        if program.spoilt and not program.scaler and not program.counts and not alone and not verdict.problem:
             without = Run(replace(program, acts=()), rank, world, spoilt=False)
             without.play()
             without.wire.close()
@@ -553,7 +567,7 @@ def differs(plain: Run, expected: dict[str, Any], acted: Run, ended: dict[str, A
     state, other = expected.pop("state"), ended.pop("state")
     last = STEPS - 1, "after"  # what is thrown away here is counted when the next step begins
     discards = (act for act in acted.program.acts if act.name == "discard step")
-    thrown_away = sum((act.step, act.place) != last for act in discards)
+    thrown_away = sum((act.step, act.place) != last for act in discards) * (not acted.program.counts)
     expected["skipped"] += thrown_away
     expected["steps"] += thrown_away
     state.pop("skipped", None), other.pop("skipped", None)
