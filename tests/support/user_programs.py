@@ -96,10 +96,12 @@ class Program:
         return any(word in self.method for word in COUNTS)
 
     def __str__(self) -> str:
+        passes = f"{self.passes} passes{' by hand' * self.by_hand}"
+        options = f"{self.net}{', scaler' * self.scaler}{', clip' * self.clip}, spoilt {self.spoilt}"
         acts = ", ".join(f"{act.name} at {act.place} {act.step}" for act in self.acts)
         return (
-            f"--case {self.seed}: {self.method} on {self.engine}, {self.optimizer}, {self.passes} passes"
-            f"{' by hand' * self.by_hand}, {self.net}{', scaler' * self.scaler}{', clip' * self.clip}, spoilt {self.spoilt}, rates {self.rates}: {acts}"
+            f"--case {self.seed}: {self.method} on {self.engine}, {self.optimizer}, {passes}, {options}, "
+            f"rates {self.rates}: {acts}"
         )
 
 
