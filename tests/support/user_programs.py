@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import gc
 import io
+import itertools
 import random
 import warnings
 from collections import Counter
@@ -57,6 +58,8 @@ ONLY = {"scape": "adams", "dgc": "sgd", "trickle:muon": "muon", "onebit-adam": "
 COUNTS = ("radius", "scape", "separate", "start=")
 """Methods with a schedule of their own: it counts skipped steps, too."""
 STEPS = 7
+AT_ONCE = 10
+"""Programs that one group of processes plays."""
 
 
 @dataclass(frozen=True)
@@ -589,6 +592,11 @@ def unlike(what: str, ones: list[Tensor], others: list[Tensor]) -> str:
     return ""
 
 
+def world_of(seed: int) -> int:
+    """Return the number of ranks that the program of ``seed`` runs on."""
+    return WORLDS[draw(seed).engine]
+
+
 def judge_all(rank: int, world: int, seeds: Iterable[int]) -> list[Verdict]:
     return [judge(rank, world, draw(seed)) for seed in seeds]
 
@@ -596,12 +604,9 @@ def judge_all(rank: int, world: int, seeds: Iterable[int]) -> list[Verdict]:
 def search(seeds: Iterable[int]) -> list[Verdict]:
     """Judge the programs of ``seeds``, each on as many ranks as its engine needs; one verdict each."""
     verdicts = []
-    seeds = list(seeds)
-    for world in sorted(set(WORLDS.values())):
-        chosen = [seed for seed in seeds if WORLDS[draw(seed).engine] == world]
-        if chosen:
-            by_rank = ranks.run(judge_all, world, chosen)
-            for several in zip(*by_rank, strict=True):
+    for world, seeds_of_world in itertools.groupby(sorted(seeds, key=world_of), world_of):
+        for chosen in iter(lambda several=seeds_of_world: list(itertools.islice(several, AT_ONCE)), []):
+            for several in zip(*ranks.run(judge_all, world, chosen), strict=True):
                 verdicts.append(next((one for one in several if one.problem), several[0]))
     return verdicts
 
