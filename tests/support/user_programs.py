@@ -7,7 +7,7 @@ evaluation, a look at the report, weights that are swapped and swapped back, a f
 state that is saved and loaded, a program that ends and goes on from what it saved. What must hold, after each step:
 
     the same program without its acts has the same weights and losses on every rank, and in the end the same state, step
-    number, skipped steps and bytes
+    number and skipped steps, and no warning more
     all ranks have the same weights (not with local steps)
     a step that is spoilt on one rank is as if it had not been (not with a scaler, nor with local steps)
     with ``dense``, the weights are those of the engine without Thinwire, whose spoilt steps are left out
@@ -37,7 +37,7 @@ import ranks
 import thinwire
 from engines import build, same_on_all_ranks
 from models import Net, flat, loss_of
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from threaded import entries
 
 METHODS = (
@@ -533,8 +533,8 @@ class Verdict:
 def judge(rank: int, world: int, program: Program) -> Verdict:
     """Play ``program`` with its acts and without; collective."""
     verdict = Verdict(program)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
         plain = acted = None
         try:
             plain = Run(replace(program, acts=()), rank, world)
@@ -545,10 +545,13 @@ def judge(rank: int, world: int, program: Program) -> Verdict:
             if plain is not None:
                 plain.wire.close()
             return verdict
+        known = warned(noted)
         try:
             acted = Run(program, rank, world)
             acted.play()
             verdict.problem = differs(plain, expected, acted, acted.end())
+            if not verdict.problem and (new := warned(noted) - known):
+                verdict.problem = f"warned of {sorted(new)}"
         except Exception as error:
             verdict.problem = f"{type(error).__name__}: {error}"
             if acted is not None:
@@ -567,6 +570,11 @@ def judge(rank: int, world: int, program: Program) -> Verdict:
             stock.play()
             verdict.problem = unlike("weights beside the stock engine's", stock.weights, plain.weights)
     return verdict
+
+
+def warned(noted: list[warnings.WarningMessage]) -> set[str]:
+    """Return what Thinwire has warned of."""
+    return {str(one.message) for one in noted if issubclass(one.category, ThinwireWarning)}
 
 
 def differs(plain: Run, expected: dict[str, Any], acted: Run, ended: dict[str, Any]) -> str:
