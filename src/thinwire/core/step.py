@@ -228,12 +228,14 @@ class StepLoop:
             self._abandon()
 
     def finish(self) -> None:
-        """End a step that some optimizer has not joined, before its state is saved.
+        """End a step that some optimizer, or a GradScaler, has left out, before its state is saved.
 
         Raises:
             ThinwireError: that optimizer holds what the method has already taken out of its state.
         """
         self._leave()
+        if self.scaler is not None and self.left_out:
+            self._abandon()
 
     def close(self) -> None:
         """Let no further step begin. What an optimizer has not joined is dropped, if it may be no gradient."""
