@@ -282,9 +282,9 @@ def reshard(run: Run) -> None:
             module.reshard()
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: Run, mode: Callable[[], contextlib.AbstractContextManager[Any]] = torch.no_grad) -> None:
     run.model.eval()
-    with torch.no_grad():
+    with mode():
         loss_of(run.model, 990, run.rank)
     run.model.train()
     reshard(run)
@@ -293,11 +293,7 @@ def evaluate(run: Run) -> None:
 def infer(run: Run) -> None:
     if run.program.engine != "ddp" and not run.trained:
         return  # torch's FSDP2 makes its memory in the first forward pass, and could not write to it in training
-    run.model.eval()
-    with torch.inference_mode():
-        loss_of(run.model, 991, run.rank)
-    run.model.train()
-    reshard(run)
+    evaluate(run, torch.inference_mode)
 
 
 def evaluate_in_training_mode(run: Run) -> None:
