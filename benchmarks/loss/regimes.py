@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -255,6 +256,7 @@ def checkpoint(job: Job, place: Place) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+@functools.cache
 def commit() -> str:
     """Of the repository, with a + behind it where files have changed since."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
