@@ -79,6 +79,8 @@ FORMS = {
 }
 REACH = 4
 """Times a quantity of the runs to which a form that lacks it is believed, as it was asked about in the test."""
+RANKS = 4
+"""Of the runs that a law is fitted to: no form has their number, and 16 with a sequence each are another matter."""
 TARGETS = {
     "3.2M, 20 tokens per parameter": Setting(3257856, 31815, 2048),
     "100M, 20 tokens per parameter": Setting(1e8, 2e9 / 2**18, 2**18),
@@ -104,6 +106,8 @@ def points_of(runs: Iterable[ladder_tables.Run], method: str, optimizer: str) ->
         if span is None or (row.method, row.optimizer) != (method, optimizer):
             continue
         run = next(iter(row.runs.values()))
+        if run["ranks"] != RANKS:
+            continue
         *group, steps = row.setting
         length = round(run["tokens_per_parameter"] * run["parameters"] / steps / run["sequences"])  # of a sequence
         at = Setting(run["parameters"], steps, length * run["sequences"])
