@@ -72,6 +72,12 @@ class HolderCache:
         return self._cached
 
 
+NO_SCALER = (
+    "{name} does not run under a GradScaler, which skips steps of single ranks, so that these would miss the others: "
+    "train in bfloat16"
+)
+
+
 @dataclass(frozen=True)
 class Run:
     """The facts that ``compress()`` tells a method once.

@@ -31,6 +31,7 @@ from thinwire.core.method import Run, Step, drop_waiting
 from thinwire.core.names import bare_name
 from thinwire.core.replica_check import ReplicaCheck
 from thinwire.core.road import Road
+from thinwire.core.run import NO_SCALER
 from thinwire.core.safety import Safety
 from thinwire.core.state import State, next_exchange
 from thinwire.network.comm import Comm, local
@@ -99,7 +100,7 @@ class StepLoop:
         self._warned = False
         self.scaler: torch.amp.GradScaler | None = None
         self._scale: Tensor | None = None  # the scaler's, of the gradients exchanged last
-        self._knows_scaler = run.scaled or not self.method.card.keeps_state
+        self._knows_scaler = run.scaled or (self.method.rank_equal and not self.method.card.keeps_state)
         self._names = {id(weight): name for name, weight in self.weights.items()}
         watched = list(self.weights.values()) if self.method.card.keeps_state else []
         self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
@@ -541,6 +542,8 @@ class StepLoop:
 
     def _look_for_scaler(self) -> None:
         if not self._knows_scaler and _scaler_above() is not None:
+            if not self.method.rank_equal:
+                raise ThinwireError(NO_SCALER.format(name=self.method.name))
             raise ThinwireError(
                 f"{self.method.name} keeps values from step to step, and a GradScaler changes their scale: pass it "
                 "as compress(..., scaler=scaler)"

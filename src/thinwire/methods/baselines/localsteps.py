@@ -44,7 +44,7 @@ from thinwire.core.card import EQUAL, MEAN, SHARD, Card, StateKind
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Start, first_step, send_all
 from thinwire.core.promise import CONSERVES, Promise
-from thinwire.core.run import Parameter, Run, Step
+from thinwire.core.run import NO_SCALER, Parameter, Run, Step
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import State, find_entries
 from thinwire.core.worker import Worker
@@ -221,10 +221,7 @@ class LocalSteps(Method):
         super().begin(run)
         refuse_chunks(self.name, run)
         if run.scaled:
-            raise ThinwireError(
-                f"{self.name} does not run under a GradScaler, which skips steps of single ranks, so that these "
-                "would miss the others: train in bfloat16"
-            )
+            raise ThinwireError(NO_SCALER.format(name=self.name))
         if self.second_moment == "mean":
             check_adam(self.name, run)
         self.first = first_step(self.name, "start", self.start, run.steps)

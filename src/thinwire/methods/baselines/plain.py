@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from thinwire.base.errors import ThinwireError
 from thinwire.codecs.base import Codec
 from thinwire.codecs.cast import Bf16 as Bf16Codec
 from thinwire.codecs.intquant import Int8 as Int8Codec
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Card, Method, Parameter, Promise, Rounding
+from thinwire.core.run import NO_SCALER, Run
 from thinwire.methods.parts.feedback import Lossy
 
 _SENT_WHOLE = dict.fromkeys(("send", "smallest"), "all is sent that dense= does not name")
@@ -86,6 +88,11 @@ class NoExchange(Method):
 
     def describe(self) -> Card:
         return replace(super().describe(), promise=Promise("lossy", "the other ranks' gradients never arrive"))
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        if run.scaled:
+            raise ThinwireError(NO_SCALER.format(name=self.name))
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave each rank its own gradient."""
