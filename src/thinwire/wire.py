@@ -597,7 +597,7 @@ class Wire:
         """
         self._step_loop.finish()
         if (step_maker := self._step_maker) is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self.ledger.aside():
                 for name, second in self._means(step_maker.send_second):
                     step_maker.hand_over(name, second)
 

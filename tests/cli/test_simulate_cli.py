@@ -45,6 +45,14 @@ def test_three_lines_first_then_what_was_asked_for(by_hand: None, tmp_path: Path
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_what_cannot_be_written_is_one_line(by_hand: None, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    for words in (["--explain", str(tmp_path / "file" / "t.json")], ["--links", "--out", str(tmp_path / "file")]):
+        assert main(["simulate", *SMALL, "--method", "int8", *words]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("thinwire: cannot use ")
+    assert main(["simulate", *SMALL, "--method", "int8", "--explain", str(tmp_path / "new" / "t.json")]) == 0
+
+
 def test_json_alone_is_printed(by_hand: None, capsys) -> None:
     assert main(["simulate", *SMALL, "--method", "int8", "--json", "--tokens", "2048", "--micro-batches", "2"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -5,6 +5,7 @@ The laws of this file are held over all methods, dealt out over the engines.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
@@ -616,6 +617,80 @@ def test_weights_that_were_written_through_data_are_gathered_anew(kind, world, s
 UPDATES = [name for name, cls in BY_NAME.items() if small(cls).card.promise.of == "updates"]
 
 
+def _other_settings(rank, world):
+    """A loaded state brings groups that compress() would have refused."""
+    ignored = []
+    for name in [*UPDATES, "onebit-adam"]:
+        for setting in ("maximize", "amsgrad"):
+            model = build("ddp", world)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            wire = thinwire.compress(model, optimizer, small(BY_NAME[name]), steps=STEPS)
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved | {"param_groups": [saved["param_groups"][0] | {setting: True}]})
+            with contextlib.suppress(thinwire.ThinwireError):
+                for step in range(STEPS):
+                    advance(model, optimizer, wire, rank, step)
+                ignored.append(f"{name} with {setting}")
+            wire.close()
+    return ignored
+
+
+def test_a_loaded_state_cannot_bring_settings_that_compress_refuses():
+    assert not any(ranks.run(_other_settings, 2))
+
+
+class _NoEps(torch.optim.SGD):
+    """It has betas, as Lion has, and no eps."""
+
+    def __init__(self, weights):
+        super().__init__(weights, lr=1e-3)
+        self.param_groups[0]["betas"] = 0.9, 0.99
+
+
+def _steps_of_strangers(rank, world):
+    """Rounds inside autocast and outside; a batch that a program drops itself; an optimizer of dense weights."""
+    ends, rounds = [], "local-steps(every=2, outer=\"powersgd(smallest=0, feedback='gradients')\")"
+    for cast in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        model = build("ddp", world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        wire = thinwire.compress(model, optimizer, rounds, steps=STEPS)
+        for step in range(STEPS):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, step, rank)
+            with cast:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        ends.append(flat(model))
+        wire.close()
+    model = build("ddp", world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wire = thinwire.compress(model, optimizer, "local-steps(every=4)")
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss_of(model, step, rank).backward()
+            if step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    wire.close()
+    model = build("ddp", world)
+    sent = [weight for weight in model.parameters() if weight.ndim == 2]
+    others = [weight for weight in model.parameters() if weight.ndim != 2]
+    optimizers = [torch.optim.AdamW(sent, lr=1e-3), _NoEps(others)]
+    wire = thinwire.compress(model, optimizers, "trickle(smallest=0)")
+    loss_of(model, 0, rank).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    wire.close()
+    return torch.equal(*ends), ["thrown away after backward()" in str(one.message) for one in noted]
+
+
+def test_rounds_do_not_lose_bits_in_autocast_dropped_batches_are_told_and_dense_weights_need_no_eps():
+    for equal, told in ranks.run(_steps_of_strangers, 2):
+        assert equal and told.count(True) == 1
+
+
 def moments_of(model, optimizer):
     """(step, exp_avg, exp_avg_sq) of each parameter, as ``optimizer.state_dict()`` has it."""
     state = optimizer.state_dict()["state"]
@@ -630,7 +705,7 @@ def _handed_over(rank, world, kind, more):
     warnings.simplefilter("ignore")
     broken = []
     for name in [name for name in UPDATES if runs(kind, name)]:
-        ends = []
+        ends, sent = [], []
         for hands in (False, True):
             model = build(kind, world)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -648,7 +723,10 @@ def _handed_over(rank, world, kind, more):
             held = [weight for weight in model.parameters() if "exp_avg" in optimizer.state.get(weight, {})]
             if len(held) != sum(keep_dense(wire.method, p) is not None for p in wire.engine.parameters.values()):
                 broken.append(f"{name} on {kind}: moments of compressed parameters stay in memory")
+            sent.append(wire.stats()["wire_bytes_per_step"])
             wire.close()
+        if sent[0] != sent[1]:
+            broken.append(f"{name} on {kind}: steps send {sent[1]} with it, {sent[0]} without")
         if not torch.equal(*ends):
             broken.append(f"{name} on {kind}: the run is another one after it")
     return broken

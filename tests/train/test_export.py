@@ -112,3 +112,8 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
     (out / "checkpoints").rename(tmp_path / "other disk")
     (out / "checkpoints").symlink_to(tmp_path / "other disk")
     assert trained_model.read(out).run == trained_model.read(out / "checkpoints" / "step-000003").run == out
+    lines = (out / "config.yaml").read_text().splitlines()
+    for lost in (0, next(number for number, line in enumerate(lines) if line.startswith("tokenizer:"))):
+        (out / "config.yaml").write_text("\n".join(lines[:lost]))  # what is missing would become the default
+        with pytest.raises(ThinwireError, match=r"config.yaml is not this run's any more"):
+            trained_model.read(out)

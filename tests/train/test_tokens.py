@@ -65,12 +65,15 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     corpus.write_text(LONG[:SPAN])
     token_files.tokenize([str(corpus)], "bpe:300", out)
     (tmp_path / "a.bin").write_bytes(bytes(100))
+    (tmp_path / "odd.bin").write_bytes(bytes(99))
     for corpora, tokenizer, why in (
         ([str(tmp_path)], "bytes", "is a folder without token files"),
         ([str(out)], "bpe:400", "was tokenized with bpe:300"),
         ([str(tmp_path / "a.bin")], "bytes", "ids:SIZE"),
         ([str(tmp_path / "a.bin"), str(corpus)], "ids:9", "not both"),
         ([str(tmp_path / "none-*.bin")], "ids:9", "no file matches"),
+        ([str(tmp_path / "a.bin")], "ids:65537", "16 bits, and ids:65537 has larger ones"),
+        ([str(tmp_path / "odd.bin")], "ids:9", "ends within a token"),
     ):
         with pytest.raises(ThinwireError, match=why):
             token_files.find_token_files(corpora, (), tokenizer)

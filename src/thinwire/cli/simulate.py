@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
-from thinwire.base.files import write
+from thinwire.base.files import in_one_line, write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.lab.compare import method_names
@@ -99,13 +99,20 @@ def simulate_main(argv: list[str]) -> int:
     simulation = simulate(job, methods)
     written = []
     if options.explain is not None:
-        write(options.explain, json.dumps(simulation.to_trace()))
+        try:
+            options.explain.parent.mkdir(parents=True, exist_ok=True)
+            write(options.explain, json.dumps(simulation.to_trace()))
+        except OSError as error:
+            raise in_one_line(error) from None
         written.append(options.explain)
     if options.links or ranks_to_draw:
         extras.load("matplotlib")
         from thinwire.cli import simulate_pictures as pictures  # it takes a second to import
 
-        options.out.mkdir(parents=True, exist_ok=True)
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise in_one_line(error) from None
         if options.links:
             written.append(pictures.links(simulation, options.out / "links.svg"))
         if ranks_to_draw:

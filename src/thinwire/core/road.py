@@ -82,7 +82,7 @@ class Stage:
         Write the mean to ``out``: ``flat`` itself, or this rank's row where each rank gets one row. Record no gradients
         and cast nothing, whatever mode the engine's hook runs in.
         """
-        with torch.no_grad(), _without_autocast(flat.device.type):
+        with torch.no_grad(), without_autocast(flat.device.type):
             if self.scale is not None or (self.bound is None and self.hides_what_is_not_finite):
                 self.guard.observe(flat)
             if self.counts_dense:
@@ -177,7 +177,7 @@ class Stage:
         return bucket_of(method, pieces, self.exchange, flat.device, self._buckets.arena, dtype)
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Leave autocast for the body, if it is on: to enter and leave it takes the host as long as some launches."""
     on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if on else nullcontext()

@@ -30,7 +30,7 @@ from thinwire.core.fingerprint import WeightWatch
 from thinwire.core.method import Run, Step, drop_waiting
 from thinwire.core.names import bare_name
 from thinwire.core.replica_check import ReplicaCheck
-from thinwire.core.road import Road
+from thinwire.core.road import Road, without_autocast
 from thinwire.core.run import NO_SCALER
 from thinwire.core.safety import Safety
 from thinwire.core.state import State, next_exchange
@@ -460,7 +460,8 @@ class StepLoop:
 
     def _finish(self) -> None:
         assert self._open is not None
-        with self.inside("optimizer.step()"), self.engine.after_vote():
+        autocast = without_autocast(self._device.type)  # some step inside it: a round would lose bits there
+        with self.inside("optimizer.step()"), autocast, self.engine.after_vote():
             self.method.after_step(self._open)
         number = self.number
         self._commit()
@@ -500,7 +501,8 @@ class StepLoop:
             self.bound.rollback()
         self.method.undo()
         if was_due:
-            self.method.after_skip(self._step())
+            with without_autocast(self._device.type):
+                self.method.after_skip(self._step())
             self._commit()
         self.skipped += 1
         self.ledger.close_step(skipped=True)
@@ -508,6 +510,12 @@ class StepLoop:
 
     def _abandon(self) -> None:
         """Skip a step whose exchanged gradients were thrown away."""
+        if self.method.card.alone(self.road.step):
+            warnings.warn(
+                f"{self.method.name}: gradients were thrown away after backward(), and this rank's round lacks a step: "
+                "ranks that took it will wait, or end without this one. Call optimizer.step() all the same: what is "
+                "not finite is skipped there, and counted", ThinwireWarning, stacklevel=2,
+            )  # fmt: skip
         self.guard.forget()
         self._skip()
 

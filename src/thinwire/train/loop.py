@@ -11,7 +11,8 @@ import resource
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
-from thinwire.base.processes import interface_bytes
+from thinwire.base.processes import Bytes, interface_bytes
 from thinwire.base.terminal import note, say
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
@@ -175,6 +176,7 @@ class Trainer(Stepper):
         self.steps_alone = 1
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
+        self._between = Bytes(0, 0)  # on the network between steps: of evaluations and checkpoints
         description = self.checkpoints.description
         if config.chooses:
             choice = self._choose()
@@ -272,7 +274,8 @@ class Trainer(Stepper):
         """Compute, show and log the mean loss over a fixed held-out text; NaN: not evaluated. Collective."""
         if not self.config.eval_sequences:
             return math.nan
-        loss = held_out.mean_loss(self._window_losses(self.config.eval_sequences))
+        with self._between_steps():
+            loss = held_out.mean_loss(self._window_losses(self.config.eval_sequences))
         whose = {} if self.wire.method.rank_equal else {"valid_loss_of": "each rank's own weights"}
         self.display.evaluation({"step": self.step, "valid_loss": loss, "wall_s": self.wall_s} | whose)
         return loss
@@ -378,10 +381,19 @@ class Trainer(Stepper):
 
     def _save(self, good: bool) -> None:
         """Save a checkpoint. Collective."""
-        self.checkpoints.save(
-            self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.kept, good=good,
-            result=self.result,
-        )  # fmt: skip
+        with self._between_steps():
+            self.checkpoints.save(
+                self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.kept, good=good,
+                result=self.result,
+            )  # fmt: skip
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Leave what the network carries inside out of the steps' rows."""
+        before = interface_bytes()
+        yield
+        if before is not None and (after := interface_bytes()) is not None:
+            self._between = Bytes(*map(sum, zip(self._between, after - before, strict=True)))
 
     def _stop(self, number: int) -> NoReturn:
         """Raise ThinwireError for signal ``number``, with a line that says what is saved."""
@@ -478,8 +490,10 @@ class Trainer(Stepper):
             "skipped": skipped,
             "facts": last["method"],
         }
-        kernel = interface_bytes()
-        return row if kernel is None else row | {"link_tx_bytes": kernel.tx, "link_rx_bytes": kernel.rx}
+        if (kernel := interface_bytes()) is None:
+            return row
+        of_steps = kernel - self._between
+        return row | {"link_tx_bytes": of_steps.tx, "link_rx_bytes": of_steps.rx}
 
     def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
         """Return what summary.json holds of the steps. Collective."""

@@ -46,7 +46,7 @@ from thinwire.core.method import SMALL, Method, Smallest, Start, exempt_small, f
 from thinwire.core.promise import Promise
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of, beta1_of, refuse_chunks
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of, beta1_of, refuse_chunks, refuse_settings
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
 
@@ -157,6 +157,7 @@ class OneBitAdam(Method):
 
         def move(name: str, weight: Tensor) -> None:
             optimizer, group = step.holders[name]
+            refuse_settings(self.name, optimizer, group)  # a state that was loaded may have brought others
             moments = optimizer.state.get(weight, {})
             if "exp_avg_sq" not in moments:
                 raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")

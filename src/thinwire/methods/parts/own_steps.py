@@ -60,16 +60,25 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
                 f"{method} computes Adam's step of {name} itself, and {type(optimizer).__name__} has a step() of its "
                 "own: pass torch.optim.AdamW, or name the parameter in dense="
             )
-        for knob in REFUSED:
-            if group.get(knob):
-                raise ThinwireError(f"{method} computes Adam's steps itself, and cannot with {knob}=True: leave it out")
-        if group["weight_decay"] and not is_decoupled(optimizer, group):
-            raise ThinwireError(f"{method} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
+        refuse_settings(method, optimizer, group)
         if run.scaled and group.get("fused"):
             raise ThinwireError(
                 f"{method} under a GradScaler needs gradients that are unscaled before the step: leave fused=True out"
             )
     return holders
+
+
+def refuse_settings(method: str, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Refuse an Adam's ``group`` whose steps ``method`` would not take as the ``optimizer`` would.
+
+    Raises:
+        ThinwireError: a setting of ``REFUSED``, or coupled weight decay.
+    """
+    for knob in REFUSED:
+        if group.get(knob):
+            raise ThinwireError(f"{method} computes Adam's steps itself, and cannot with {knob}=True: leave it out")
+    if group["weight_decay"] and not is_decoupled(optimizer, group):
+        raise ThinwireError(f"{method} needs decoupled weight decay: pass torch.optim.AdamW instead of Adam")
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

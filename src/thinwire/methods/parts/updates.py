@@ -55,7 +55,7 @@ from thinwire.core.exchange import Exchange
 from thinwire.core.run import Run, Step
 from thinwire.core.state import State
 from thinwire.methods.parts.muon import Orthogonal
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of, refuse_settings
 from thinwire.network.comm import local
 from thinwire.ops.direction import Adam, DirectionSegment, direction
 from thinwire.ops.norms import sample
@@ -107,6 +107,7 @@ class UpdateSpace:
         """
         self._read_state, self._run, self._momentum = read_state, run, updates.beta1
         self._name = f"{method} with feedback='updates'"
+        self._sent = frozenset(sent)
         self._orthogonal = Orthogonal(self._name, run, sent)
         try:
             adam_of(self._name, run, [name for name in sent if name not in self.matrices])
@@ -182,6 +183,8 @@ class UpdateSpace:
             (optimizer, group), change = holders[name], local(weight.grad)  # type: ignore[arg-type]
             optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
             self._handed.discard(name)
+            if name not in self.matrices:
+                refuse_settings(self._name, optimizer, group)  # a state that was loaded may have brought others
             self._compare_rates(name, float(group["lr"]))
             if rests(group):
                 return
@@ -345,7 +348,7 @@ class UpdateSpace:
 
     def _make_factors(self, device: torch.device, stream: Any) -> _Factors:
         holders, matrices = self._run.holders, self.matrices
-        names = [name for name, held in holders.items() if name in matrices or "betas" in held.group]
+        names = [name for name in holders if name in self._sent]
         none = torch.zeros((), dtype=torch.float32, device="cpu")
         found = [self._state.get(self._counter(name), name) for name in names]
         counts = torch.stack([none if count is None else count.cpu() for count in found]) + 1

@@ -88,6 +88,8 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
         sizes = {field.name: description[field.name] for field in fields(ModelConfig)}
         # A run's description leaves out the context of a llama.
         shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()
+        if (tokenizer.vocabulary, config.sequence_length) != (description["vocabulary"], description["sequence"]):
+            raise ThinwireError(f"{run / 'config.yaml'} is not this run's any more: another tokenizer or seq_len")
     weights = {name.removeprefix("model/"): weight for name, weight in read_whole_tensors(checkpoint, ["model/"])}
     return TrainedModel(checkpoint.path, checkpoint.step, run, config, shape, init, weights, tokenizer)
 

@@ -135,6 +135,8 @@ def find_token_files(
             f"not {tokenizer}"
         )
     size = Tokenizer(tokenizer, ()).vocabulary
+    if size > 1 << 16 and any(name.endswith(".bin") for name in (*corpus, *valid)):
+        raise ThinwireError(f".bin holds tokens of 16 bits, and {tokenizer} has larger ones: write them as .npy")
     train, held_out = ([_whole_file(path) for name in names for path in match_paths(name)] for names in (corpus, valid))
     if not valid:  # the end of the last file is held out
         last = train[-1]
@@ -184,7 +186,10 @@ def _whole_file(path: Path) -> FileRange:
     try:
         with reading(path):
             if path.suffix == ".bin":
-                return FileRange(path, 0, path.stat().st_size // 2, np.dtype("<u2"))
+                count, odd = divmod(path.stat().st_size, 2)
+                if odd:
+                    raise ThinwireError(f"{path} ends within a token: each has 16 bits")
+                return FileRange(path, 0, count, np.dtype("<u2"))
             array = np.lib.format.open_memmap(path, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ThinwireError(f"{path} holds {array.dtype} {array.shape}: tokens are integers in one dimension")
