@@ -72,7 +72,7 @@ CASES = [
     Case("local-steps(every=1, outer='int8(smallest=0)', outer_momentum=0.0)"),
     Case("none"),
 ]  # fmt: skip
-NO_SCALER = ("local-steps",)
+NO_SCALER = ("local-steps", "none")
 """Those that refuse a GradScaler."""
 STATEFUL = [case for case in CASES if resolve(case.method).card.keeps_state]
 

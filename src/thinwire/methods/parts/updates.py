@@ -107,7 +107,6 @@ class UpdateSpace:
         """
         self._read_state, self._run, self._momentum = read_state, run, updates.beta1
         self._name = f"{method} with feedback='updates'"
-        self._sent = frozenset(sent)
         self._orthogonal = Orthogonal(self._name, run, sent)
         try:
             adam_of(self._name, run, [name for name in sent if name not in self.matrices])
@@ -348,7 +347,8 @@ class UpdateSpace:
 
     def _make_factors(self, device: torch.device, stream: Any) -> _Factors:
         holders, matrices = self._run.holders, self.matrices
-        names = [name for name in holders if name in self._sent]
+        adam = torch.optim.Adam, torch.optim.AdamW  # other optimizers' parameters are dense
+        names = [name for name, held in holders.items() if name in matrices or isinstance(held.optimizer, adam)]
         none = torch.zeros((), dtype=torch.float32, device="cpu")
         found = [self._state.get(self._counter(name), name) for name in names]
         counts = torch.stack([none if count is None else count.cpu() for count in found]) + 1
