@@ -279,7 +279,8 @@ def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
     _require(model, nn.Module, "the model must be a torch module")
     if not torch.distributed.is_initialized():
         raise ThinwireError("torch.distributed is not initialized: start under torchrun and call init_process_group()")
-    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, FSDPModule):  # compiled first, then sharded, it is one itself
+        model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
         return DDP, model
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -339,6 +340,7 @@ def _hook_on_all_optimizers(step_loop: StepLoop) -> RemovableHandle:
     """
     reference = weakref.ref(step_loop)
 
+    @torch.compiler.disable
     def check_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if (alive := reference()) is not None:
             alive.stranger(optimizer)
@@ -465,6 +467,7 @@ class Wire:
         finally:
             self._step_loop.closed = False
 
+    @torch.compiler.disable
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 

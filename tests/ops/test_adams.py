@@ -85,6 +85,18 @@ def test_a_given_moment_takes_the_place_of_the_average():
     assert not optimizer.next_moments
 
 
+def test_a_compiled_step_is_the_step():
+    weights, plain = ([torch.nn.Parameter(w.float()) for w in drawn(1, 9)[0]] for _ in range(2))
+    optimizers = [AdamS(weights), AdamS(plain)]
+    steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
+    for gradients in drawn(3):
+        for own, step in zip((weights, plain), steps, strict=True):
+            for weight, g in zip(own, gradients, strict=True):
+                weight.grad = g.float()
+            step()
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+
+
 def test_a_saved_state_goes_on_bit_for_bit():
     gradients = drawn(10)
     whole, _ = trained(gradients)

@@ -310,8 +310,9 @@ class StepLoop:
         next_exchange(self.state)
         self._exchanged.clear()
 
-    # Calls from the optimizers' hooks.
+    # Calls from the optimizers' hooks. Within torch.compile(optimizer.step) Dynamo would trace them, and fail.
 
+    @torch.compiler.disable
     def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Prepare a step of ``optimizer``. The first optimizer agrees with all ranks on whether the step counts.
 
@@ -373,6 +374,7 @@ class StepLoop:
         with self.inside("optimizer.step()"):
             self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 
+    @torch.compiler.disable
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Note that ``optimizer`` has stepped. After the last one of a step, call ``Method.after_step``."""
         part, self._part = self._part, None

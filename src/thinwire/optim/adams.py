@@ -76,7 +76,7 @@ class AdamS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step(group)
+            torch.compiler.disable(self._step)(group)  # one kernel for each parameter already; Dynamo cannot trace them
         self.next_moments.clear()
         return loss
 
