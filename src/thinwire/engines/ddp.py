@@ -36,10 +36,14 @@ class CommHook:
 
     Attributes:
         reduce: the engine's function that reduces a bucket. free: that engine is closed; another may take its place.
+        registered: the model's reducer calls it. A copy of a model has a new reducer, without a hook.
     """
 
     reduce: Callable[[dist.GradBucket], Any]
-    free = True
+    free, registered = True, False
+
+    def __reduce__(self) -> tuple[type[CommHook], tuple[()]]:  # what copy.deepcopy and torch.save make of it
+        return CommHook, ()
 
     @staticmethod
     def find(model: DistributedDataParallel) -> CommHook | None:
@@ -175,11 +179,10 @@ class DDP(Engine):
                 torch.autograd.Variable._execution_engine.queue_callback(self.worker.drain)
             return self.worker.submit(job, flat.device, last=bucket.is_last())
 
-        hook = CommHook.find(self.model)
-        if hook is None:
-            hook = CommHook()
+        hook = CommHook.find(self.model) or CommHook()
+        if not hook.registered:
             self.model.register_comm_hook(hook, thinwire_hook)
-        hook.reduce, hook.free = reduce, False
+        hook.reduce, hook.free, hook.registered = reduce, False, True
         # Watch each gradient: when a second backward pass calls the hook, autograd has already added the new gradients
         # to the earlier ones or replaced them, so the hook cannot see whether those were dropped.
         self._watches = [weight.register_hook(partial(self._watch, step_loop, weight)) for weight in self._trained()]
