@@ -85,7 +85,7 @@ def test_a_link_of_your_own(by_hand: None, capsys) -> None:
         (["--engine", "pipeline"], "engine 'pipeline' is not simulated: choose ddp, fsdp2, hsdp"),
         (["--cluster", "h100-25g", "--ranks", "12"], "unequal nodes are not simulated"),
         (["--nodes", "0"], "--nodes must be 1 or more, got 0"),
-        (["--tokens", "100"], "100 tokens are less than 1 micro-batches of one sequence of 128"),
+        (["--tokens", "100"], "--tokens 100: a rank takes 128 or more in a step, one sequence of 128 per mic"),
         (["--strong", "--weak"], "--strong and --weak exclude each other"),
         (["--strong"], "are for --scale 8..16384"),
         (["--scale", "8-64"], "cannot read --scale '8-64'"),

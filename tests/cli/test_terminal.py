@@ -30,7 +30,7 @@ from thinwire.base.options import explain, read_options
 from thinwire.base.terminal import fold, fold_command
 from thinwire.cli.doctor import Doctor
 from thinwire.cli.lab import LabRun
-from thinwire.cli.program import BROKEN_PIPE, COMMANDS
+from thinwire.cli.program import BROKEN_PIPE, COMMANDS, main
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.lab.compare import Comparison
 from thinwire.methods import TABLE, names
@@ -101,6 +101,23 @@ def test_wrong_input_is_answered_in_a_few_lines(tmp_path: Path, monkeypatch: pyt
         begins = [line for line in said if line.startswith(("thinwire: ", "usage: "))]
         assert len(begins) == 1 and len(said) <= 25, seen
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Of any command: ``compare`` meets one, the others are played."""
+    (tmp_path / "file").touch()
+    assert main(["compare", "--out", str(tmp_path / "file" / "runs")]) == 2
+    assert capsys.readouterr().err == f"thinwire: cannot use {tmp_path}/file/runs: Not a directory\n"
+    for error, said in (
+        (PermissionError(13, "Permission denied", "x.csv"), "thinwire: cannot use x.csv: Permission denied\n"),
+        (OSError(28, "No space left on device"), "thinwire: cannot use a file: No space left on device\n"),
+    ):
+        monkeypatch.setattr("thinwire.cli.program.run_command", mock.Mock(side_effect=error))
+        assert main(["doctor"]) == 2
+        assert capsys.readouterr().err == said
+    monkeypatch.setattr("thinwire.cli.program.run_command", mock.Mock(side_effect=ConnectionRefusedError(111, "no")))
+    with pytest.raises(ConnectionRefusedError):  # a fault of no file
+        main(["doctor"])
 
 
 def test_what_loads_torch_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

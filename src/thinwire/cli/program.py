@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
+from thinwire.base.files import in_one_line
 from thinwire.base.terminal import begin_line, ends_at_once, lost_readers, note, say, silence
 from thinwire.base.version import __version__
 
@@ -64,9 +65,11 @@ def _run(argv: list[str]) -> int:
             status = BROKEN_PIPE if stop.code else 0
         sys.stdout.flush()
         return status
-    except ThinwireError as error:
-        say(f"thinwire: {error}", sys.stderr)
-        return error.status
+    except (ThinwireError, OSError) as error:
+        if isinstance(error, ConnectionError):  # of a pipe, or of a network, and not of a file
+            raise
+        say(f"thinwire: {in_one_line(error)}", sys.stderr)
+        return getattr(error, "status", ThinwireError.status)
     except KeyboardInterrupt:
         begin_line(sys.stderr)
         say("thinwire: interrupted", sys.stderr)

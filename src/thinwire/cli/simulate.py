@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
-from thinwire.base.files import in_one_line, write
+from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.lab.compare import method_names
@@ -99,20 +99,14 @@ def simulate_main(argv: list[str]) -> int:
     simulation = simulate(job, methods)
     written = []
     if options.explain is not None:
-        try:
-            options.explain.parent.mkdir(parents=True, exist_ok=True)
-            write(options.explain, json.dumps(simulation.to_trace()))
-        except OSError as error:
-            raise in_one_line(error) from None
+        options.explain.parent.mkdir(parents=True, exist_ok=True)
+        write(options.explain, json.dumps(simulation.to_trace()))
         written.append(options.explain)
     if options.links or ranks_to_draw:
         extras.load("matplotlib")
         from thinwire.cli import simulate_pictures as pictures  # it takes a second to import
 
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise in_one_line(error) from None
+        options.out.mkdir(parents=True, exist_ok=True)
         if options.links:
             written.append(pictures.links(simulation, options.out / "links.svg"))
         if ranks_to_draw:
@@ -157,10 +151,10 @@ def make_job(options: SimulateOptions) -> Job:
     dtype = torch.bfloat16 if bf16 else torch.float32
     model, inputs, length = load_model(options.model, options.sequence)
     tokens = options.tokens or SEQUENCES * options.micro_batches * length
-    if tokens < options.micro_batches * length:
+    if tokens < (least := options.micro_batches * length):
         raise ThinwireError(
-            f"{tokens} tokens are less than {options.micro_batches} micro-batches of one sequence of {length}: "
-            "take more --tokens, or a shorter --sequence"
+            f"--tokens {tokens}: a rank takes {least} or more in a step, one sequence of {length} per micro-batch; a "
+            "shorter --sequence needs fewer"
         )
     return Job(
         options.model, model, profile_of(model, inputs, None if dtype == torch.float32 else dtype), cluster,
