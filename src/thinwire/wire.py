@@ -479,7 +479,7 @@ class Wire:
         Raises:
             ThinwireError: ``norm_type`` is not 2 and some gradients are steps already: their 2-norm alone is known.
         """
-        self.engine.exchange()
+        self._step_loop.exchange()
         if self.turnover is not None:
             self.turnover.note_clip(max_norm, norm_type)
         power = self._power_of_moves()
@@ -763,11 +763,11 @@ class Wire:
     def close(self) -> None:
         """End the worker thread and what is under way; all ranks call it. After it, ``accumulate`` and backward passes
         that would exchange gradients raise, until ``compress()`` is called again with the same model."""
-        self._step_loop.close()
-        for hook in self._hooks:
-            hook.remove()
         with suppress(LostRank):  # ranks that are still there have sent what is under way
             try:
+                self._step_loop.close()
                 self.method.finish()
             finally:
+                for hook in self._hooks:
+                    hook.remove()
                 self.engine.close()

@@ -648,7 +648,7 @@ class _NoEps(torch.optim.SGD):
 
 
 def _steps_of_strangers(rank, world):
-    """Rounds inside autocast and outside; a batch that a program drops itself; an optimizer of dense weights."""
+    """Rounds inside autocast and outside; an optimizer of dense weights."""
     ends, rounds = [], "local-steps(every=2, outer=\"powersgd(smallest=0, feedback='gradients')\")"
     for cast in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
         model = build("ddp", world)
@@ -664,17 +664,6 @@ def _steps_of_strangers(rank, world):
         ends.append(flat(model))
         wire.close()
     model = build("ddp", world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wire = thinwire.compress(model, optimizer, "local-steps(every=4)")
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        for step in range(3):
-            loss_of(model, step, rank).backward()
-            if step != 1:
-                optimizer.step()
-            optimizer.zero_grad()
-    wire.close()
-    model = build("ddp", world)
     sent = [weight for weight in model.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if weight.ndim != 2]
     optimizers = [torch.optim.AdamW(sent, lr=1e-3), _NoEps(others)]
@@ -683,12 +672,11 @@ def _steps_of_strangers(rank, world):
     for optimizer in optimizers:
         optimizer.step()
     wire.close()
-    return torch.equal(*ends), ["thrown away after backward()" in str(one.message) for one in noted]
+    return torch.equal(*ends)
 
 
-def test_rounds_do_not_lose_bits_in_autocast_dropped_batches_are_told_and_dense_weights_need_no_eps():
-    for equal, told in ranks.run(_steps_of_strangers, 2):
-        assert equal and told.count(True) == 1
+def test_rounds_do_not_lose_bits_in_autocast_and_dense_weights_need_no_eps():
+    assert ranks.run(_steps_of_strangers, 2) == [True, True]
 
 
 def moments_of(model, optimizer):

@@ -177,10 +177,12 @@ VOTES = 9
 
 
 class Rounds:
-    """The program of a replica that takes local steps in a loop of its own."""
+    """The program of a replica that takes local steps in a loop of its own, and drops a share of its batches."""
 
-    def __init__(self, replica: lighthouse.Replica, text: str, weights: dict[tuple[int, int], set[int]]) -> None:
-        self.replica, self.text, self.weights = replica, text, weights
+    def __init__(
+        self, replica: lighthouse.Replica, text: str, weights: dict[tuple[int, int], set[int]], drops: float = 0.0
+    ) -> None:
+        self.replica, self.text, self.weights, self.drops = replica, text, weights, drops
         model = Model()
         self.optimizer = resolve(text).OPTIMIZER(model.parameters(), lr=1e-2)
         options = Options(resolve(text), (self.optimizer,), None, None, 1000, 0, None, None, Safety(max_skipped=None))
@@ -190,9 +192,14 @@ class Rounds:
     def run(self) -> None:
         draw = torch.Generator().manual_seed(int(self.replica.name.split()[1]))
         while (votes := self.replica.step) < VOTES:
-            for weight in self.model.parameters():
-                weight.grad = torch.randn(weight.shape, generator=draw)
-            self.optimizer.step()
+            batch = [(weight * torch.randn(weight.shape, generator=draw)).sum() for weight in self.model.parameters()]
+            torch.stack(batch).sum().backward()
+            dropped, to_none = torch.rand(2, generator=draw) < torch.tensor([self.drops, 0.5])
+            if dropped:  # after its exchange: else nobody knows of it
+                self.wire.clip_grad_norm_(1e9)
+            else:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=bool(to_none))
             if self.replica.step > votes and self.wire.method.rank_equal:
                 values = torch.cat([weight.detach().reshape(-1) for weight in self.model.parameters()])
                 vote = self.replica.step, self.wire.engine.across.membership.number
@@ -237,8 +244,8 @@ def test_an_optimizer_that_comes_after_the_next_pass_misses_the_step(text: str) 
     assert all("step all optimizers after each exchange" in message for message in refused)
 
 
-@pytest.mark.parametrize("text", LOCAL)
-def test_local_steps_in_rounds(text: str) -> None:
+@pytest.mark.parametrize(("text", "drops"), [*((text, 0.0) for text in LOCAL), (LOCAL[0], 0.3), (LOCAL[3], 0.3)])
+def test_local_steps_in_rounds(text: str, drops: float) -> None:
     """A replica that is lost in a round, or in its exchange, costs its own round; all hold W after each that counts."""
     seen: Counter[str] = Counter()
     for seed in range(SEEDS if ALL else 8):
@@ -246,7 +253,7 @@ def test_local_steps_in_rounds(text: str) -> None:
         programs: list[Rounds] = []
 
         def begin(replica: lighthouse.Replica, programs: Any = programs, weights: Any = weights) -> Any:
-            programs.append(Rounds(replica, text, weights))
+            programs.append(Rounds(replica, text, weights, drops))
             replica.follow(programs[-1].wire.turnover)
             return programs[-1].run
 

@@ -55,7 +55,7 @@ METHODS = (
 WORLDS = {"ddp": 2, "fsdp2": 2, "fsdp2-keep": 2, "hsdp": 4}
 OPTIMIZERS = ("adamw", "adamw fused", "two adamw", "groups")
 ONLY = {"scape": "adams", "dgc": "sgd", "trickle:muon": "muon", "onebit-adam": "adamw"}
-COUNTS = ("radius", "scape", "separate", "start=")
+COUNTS = ("radius", "scape", "separate", "local-steps", "start=")
 """Methods with a schedule of their own: it counts skipped steps, too."""
 STEPS = 7
 AT_ONCE = 10

@@ -122,13 +122,16 @@ class Engine:
         """Name a parameter whose missing gradient keeps torch from exchanging those of others."""
         return None
 
-    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
-        """Were gradients of ``weights``, exchanged earlier in this step, thrown away? ``look``: check for zeros too."""
+    def dropped(self, weights: Sequence[Tensor], *, look: bool, comms: Sequence[Comm] | None = None) -> bool:
+        """Were gradients of ``weights``, exchanged earlier in this step, thrown away? ``look``: check for zeros too.
+
+        Collective over ``comms`` (None: ``self.comms``) where gradients are sharded.
+        """
         raise NotImplementedError
 
-    def emptied(self) -> bool:
-        """Are the gradients of all ranks None or zero? Collective."""
-        return all_zero(self.gradients(), self.comms)
+    def emptied(self, comms: Sequence[Comm] | None = None) -> bool:
+        """Are the gradients of all ranks None or zero? Collective over ``comms`` (None: ``self.comms``)."""
+        return all_zero(self.gradients(), self.comms if comms is None else comms)
 
     def end_step(self) -> None:
         """Note that the step is over."""

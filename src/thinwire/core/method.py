@@ -143,7 +143,7 @@ class Method:
     def after_skip(self, step: Step) -> None:
         """Called in place of both when the step did not count: after ``undo``, with unchanged weights.
 
-        Values that it puts into the state are committed at once. Not called for gradients thrown away with no step due.
+        Values that it puts into the state are committed at once.
         """
 
     def undo(self) -> None:

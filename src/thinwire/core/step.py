@@ -97,6 +97,7 @@ class StepLoop:
         self._open: Step | None = None  # begun by one optimizer; others are to follow
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow; if no step is open: in skipping the last one
+        self._untold: list[int] = []  # numbers of skipped steps of which the method does not know yet
         self._warned = False
         self.scaler: torch.amp.GradScaler | None = None
         self._scale: Tensor | None = None  # the scaler's, of the gradients exchanged last
@@ -106,7 +107,11 @@ class StepLoop:
         self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
 
     def attach(self) -> list[RemovableHandle]:
-        """Hook into the optimizers: the last hook before an optimizer's own step, and the first one after it."""
+        """Hook into the optimizers: the last hook before an optimizer's own step, and the first one after it.
+
+        Where ranks step alone, hook into the model, too: a step that one of them drops may end a round, which changes
+        the weights before the next forward pass.
+        """
         handles: list[RemovableHandle] = []
         for optimizer in self.optimizers:
             before, after = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
@@ -115,6 +120,14 @@ class StepLoop:
                 hooks[number] = hooks.pop(number)
             self._hooks[optimizer] = before.id
             handles += [before, after]
+        if self.method.card.alone_from is not None:
+
+            @torch.compiler.disable
+            def look(*_: Any) -> None:  # no bound method: it would be copied with the model, with all that it holds
+                if self._alone and torch._C._current_graph_task_id() == -1:
+                    self.look_for_dropped(self._inside)
+
+            handles.append(self.engine.model.register_forward_pre_hook(look, prepend=True))
         return handles
 
     def _come_last(self) -> None:
@@ -143,12 +156,13 @@ class StepLoop:
         if names:
             devices.refuse_capture(self.weights[names[0]].device)
         if not self._exchanged and self._open is None and self.road.step > 0:
-            self.weight_watch.look(alone=self.method.card.alone(self.road.step) or not self.method.rank_equal)
+            self.weight_watch.look(alone=self._alone or not self.method.rank_equal)
         self._leave()
         self._come_last()
         repeated = next((name for name in names if name in self._exchanged), None)
-        if self._exchanged and self.engine.dropped(self.exchanged(), look=repeated is not None):
-            self._abandon()
+        if self._exchanged and self.engine.dropped(self.exchanged(), look=repeated is not None, comms=self._deciding):
+            # A backward pass needs the weights that a round would change.
+            self._abandon(later=self._alone and torch._C._current_graph_task_id() != -1)
         elif repeated is not None:
             self._again(repeated)
         if self._replica_check is not None:
@@ -225,11 +239,17 @@ class StepLoop:
         if self.ended:  # only the last micro-batch exchanges, so no later check would raise for the others
             raise ThinwireError(ENDED.format(what="a micro-batch begins"))
         self._leave()
-        if self._exchanged and self.engine.emptied():
+        self.look_for_dropped(self._deciding)
+
+    def look_for_dropped(self, comms: Sequence[Comm] | None) -> None:
+        """Skip the step under way if its exchanged gradients were thrown away. Collective over ``comms`` (None: all),
+        and over all if that ends a round."""
+        self._tell()
+        if self._exchanged and self._open is None and self.engine.emptied(comms):
             self._abandon()
 
     def finish(self) -> None:
-        """End a step that some optimizer, or a GradScaler, has left out, before its state is saved.
+        """End a step that some optimizer, a GradScaler, or a rank that steps alone has left out, before it is saved.
 
         Raises:
             ThinwireError: that optimizer holds what the method has already taken out of its state.
@@ -237,10 +257,16 @@ class StepLoop:
         self._leave()
         if self.scaler is not None and self.left_out:
             self._abandon()
+        if self._alone:
+            self.look_for_dropped(self._inside)
 
     def close(self) -> None:
         """Let no further step begin. What an optimizer has not joined is dropped, if it may be no gradient."""
-        self.ended = True
+        try:
+            if self._alone and not self.ended:
+                self.look_for_dropped(())  # after an error this rank may be the only one here
+        finally:
+            self.ended = True
         for optimizer in self.optimizers:
             if self._open is not None and id(optimizer) in self._waiting and not self.method.card.adds_up:
                 _drop_gradients(optimizer)
@@ -277,6 +303,7 @@ class StepLoop:
         self.guard.forget()
         self.state.rollback()
         self.method.undo()
+        self._untold.clear()
         self._forget()
 
     def _leave(self) -> None:
@@ -309,6 +336,11 @@ class StepLoop:
             )
         next_exchange(self.state)
         self._exchanged.clear()
+
+    def exchange(self) -> None:
+        """Exchange what the engine keeps until gradients are clipped or an optimizer steps. Collective."""
+        self._tell()
+        self.engine.exchange()
 
     # Calls from the optimizers' hooks. Within torch.compile(optimizer.step) Dynamo would trace them, and fail.
 
@@ -351,7 +383,7 @@ class StepLoop:
             return
         self._look_for_scaler()
         if self._open is None and id(optimizer) not in self._waiting:
-            self.engine.exchange()
+            self.exchange()
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
         if not self._exchanged and self._open is None and idle:
             return  # the others have stepped already, and this one has nothing to do
@@ -396,16 +428,15 @@ class StepLoop:
             self._replica_check.look_at_names(self.number, ())
         trouble = None if self.engine.void else self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
-        comms = self._inside if self.method.card.alone(self.road.step) else None
         with self.inside("optimizer.step()"):
-            finite, somewhere = self.engine.agree(self.guard, self._device, trouble is not None, comms)
+            finite, somewhere = self.engine.agree(self.guard, self._device, trouble is not None, self._deciding)
         if somewhere:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
             number, overflowed = self.number, not self.engine.void
             self._in_a_row += overflowed
             diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
-            self._skip(was_due=True)
+            self._skip()
             self._look(number)
             if (scaler := _scaler_above()) is None:  # it wants to see the gradients of each optimizer
                 for stopped_optimizer in self.optimizers:
@@ -426,7 +457,7 @@ class StepLoop:
 
     def _cancel(self) -> None:
         """Roll back parameters whose gradient was thrown away after its exchange; resting ones keep waiting values."""
-        if self.method.card.alone(self.road.step):
+        if self._alone:
             return
         step_maker = self.method.card.step_maker
         cancelled = [name for name in self._exchanged if self.weights[name].grad is None]
@@ -455,6 +486,16 @@ class StepLoop:
     def _inside(self) -> list[Comm]:
         """The groups of ranks that hold this replica together."""
         return [comm for comm in self.guard.comms if comm is not self.road.last.exchange.comm]
+
+    @property
+    def _alone(self) -> bool:
+        """Does each rank (HSDP: each node) go its own way in the step under way?"""
+        return self.method.card.alone(self.road.step)
+
+    @property
+    def _deciding(self) -> list[Comm] | None:
+        """The groups of ranks that decide together whether the step under way counts; None: all."""
+        return self._inside if self._alone else None
 
     @property
     def _device(self) -> torch.device:
@@ -494,32 +535,36 @@ class StepLoop:
             "Safety(max_skipped=...) sets how many are too many"
         )
 
-    def _skip(self, *, was_due: bool = False) -> None:
-        """Skip a step, without counting it for the method. ``was_due``: the optimizers were about to take it."""
+    def _skip(self, *, later: bool = False) -> None:
+        """Skip a step, without counting it for the method. ``later``: do not tell the method now."""
         # Where ranks go their own ways the others have stepped, and so do all schedules.
-        self.step_was_skipped = not self.method.card.alone(self.road.step)
+        self.step_was_skipped = not self._alone
         self.state.rollback()
         if self.bound is not None:
             self.bound.rollback()
         self.method.undo()
-        if was_due:
-            with without_autocast(self._device.type):
-                self.method.after_skip(self._step())
-            self._commit()
+        self._untold.append(self.number)
+        if not later:
+            self._tell()
         self.skipped += 1
         self.ledger.close_step(skipped=True)
         self._forget()
 
-    def _abandon(self) -> None:
+    def _tell(self) -> None:
+        """Tell the method of skipped steps. It may end a round with one: collective, and it changes weights."""
+        while self._untold:
+            number = self._untold.pop(0)
+            with self.guard.aside(), without_autocast(self._device.type), self.inside("the end of a skipped step"):
+                self.method.after_skip(self._step())
+            self._commit()
+            if self._alone:
+                self.weight_watch.step_is_over()
+                self._look(number)
+
+    def _abandon(self, *, later: bool = False) -> None:
         """Skip a step whose exchanged gradients were thrown away."""
-        if self.method.card.alone(self.road.step):
-            warnings.warn(
-                f"{self.method.name}: gradients were thrown away after backward(), and this rank's round lacks a step: "
-                "ranks that took it will wait, or end without this one. Call optimizer.step() all the same: what is "
-                "not finite is skipped there, and counted", ThinwireWarning, stacklevel=2,
-            )  # fmt: skip
         self.guard.forget()
-        self._skip()
+        self._skip(later=later)
 
     def _forget(self) -> None:
         self._exchanged.clear()

@@ -24,7 +24,7 @@ from thinwire.core.names import LEFT_OUT, describe
 from thinwire.core.road import Road, ScatterAndShare
 from thinwire.core.step import ENDED, StepLoop
 from thinwire.core.worker import Worker
-from thinwire.network.comm import GroupComm
+from thinwire.network.comm import Comm, GroupComm
 from thinwire.network.ledger import Ledger
 
 DEFAULT_CAP = 25 * 2**20
@@ -207,7 +207,7 @@ class DDP(Engine):
     def missing(self) -> str | None:
         return next((self.parameters[id(weight)].name for weight in self._trained() if weight.grad is None), None)
 
-    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+    def dropped(self, weights: Sequence[Tensor], *, look: bool, comms: Sequence[Comm] | None = None) -> bool:
         dropped = self._dropped
         self.end_step()
         return dropped

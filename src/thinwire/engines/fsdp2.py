@@ -284,9 +284,11 @@ class FSDP2(ShardedEngine):
     def accumulated(self) -> bool:
         return any(map(has_own_gradient, self.fsdp_params))
 
-    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+    def dropped(self, weights: Sequence[Tensor], *, look: bool, comms: Sequence[Comm] | None = None) -> bool:
         gradients = [weight.grad for weight in weights]
-        return all_zero(gradients, self.comms) if look else all(gradient is None for gradient in gradients)
+        if not look:
+            return all(gradient is None for gradient in gradients)
+        return all_zero(gradients, self.comms if comms is None else comms)
 
     def end_step(self) -> None:
         self.tail = None

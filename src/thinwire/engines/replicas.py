@@ -126,10 +126,10 @@ class Replicas(Engine):
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+    def dropped(self, weights: Sequence[Tensor], *, look: bool, comms: Sequence[Comm] | None = None) -> bool:
         return self._gradients == "dropped"
 
-    def emptied(self) -> bool:
+    def emptied(self, comms: Sequence[Comm] | None = None) -> bool:
         return all_zero(self.gradients(), self.inside)  # the others hold the same means
 
     def end_step(self) -> None:

@@ -72,7 +72,7 @@ class ShardedReplicas(Replicas):
         if unseen := [name for name in names if not self._step_loop.seen(name)]:  # they rest in this step
             self._step_loop.enter(unseen)
 
-    def dropped(self, weights: Sequence[Tensor], *, look: bool) -> bool:
+    def dropped(self, weights: Sequence[Tensor], *, look: bool, comms: Sequence[Comm] | None = None) -> bool:
         if look:  # a further pass, which the replica's own ranks have averaged, and not the replicas
             self._gradients = "own"
         return self.sharded.dropped(weights, look=look)

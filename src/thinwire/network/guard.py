@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ class Guard:
     def forget(self) -> None:
         """Drop all observations."""
         self._residues.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep what was observed so far out of agreements inside, for those after it."""
+        residues, self._residues = self._residues, []
+        try:
+            yield
+        finally:
+            self._residues = residues
 
     def observe_all(self, gradients: Iterable[Tensor | None]) -> None:
         """Observe the averaged ``gradients``, which may have overflowed, or were never exchanged (one rank alone).
