@@ -513,7 +513,8 @@ class Wire:
             clip_grads_with_norm_(parameters, max_norm, norm)
         self._step_loop.note_steps()  # which may share memory, and its count, with what was clipped
         self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
-        self._step_loop.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor, former = (max_norm / (norm + 1e-6)).clamp(max=1.0), self._step_loop.clip_factor
+        self._step_loop.clip_factor = factor if former is None else former * factor
         return norm
 
     def _power_of_moves(self) -> Tensor | None:
@@ -621,7 +622,7 @@ class Wire:
             with torch.no_grad(), self._step_loop.inside("wire.reset()"):
                 self._meet()
         drop_waiting(self.method)
-        self._stage.flush_at = None
+        self._stage.flush_at, self._step_loop.in_a_row = None, 0
         self.weights_changed()
 
     def _meet(self) -> None:

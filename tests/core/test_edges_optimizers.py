@@ -319,34 +319,39 @@ LATE = [
     Case("topk(feedback='gradients', smallest=0, density=0.1)"),
     Case("onebit-adam(smallest=0, warmup=1, group=32)", "", "adamw"),
 ]  # fmt: skip
+HELD = "the optimizer", "another optimizer", "none"
 
 
 def _late(rank, world, engine):
-    """w1 is frozen when compress() is called, and thawed later; ``held``: then the optimizer takes it, too."""
+    """w1 is frozen when compress() is called, and thawed later; ``held``: then the optimizer takes it, or a second one
+    does, or none."""
 
     def look(case):
         found: dict[str, Any] = {}
-        for held in (True, False):
+        for held in HELD:
             model = build(engine, world, net=Given, prepare=lambda net: net.w1.requires_grad_(False))
-            optimizer = case.make(model.parameters())
-            wire = thinwire.compress(model, optimizer, case.method, steps=8)
+            optimizers = [case.make(model.parameters())]
+            wire = thinwire.compress(model, optimizers, case.method, steps=8)
             late = parts(model)["w1"]
             start = full(late).clone()
 
-            def step(number, late=late, model=model, wire=wire, optimizer=optimizer):
+            def step(number, late=late, model=model, wire=wire, optimizers=optimizers):
                 values = given(number, rank)
                 if not late.requires_grad:
                     del values["w1"]
                 with wire.accumulate():
                     model(values).backward()
                 wire.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
 
-            def thaw(late=late, optimizer=optimizer, held=held, step=step):
+            def thaw(late=late, optimizers=optimizers, held=held, step=step, case=case):
                 late.requires_grad_(True)
-                if held:
-                    optimizer.add_param_group({"params": [late]})
+                if held == "the optimizer":
+                    optimizers[0].add_param_group({"params": [late]})
+                elif held == "another optimizer":
+                    optimizers.append(case.make([late]))
                 for number in (2, 3, 4):
                     step(number)
 
@@ -365,14 +370,15 @@ def _late(rank, world, engine):
 def test_a_parameter_that_comes_late_is_served_or_refused_by_name(engine):
     def check(method, what):
         wrong = []
-        for held, label in ((True, "thawed and given to the optimizer"), (False, "thawed")):
+        for held in HELD:
+            label, moves = f"thawed, and held by {held}", held != "none"
             raised = what[f"{held}: raised"]
             if raised:
                 clear = raised.startswith(("ThinwireError", "RuntimeError")) and "w1" in raised and "\n" not in raised
                 wrong += [f"{label}: {raised}"] * (not clear)
             else:
                 wrong += [f"{label}: ranks hold different weights"] * (not what[f"{held}: equal"])
-                wrong += [f"{label}: moved is {not held}"] * (what[f"{held}: moved"] != held)
+                wrong += [f"{label}: moved is {not moves}"] * (what[f"{held}: moved"] != moves)
         return wrong
 
     each(ranks.run(_late, 2, engine), engine, check)

@@ -139,7 +139,8 @@ def test_a_program_with_feedback_loses_nothing_of_the_steps_that_count_and_keeps
 
 
 def test_so_many_steps_in_a_row_that_are_not_finite_are_the_end():
-    """Counted from the last step that was; it says from which step on, and what is not finite."""
+    """Counted from the last step that was, or from when weights were put back; it says from which step on, and what is
+    not finite."""
     model, ours = made()
     ddp = DistributedDataParallel(model)
     wire = thinwire.compress(ddp, ours, "dense", safety=thinwire.Safety(max_skipped=3))
@@ -154,13 +155,34 @@ def test_so_many_steps_in_a_row_that_are_not_finite_are_the_end():
             optimizer.step()
             optimizer.zero_grad()
 
-    for bad in ("", "a", "b", "", "c", "b"):
+    step()
+    saved = wire.state_dict()
+    for put_back in (lambda: wire.load_state_dict(saved), wire.reset):
+        for bad in "ab":
+            step(bad)
+        put_back()
+    wire.load_state_dict(saved)
+    for bad in ("a", "b", "", "c", "b"):
         step(bad)
     with pytest.raises(ThinwireError) as error:
         step("b")
     assert str(error.value).startswith("3 steps in a row were skipped, from step 5 on, because of values")
     assert "(the gradient of b among them): go back to a checkpoint before step 5" in str(error.value)
     assert (wire.step, wire.skipped) == (7, 5)
+    wire.close()
+
+
+def test_the_clip_factor_of_a_step_is_that_of_all_its_clips():
+    model, ours = made()
+    ddp = DistributedDataParallel(model)
+    wire = thinwire.compress(ddp, ours, "radius(start=0, smallest=0)")
+    ddp(given(random.Random(0), "abc")).backward()
+    norm = float(wire.clip_grad_norm_(1e9))
+    for limit in (norm / 4, norm):
+        wire.clip_grad_norm_(limit)
+    for optimizer in ours:
+        optimizer.step()
+    assert wire.stats()["method"]["clip factor at the last resample"] == pytest.approx(0.25, rel=1e-3)
     wire.close()
 
 

@@ -64,6 +64,7 @@ class StepLoop:
 
     Attributes:
         skipped: steps skipped on all ranks, or by this one where ranks go their own ways.
+        in_a_row: steps skipped since the last one that was taken, or since earlier weights were put back.
         step_was_skipped: the last optimizer step was skipped by all ranks that take it together.
         norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
         closed: no exchange is due now: micro-batches are being accumulated.
@@ -79,7 +80,7 @@ class StepLoop:
         self.guard, self.bound, self.ledger = last.guard, last.bound, last.ledger
         self.state: State = self.method.state
         self.skipped = 0
-        self._max_skipped, self._in_a_row = safety.max_skipped, 0
+        self._max_skipped, self.in_a_row = safety.max_skipped, 0
         every = safety.check_every
         self._replica_check = None if every is None else ReplicaCheck(engine, road, self.weights, every)
         self.norm: Tensor | None = None
@@ -92,6 +93,7 @@ class StepLoop:
             for name, weight in engine.model.named_parameters()
             if id(weight) not in engine.parameters
         }
+        self._thawed: dict[int, str] = {}  # of those, by id, that the last backward pass differentiated
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
         self._written: dict[str, int] | None = None if run.scaled else {}  # writes of each step; None: warned
         self._open: Step | None = None  # begun by one optimizer; others are to follow
@@ -167,8 +169,10 @@ class StepLoop:
             self._again(repeated)
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, names)
-        if self.scaler is not None and not self._exchanged:
-            self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
+        if not self._exchanged:
+            self._thawed = {id(weight): name for name, weight in self._frozen.items() if weight.requires_grad}
+            if self.scaler is not None:
+                self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
         if not self._exchanged and self._written is not None and self.method.card.step_maker is not None:
             at_end = torch.autograd.Variable._execution_engine.queue_callback
             if torch._C._current_graph_task_id() != -1:
@@ -274,13 +278,15 @@ class StepLoop:
     def stranger(self, optimizer: torch.optim.Optimizer) -> None:
         """Check any ``optimizer`` of this process before it steps.
 
-        Raise ThinwireError if it holds a trained parameter with a gradient, and compress() was not told of it.
+        Raise ThinwireError if compress() was not told of it, and a trained or thawed parameter in it has a gradient.
         """
         if self.ended or any(inner in self.optimizers for inner in unwrapped(optimizer)):
             return
-        members = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in self._names)
+        known = self._names | self._thawed
+        members = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in known)
         if (weight := next(members, None)) is not None and not _makes_state(optimizer):
-            raise ThinwireError(_STRANGER.format(kind=type(optimizer).__name__, name=self._names[id(weight)]))
+            reason = _LATE if id(weight) in self._thawed else _STRANGER
+            raise ThinwireError(reason.format(kind=type(optimizer).__name__, name=known[id(weight)]))
 
     def counts(self) -> dict[str, Tensor]:
         """Return what a state holds beside the method's: counts of steps, int64, 0-dim, and the bound's values."""
@@ -298,7 +304,8 @@ class StepLoop:
             self.bound.load_state_dict({key.removeprefix("bound/"): value for key, value in counts.items()})
 
     def reset(self) -> None:
-        """Forget the step under way, before another state is loaded."""
+        """Forget the step under way, and how many were skipped before it, as another state is to be loaded."""
+        self.in_a_row = 0
         self.weight_watch.trust()
         self.guard.forget()
         self.state.rollback()
@@ -434,8 +441,8 @@ class StepLoop:
             raise ThinwireError(trouble or "another rank cannot take this step: see its message")
         if not finite:
             number, overflowed = self.number, not self.engine.void
-            self._in_a_row += overflowed
-            diverged = None if self._in_a_row != self._max_skipped else self._diverged(number)
+            self.in_a_row += overflowed
+            diverged = None if self.in_a_row != self._max_skipped else self._diverged(number)
             self._skip()
             self._look(number)
             if (scaler := _scaler_above()) is None:  # it wants to see the gradients of each optimizer
@@ -509,7 +516,7 @@ class StepLoop:
         number = self.number
         self._commit()
         self.road.step += 1
-        self._in_a_row = 0
+        self.in_a_row = 0
         self.ledger.close_step(skipped=False)
         self._forget()
         self.weight_watch.step_is_over()
@@ -523,14 +530,14 @@ class StepLoop:
 
     def _diverged(self, number: int) -> str:
         """Explain why training cannot go on. The gradients must still be there."""
-        begun = number - self._in_a_row + 1
+        begun = number - self.in_a_row + 1
         named = [(f"the weights {name}", weight) for name, weight in self.weights.items()]
         named += [(f"the gradient of {name}", weight.grad) for name, weight in self.weights.items()
                   if weight.grad is not None]  # fmt: skip
         not_finite = (label for label, values in named if not bool(local(values).isfinite().all()))
         culprit = next((f" ({label} among them)" for label in not_finite), "")
         return (
-            f"{self._in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not "
+            f"{self.in_a_row} steps in a row were skipped, from step {begun} on, because of values that are not "
             f"finite{culprit}: go back to a checkpoint before step {begun}, with a lower learning rate; "
             "Safety(max_skipped=...) sets how many are too many"
         )
