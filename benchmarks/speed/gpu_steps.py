@@ -5,8 +5,9 @@
 
 One rank does all of DDP's step but for the network: its buckets are packed, encoded, handed to NCCL, decoded and
 summed. (FSDP2 on one rank exchanges nothing: it needs several GPUs.) The model runs as it is written, in autocast to
-bfloat16; AdamW is fused. "issued" is when the host had given the step to the GPU: where it equals the step, the host is
-what is waited for. ``--kernels``: a line of JSON for each method, with a step's launches and microseconds by kernel.
+bfloat16; AdamW is fused; each step has other tokens, the r-th of the vocabulary about as often as 1 / r. "issued" is
+when the host had given the step to the GPU: where it equals the step, the host is what is waited for. ``--kernels``: a
+line of JSON for each method, with a step's launches and microseconds by kernel.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from thinwire.train.model.shapes import PRESETS
 METHODS = ("none", "dense", "int8", "sdp4bit", "trickle", "trickle(mask='merged')")
 TURNS, STEPS = 6, 5
 """Each method has its turn so many times, the first of which is not counted; steps of a turn."""
+ANNOTATIONS = ("DistributedDataParallel", "Optimizer.")
+"""Of spans of kernels, which are no kernels."""
 
 
 class Run:
@@ -48,47 +51,51 @@ class Run:
         fused = {"fused": True} if resolved.OPTIMIZER is torch.optim.AdamW else {}
         self.optimizer = resolved.OPTIMIZER(self.model.parameters(), lr=1e-4, **fused)
         thinwire.compress(self.model, self.optimizer, resolved, steps=1000)
+        self.taken = 0
 
-    def steps(self, tokens: torch.Tensor, count: int) -> None:
+    def steps(self, batches: torch.Tensor, count: int) -> None:
+        """Take ``count`` steps, each of the next of ``batches`` (batches, sequences, tokens)."""
         for _ in range(count):
+            tokens = batches[self.taken % len(batches)]
+            self.taken += 1
             with torch.autocast("cuda", torch.bfloat16):
                 loss = F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def turn(self, tokens: torch.Tensor) -> tuple[float, float]:
+    def turn(self, batches: torch.Tensor) -> tuple[float, float]:
         """Milliseconds of a step, and until it was issued."""
         torch.cuda.synchronize(self.device)
         began = time.perf_counter()
-        self.steps(tokens, STEPS)
+        self.steps(batches, STEPS)
         issued = time.perf_counter()
         torch.cuda.synchronize(self.device)
         return 1e3 * (time.perf_counter() - began) / STEPS, 1e3 * (issued - began) / STEPS
 
-    def kernels(self, tokens: torch.Tensor) -> tuple[int, dict[str, float]]:
+    def kernels(self, batches: torch.Tensor) -> tuple[int, dict[str, float]]:
         """Launches of a step, and microseconds by kernel."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            self.steps(tokens, 2)
+            self.steps(batches, 2)
             torch.cuda.synchronize(self.device)
         times, counts = defaultdict(float), Counter()
         for event in profiler.events():
-            annotates = getattr(event, "is_user_annotation", False) or "DistributedDataParallel" in event.name
-            if event.device_type == torch.autograd.DeviceType.CUDA and not annotates and "Optimizer" not in event.name:
+            annotates = getattr(event, "is_user_annotation", False) or event.name.startswith(ANNOTATIONS)
+            if event.device_type == torch.autograd.DeviceType.CUDA and not annotates:
                 times[event.name] += event.device_time / 2
                 counts[event.name] += 1
         return sum(counts.values()) // 2, dict(times)
 
 
-def compare(runs: list[Run], tokens: torch.Tensor) -> None:
+def compare(runs: list[Run], batches: torch.Tensor) -> None:
     """Print a line of the table for each run."""
-    turns = [[run.turn(tokens) for run in runs] for _ in range(TURNS)][1:]
+    turns = [[run.turn(batches) for run in runs] for _ in range(TURNS)][1:]
     steps = {run.method: [turn[at][0] for turn in turns] for at, run in enumerate(runs)}
     dense = statistics.median(steps.get("dense", [float("nan")]))
     for at, run in enumerate(runs):
         step, issued = statistics.median(steps[run.method]), statistics.median(turn[at][1] for turn in turns)
         spread = f"{step:.2f} ({min(steps[run.method]):.1f} to {max(steps[run.method]):.1f})"
-        print(f"| {tokens.numel()} | `{run.method}` | {spread} | {step / dense:.2f} | {issued:.2f} |", flush=True)
+        print(f"| {batches[0].numel()} | `{run.method}` | {spread} | {step / dense:.2f} | {issued:.2f} |", flush=True)
 
 
 def main() -> int:
@@ -114,10 +121,11 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {world}\n")
     print("| tokens | method | ms per step (least to most) | x dense | issued |\n|---|---|---|--:|--:|")
     for number in options.tokens:
-        tokens = torch.randint(PRESETS[options.preset].vocabulary, (max(number // context, 1), context), device=device)
-        compare(runs, tokens)
+        uniform = torch.rand(TURNS * STEPS, max(number // context, 1), context, device=device)
+        batches = (PRESETS[options.preset].vocabulary ** uniform).long() - 1
+        compare(runs, batches)
         for run in runs if options.kernels and number == options.tokens[0] else ():
-            launches, times = run.kernels(tokens)
+            launches, times = run.kernels(batches)
             ours = {name: round(us) for name, us in sorted(times.items(), key=lambda item: -item[1]) if name[0] == "_"}
             line = {"method": run.method, "tokens": number, "launches": launches, "us": round(sum(times.values()))}
             print(json.dumps(line | {"ours": ours}), flush=True)

@@ -57,6 +57,9 @@ DIGITS = ((23, 1 << 8), (11, 1 << 12), (0, 1 << 11))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits. A histogram takes time by its
 bins, of which each thread counts its own."""
 BINS = max(bins for _, bins in DIGITS)
+COPIES, COUNTED_APART = 8, 256
+"""Copies of a segment's counts at most, and of all segments': additions to counts that lie close wait for each other,
+which took longer than reading the values. So programs add to copies in turns."""
 
 NAN = tl.constexpr(0x7F800001)
 """Any NaN, as a size: all are equal, and larger than infinity."""
@@ -122,12 +125,12 @@ def _first(
     histogram = tl.histogram(_size(values) >> shift, BINS, mask=inside)
     tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0, sem="relaxed")
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
-        _digit(segment, state + entry * 2, counts, shift, True, BINS)
+        _digit(segment, state + entry * 2, counts, 1, shift, True, BINS)
 
 
 @kernel
 def _second(
-    programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
+    programs, segments, total, stride, state, counts, copies, ends, marks, marks_stride, segment_count, shift,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Count the digits at ``shift`` of sizes that begin as ``state``; a segment's last program adds the k-th's to it.
@@ -139,17 +142,18 @@ def _second(
     inside = column < width // 16 * 16
     size = _size(tl.load(row_of(total + start, stride, row, ALIGN) + column, mask=inside, other=0))
     entry = row * segment_count + number
-    counts, state = counts + entry * BINS, state + entry * 2
+    counts, state = counts + entry * copies * BINS, state + entry * 2
     prefix, wanted, digit = (size >> shift) // BINS, (tl.load(state) >> shift) // BINS, (size >> shift) % BINS
     above, alike = inside & (prefix > wanted), inside & (prefix == wanted)
     word = tl.min(column, 0) // WORDS + tl.arange(0, BLOCK // WORDS)
     marks += 2 * row * marks_stride + start // WORDS + word
     tl.store(marks, _word(above), mask=word * WORDS < width)
     tl.store(marks + marks_stride, _word(alike), mask=word * WORDS < width)
-    _count_zeros(counts, alike & (digit == 0))
-    tl.atomic_add(counts + digit, digit * 0 + 1, mask=alike & (digit != 0), sem="relaxed")
+    copy = counts + tl.program_id(0) % copies * BINS
+    _count_zeros(copy, alike & (digit == 0))
+    tl.atomic_add(copy + digit, digit * 0 + 1, mask=alike & (digit != 0), sem="relaxed")
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
-        _digit(segment, state, counts, shift, False, BINS)
+        _digit(segment, state, counts, copies, shift, False, BINS)
 
 
 @triton.jit
@@ -161,7 +165,7 @@ def _count_zeros(counts, zeros):
 
 @kernel
 def _third(
-    programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
+    programs, segments, total, stride, state, counts, copies, ends, marks, marks_stride, segment_count, shift,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Like ``_second``, of those values alone that it has marked to begin as ``state``. ``BLOCK``: words."""
@@ -169,7 +173,8 @@ def _third(
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = word * WORDS < width
     entry = row * segment_count + number
-    counts, state = counts + entry * BINS, state + entry * 2
+    counts, state = counts + entry * copies * BINS, state + entry * 2
+    copy = counts + tl.program_id(0) % copies * BINS
     marks += 2 * row * marks_stride + start // WORDS
     total += start + row * stride + word * WORDS
     wanted = (tl.load(state) >> shift) // BINS
@@ -183,28 +188,29 @@ def _third(
         counted = (unread != 0) & (prefix == wanted)
         alike |= tl.where(counted, bit, 0)
         zeros += (counted & (digit == 0)).to(tl.int32)
-        tl.atomic_add(counts + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
+        tl.atomic_add(copy + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
         unread ^= bit
     _store_marks(marks, marks_stride, word, above, alike, inside)
-    _count_zeros(counts, zeros)
+    _count_zeros(copy, zeros)
     if is_last(ends + entry, tl.cdiv(width, BLOCK * WORDS)):
-        _digit(segment, state, counts, shift, False, BINS)
+        _digit(segment, state, counts, copies, shift, False, BINS)
 
 
 @triton.jit
-def _digit(segment, state, counts, shift, FIRST: tl.constexpr, BINS: tl.constexpr):
+def _digit(segment, state, counts, copies, shift, FIRST: tl.constexpr, BINS: tl.constexpr):
     """Add the k-th size's next digit to ``state``: (digits, number of values with them to choose). Zero ``counts``."""
     if FIRST:
         digits, remaining = 0, tl.load(segment + 2).to(tl.int32)
     else:
         digits, remaining = tl.load(state), tl.load(state + 1)
-    digit = tl.arange(0, BINS)
-    count = tl.load(counts + digit, cache_modifier=".cg")
+    digit, count = tl.arange(0, BINS), tl.zeros((BINS,), tl.int32)
+    for copy in range(copies):
+        count += tl.load(counts + copy * BINS + digit, cache_modifier=".cg")
+        tl.store(counts + copy * BINS + digit, tl.zeros((BINS,), tl.int32))
     count_from = tl.cumsum(count, 0, reverse=True)
     chosen = tl.maximum(tl.sum((count_from >= remaining).to(tl.int32), 0) - 1, 0)
     tl.store(state, digits | (chosen << shift))
     tl.store(state + 1, remaining - tl.sum(tl.where(digit > chosen, count, 0), 0))
-    tl.store(counts + digit, tl.zeros((BINS,), tl.int32))
 
 
 @kernel
@@ -471,9 +477,10 @@ def largest(
     count, total, device = len(rows), rows if total_out is None else total_out, rows.device
     addend = rows if residual is None else residual
     entries = count * len(segments)
+    copies = max(1, min(COPIES, COUNTED_APART // entries))
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
-    counts = counters(device, entries * (BINS + 1))
-    ends = counts[entries * BINS :]
+    counts = counters(device, entries * (copies * BINS + 1))
+    ends = counts[entries * copies * BINS :]
     marks = torch.empty((2 * count, rows.shape[1] // 32), dtype=torch.int32, device=device)
     table, _, counted, _, _ = _tables(device, segments)
     grid = counted.shape[0] // 2, count
@@ -489,7 +496,7 @@ def largest(
         len(segments), shift, STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None,
         BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
     )  # fmt: skip
-    shared = counted, table, total, state, counts, ends, marks, len(segments)
+    shared = counted, table, total, state, counts, copies, ends, marks, len(segments)
     launch(_second, grid, *shared, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
     by_word: dict[str, Any] = {"BLOCK": MARKED, "FIELDS": of.FIELDS}
     launch(_third, grid, *shared, third[0], BINS=third[1], **by_word)
