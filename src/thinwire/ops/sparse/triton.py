@@ -206,11 +206,13 @@ def _digit(segment, state, counts, copies, shift, FIRST: tl.constexpr, BINS: tl.
     digit, count = tl.arange(0, BINS), tl.zeros((BINS,), tl.int32)
     for copy in range(copies):
         count += tl.load(counts + copy * BINS + digit, cache_modifier=".cg")
-        tl.store(counts + copy * BINS + digit, tl.zeros((BINS,), tl.int32))
     count_from = tl.cumsum(count, 0, reverse=True)
     chosen = tl.maximum(tl.sum((count_from >= remaining).to(tl.int32), 0) - 1, 0)
     tl.store(state, digits | (chosen << shift))
     tl.store(state + 1, remaining - tl.sum(tl.where(digit > chosen, count, 0), 0))
+    tl.debug_barrier()  # several threads may have to read one count
+    for copy in range(copies):
+        tl.store(counts + copy * BINS + digit, tl.zeros((BINS,), tl.int32))
 
 
 @kernel
