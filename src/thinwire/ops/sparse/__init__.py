@@ -28,7 +28,7 @@ __all__ = [
 
 LOW_BITS = (8, 4)
 """Choices for the bits of a position that are packed unchanged: the fewest bytes win, on a tie the first choice."""
-BLOCK = 512
+BLOCK = 1024
 """Columns of a segment that one program of a GPU decodes."""
 
 _backend = backend("thinwire.ops.sparse")

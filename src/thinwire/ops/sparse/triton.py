@@ -3,9 +3,10 @@
 
 The k-th size of each segment is found digit by digit, from the highest: count the values of each digit, take the digit
 whose values include the k-th, go on with these alone. A chosen column's list index is the number chosen before it.
-The first digit, the exponent, is read off all values, by histograms of each program's. The pass of the second one
-marks which values are above the first and which have it, mostly fewer than one in ten: only these are read again, word
-by word of the marks, bit by bit. The pass of the third one marks anew, by both digits, and leaves next to nothing.
+The first digit, the exponent and a bit, is read off all values, by histograms of each program's. The pass of the
+second one marks which values are above the first and which have it, mostly fewer than one in twenty: only these are
+read again, word by word of the marks, bit by bit. The pass of the third one marks anew, by both digits, and leaves next
+to nothing.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ MARKED = COUNTED // 32
 """Words per program that reads those values alone that are marked."""
 QUANTIZED = 1024
 """Values that one program quantizes and keeps: of 4096, in 4 warps, Triton 3.6 makes 212 registers."""
-DIGITS = ((23, 1 << 8), (11, 1 << 12), (0, 1 << 11))
+DIGITS = ((22, 1 << 9), (11, 1 << 11), (0, 1 << 11))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits. A histogram takes time by its
-bins, of which each thread counts its own."""
+bins, of which each thread counts its own, but the more bins the first one has, the fewer values go on."""
 BINS = max(bins for _, bins in DIGITS)
-COPIES, COUNTED_APART = 8, 256
-"""Copies of a segment's counts at most, and of all segments': additions to counts that lie close wait for each other,
-which took longer than reading the values. So programs add to copies in turns."""
+COPIES, ALL_COPIES = 8, 256
+"""Copies of a segment's counts of the second digit, at most, and of all segments' together. Additions to counts that
+lie close wait for each other, which took longer than to read the values: programs add to copies in turns."""
 
 NAN = tl.constexpr(0x7F800001)
 """Any NaN, as a size: all are equal, and larger than infinity."""
@@ -165,7 +166,7 @@ def _count_zeros(counts, zeros):
 
 @kernel
 def _third(
-    programs, segments, total, stride, state, counts, copies, ends, marks, marks_stride, segment_count, shift,
+    programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Like ``_second``, of those values alone that it has marked to begin as ``state``. ``BLOCK``: words."""
@@ -173,8 +174,7 @@ def _third(
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = word * WORDS < width
     entry = row * segment_count + number
-    counts, state = counts + entry * copies * BINS, state + entry * 2
-    copy = counts + tl.program_id(0) % copies * BINS
+    counts, state = counts + entry * BINS, state + entry * 2
     marks += 2 * row * marks_stride + start // WORDS
     total += start + row * stride + word * WORDS
     wanted = (tl.load(state) >> shift) // BINS
@@ -188,12 +188,12 @@ def _third(
         counted = (unread != 0) & (prefix == wanted)
         alike |= tl.where(counted, bit, 0)
         zeros += (counted & (digit == 0)).to(tl.int32)
-        tl.atomic_add(copy + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
+        tl.atomic_add(counts + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
         unread ^= bit
     _store_marks(marks, marks_stride, word, above, alike, inside)
-    _count_zeros(copy, zeros)
+    _count_zeros(counts, zeros)
     if is_last(ends + entry, tl.cdiv(width, BLOCK * WORDS)):
-        _digit(segment, state, counts, copies, shift, False, BINS)
+        _digit(segment, state, counts, 1, shift, False, BINS)
 
 
 @triton.jit
@@ -479,7 +479,7 @@ def largest(
     count, total, device = len(rows), rows if total_out is None else total_out, rows.device
     addend = rows if residual is None else residual
     entries = count * len(segments)
-    copies = max(1, min(COPIES, COUNTED_APART // entries))
+    copies = max(1, min(COPIES, ALL_COPIES // entries))
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
     counts = counters(device, entries * (copies * BINS + 1))
     ends = counts[entries * copies * BINS :]
@@ -498,10 +498,10 @@ def largest(
         len(segments), shift, STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None,
         BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
     )  # fmt: skip
-    shared = counted, table, total, state, counts, copies, ends, marks, len(segments)
-    launch(_second, grid, *shared, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
+    begun, marking = (counted, table, total, state, counts), (ends, marks, len(segments))
+    launch(_second, grid, *begun, copies, *marking, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
     by_word: dict[str, Any] = {"BLOCK": MARKED, "FIELDS": of.FIELDS}
-    launch(_third, grid, *shared, third[0], BINS=third[1], **by_word)
+    launch(_third, grid, *begun, *marking, third[0], BINS=third[1], **by_word)
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
     words = table.view(1, -1) if wire is None else viewable(wire).view(torch.int64)
     values = counted, table, total, state, marks, tallies
