@@ -127,13 +127,14 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     yield sparse._third, found, lines | {"BLOCK": sparse.MARKED, "BINS": third}
     for kernel in (sparse._tally, sparse._list):
         yield kernel, found, lines | {"BLOCK": sparse.MARKED, "PACK": True}
+    listed = {"BLOCK": sparse.BLOCK}
     for kernel in (sparse._ones, sparse._spread):
-        yield kernel, of | {"wire": "*i64"}, block | lines
-    yield sparse._put, {}, block
-    yield sparse._send_whole, {"codes": "*fp32"}, block | {"KEEP": True}
+        yield kernel, of | {"wire": "*i64"}, listed | lines
+    yield sparse._put, {}, listed
+    yield sparse._send_whole, {"codes": "*fp32"}, listed | {"KEEP": True}
     for bits, codes in ((32, "*fp32"), (8, "*i8"), (4, "*u8")):
         decoded = {"SUM": bits > 4, "BITS": bits, "PER_SCALE": 64 if bits < 32 else 1}
-        yield sparse._decode, of | {"codes": codes}, block | aligned | lines | decoded
+        yield sparse._decode, of | {"codes": codes}, listed | aligned | lines | decoded
         if bits < 32:
             sent = {"KEEP": True, "GROUP": 64, "BLOCK": sparse.QUANTIZED // 64, "FOUR": bits == 4}
             for wire in (16, 4):
