@@ -14,7 +14,8 @@ CHAT = (
 
 
 def make(folder: Path, kind: str = "llama", seed: int = 0) -> Path:
-    """A folder with a "llama" (grouped-query attention, its own head) or a "gpt2" (tied head, dropout)."""
+    """A folder with a "llama" (grouped-query attention, its own head), a "gpt2" (tied head, dropout), a "deepseek"
+    (experts, whose router has a bias that is a buffer) or a "bert" (which is not causal)."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -36,6 +37,21 @@ def make(folder: Path, kind: str = "llama", seed: int = 0) -> Path:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
             vocab_size=304, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, **ends,
+        ))  # fmt: skip
+    elif kind == "deepseek":
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+            vocab_size=304, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2,
+            n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+            qk_nope_head_dim=8, v_head_dim=16, max_position_embeddings=64, **ends,
+        ))  # fmt: skip
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
+    elif kind == "bert":
+        model = transformers.BertLMHeadModel(transformers.BertConfig(
+            vocab_size=304, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+            max_position_embeddings=64,
         ))  # fmt: skip
     else:
         model = transformers.GPT2LMHeadModel(

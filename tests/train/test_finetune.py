@@ -38,9 +38,9 @@ SMALL = ["--eval-sequences", "4", "--batch-size", "2", "--seq-len", "24"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """llama/, gpt2/, text.txt and rows.jsonl."""
+    """llama/, gpt2/, deepseek/, text.txt and rows.jsonl."""
     folder = tmp_path_factory.mktemp("pretrained")
-    for kind in ("llama", "gpt2"):
+    for kind in ("llama", "gpt2", "deepseek"):
         pretrained_models.make(folder / kind, kind)
     (folder / "text.txt").write_text("".join(pretrained_models.TEXT))
     rows = [{"prompt": f"{i} times {i % 7} is ", "completion": str(i * (i % 7))} for i in range(100)]
@@ -56,9 +56,38 @@ def _train(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[in
     return status, said.getvalue()
 
 
-def train(world: int, *words: str) -> str:
+def _train_and_keep(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[int, str]:
+    """Train, with buffers that move in every step (as a router's bias does); keep the model as trained in OUT.pt."""
+    from thinwire.core.names import bare_name
+    from thinwire.train.checkpoint.store import Checkpoints
+    from thinwire.train.model.pretrained import Pretrained
+
+    def move(module: torch.nn.Module, *passed: object) -> None:
+        if isinstance(module, Pretrained) and module.training:
+            for buffer in (buffer for name, buffer in module.named_buffers() if name.endswith("correction_bias")):
+                buffer += torch.linspace(-0.1, 0.1, len(buffer))
+
+    save = Checkpoints.save
+
+    def keep(self: Checkpoints, *counts: int, model: torch.nn.Module, **others: object) -> None:
+        whole = {bare_name(name): getattr(value, "full_tensor", lambda value=value: value)().clone()
+                 for name, value in model.state_dict().items()}  # fmt: skip
+        if rank == 0:
+            torch.save(whole, f"{words[-1]}.pt")
+        save(self, *counts, model=model, **others)
+
+    Checkpoints.save = keep  # type: ignore[method-assign, assignment]
+    handle = torch.nn.modules.module.register_module_forward_hook(move)
+    try:
+        return _train(rank, world, port, words)
+    finally:
+        Checkpoints.save = save  # type: ignore[method-assign]
+        handle.remove()
+
+
+def train(world: int, *words: str, how: object = _train) -> str:
     """``thinwire train``; what rank 0 says on standard error."""
-    found = ranks.run(_train, world, free_port(), words, warm="warm_frameworks", LOCAL_WORLD_SIZE=str(world))
+    found = ranks.run(how, world, free_port(), words, warm="warm_frameworks", LOCAL_WORLD_SIZE=str(world))
     assert [status for status, _ in found] == [0] * world, found
     return found[0][1]
 
@@ -123,6 +152,40 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
     assert found.init in capsys.readouterr().out
     assert cli.main(["export", f"{tmp_path}/whole", f"{tmp_path}/adapter", "--adapter"]) == 2
     assert "this run trained all weights" in capsys.readouterr().err
+
+
+@needs_hub
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        pytest.param("llama", [], marks=in_full),
+        ("gpt2", ["--engine", "fsdp2"]),
+        ("deepseek", ["--method", "int8(smallest=0)"]),
+        ("deepseek", ["--engine", "fsdp2"]),
+        pytest.param("deepseek", ["--lora", "4", "--lora-targets", "q_b_proj"], marks=in_full),
+    ],
+)
+def test_what_is_exported_and_resumed_is_the_model_that_was_trained_with_its_buffers(place, tmp_path, kind, words):
+    words = ["--init", str(place / kind), "--data", str(place / "rows.jsonl"), *SMALL, "--lr", "0.01", *words,
+             "--steps", "2", "--checkpoint-every", "1"]  # fmt: skip
+    train(2, *words, "--out", f"{tmp_path}/run", how=_train_and_keep)
+    trained = torch.load(tmp_path / "run.pt")
+    model = trained_model.read(tmp_path / "run").model()
+    rebuilt = model.state_dict()
+    assert rebuilt.keys() == trained.keys()
+    assert [name for name, value in trained.items() if not torch.equal(value, rebuilt[name])] == []
+    tokens = torch.arange(5, 60)[None]
+    with torch.no_grad():
+        ours = model(tokens)
+    assert cli.main(["export", f"{tmp_path}/run", f"{tmp_path}/hub"]) == 0
+    torch.testing.assert_close(logits_of(tmp_path / "hub", tokens), ours, rtol=1e-4, atol=1e-5)
+    if kind == "deepseek":
+        biases = [name for name in trained if name.endswith("correction_bias")]
+        begun = load_file(place / kind / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+        assert biases and begun.any() and not any(torch.equal(begun, trained[name]) for name in biases)
+        first, last = tmp_path / "run/checkpoints/step-000001", "checkpoints/step-000002"
+        train(2, *words, "--resume", str(first), "--out", f"{tmp_path}/again", how=_train_and_keep)
+        same_bits(tmp_path / "run" / last, tmp_path / "again" / last)
 
 
 @needs_hub
@@ -323,6 +386,19 @@ def test_without_transformers_the_command_that_installs_it_is_said(tmp_path, mon
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ThinwireError, match=r"pip install 'thinwire\[hf\]'"):
         pretrained.load(str(tmp_path), None)
+
+
+@needs_hub
+def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path):
+    """It would learn to copy: its validation loss falls, and it can continue no text."""
+    from thinwire.train.model import pretrained
+
+    folder = pretrained_models.make(tmp_path / "bert", "bert")
+    with pytest.raises(ThinwireError, match=r"is not causal \(BertLMHeadModel\)"):
+        pretrained.load(str(folder), None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
+    assert pretrained.load(str(folder), None).vocabulary == 304
 
 
 @needs_hub

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.base.errors import ThinwireError
 from thinwire.core.run import Parameter
@@ -24,6 +24,12 @@ def clean_name(name: str) -> str:
 def bare_name(name: str) -> str:
     """Return ``clean_name`` without DDP's prefix."""
     return clean_name(name).removeprefix("module.")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Map bare names to the buffers that ``model.state_dict()`` holds: what a model is made of besides parameters."""
+    saved = model.state_dict()
+    return {bare_name(name): buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def role_of(name: str, module: nn.Module | None) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.names import bare_name
+from thinwire.core.names import bare_name, persistent_buffers
 from thinwire.core.run import find_holders
 from thinwire.network.comm import local
 from thinwire.train.checkpoint.format import MODEL, WIRE, Checkpoint, Damaged, States, rank_file, read_tensors
@@ -26,7 +26,7 @@ def collect_tensors(
     """Return the tensors that belong to this rank alone, and those that are the same on all ranks. Collective."""
     wire.hand_over()  # the optimizer gets the moments that the method keeps: the run can resume without the method, too
     of_rank = {WIRE + key: value for key, value in wire.state_dict().items()}
-    tensors: dict[str, Tensor] = {}
+    tensors = {f"buffer/{key}": local(buffer) for key, buffer in persistent_buffers(model).items()}
     for key, parameter in _trained(model).items():
         tensors[f"model/{key}"] = local(parameter)
         for optimizer in optimizers:
@@ -60,7 +60,9 @@ class ResumedState:
             ThinwireError: the checkpoint is not of this model.
         """
         path, parameters = self.checkpoint.path, _trained(model)
-        missing, holders = set(parameters), find_holders(optimizers, parameters)
+        holders = find_holders(optimizers, parameters)
+        kept: dict[str, Tensor] = {**parameters, **persistent_buffers(model)}
+        missing = set(kept)
         tensors = read_whole_tensors(self.checkpoint) if self.resize else self.tensors.items()
         with torch.no_grad():
             for name, saved in tensors:
@@ -68,18 +70,18 @@ class ResumedState:
                 if kind == "wire":
                     continue
                 key, _, moment = key.rpartition("/") if kind == "optimizer" else (key, "", "")
-                if key not in parameters:
+                if key not in kept:
                     raise ThinwireError(f"{path} holds {key}, which this model does not have")
-                parameter = parameters[key]
+                tensor = kept[key]
                 if kind == "optimizer":
-                    holders[key].optimizer.state[parameter][moment] = self._like(saved, parameter)
+                    holders[key].optimizer.state[parameters[key]][moment] = self._like(saved, tensor)
                     continue
-                needed = parameter.shape if self.resize else local(parameter).shape
+                needed = tensor.shape if self.resize else local(tensor).shape
                 if saved.shape != needed:
                     raise ThinwireError(
                         f"{path}: {key} has shape {tuple(saved.shape)}, this model needs {tuple(needed)}"
                     )
-                local(parameter).copy_(local(self._like(saved, parameter)))
+                local(tensor).copy_(local(self._like(saved, tensor)))
                 missing.remove(key)
         if missing:
             raise ThinwireError(f"{path} holds no {min(missing)}, which this model has")
@@ -90,34 +92,35 @@ class ResumedState:
             state = States(path / rank_file(rank) for rank in range(self.checkpoint.meta["world_size"]))
         wire.load_state_dict(state, resize=self.resize)
 
-    def _like(self, saved: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Lay out a weight or a moment like ``parameter``; a scalar (AdamW's step count) stays on the CPU."""
+    def _like(self, saved: Tensor, tensor: Tensor) -> Tensor:
+        """Lay out a weight, buffer or moment like ``tensor``; a scalar (AdamW's step count) stays on the CPU."""
         if saved.dim() == 0:
             return saved
-        saved = saved.to(parameter.device)
-        if not isinstance(parameter, DTensor):
+        saved = saved.to(tensor.device)
+        if not isinstance(tensor, DTensor):
             return saved
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh, placements = tensor.device_mesh, tensor.placements
         if self.resize:  # each rank has the whole tensor, and keeps its shard
             return distribute_tensor(saved, mesh, placements, src_data_rank=None)
         return DTensor.from_local(
-            saved, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            saved, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
 
 
 def read_whole_tensors(
-    checkpoint: Checkpoint, kinds: Iterable[str] = ("model/", "optimizer/")
+    checkpoint: Checkpoint, kinds: Iterable[str] = ("model/", "buffer/", "optimizer/")
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yield weights ("model/NAME") and moments ("optimizer/NAME/KIND"), unsharded.
+    """Yield weights ("model/NAME"), buffers ("buffer/NAME") and moments ("optimizer/NAME/KIND"), unsharded.
 
-    FSDP2's shards are joined along dim 0; of HSDP's copies the first is read.
+    FSDP2's shards are joined along dim 0; of HSDP's copies, and of buffers, which are whole, the first is read.
     """
     files = [checkpoint.path / MODEL]
     if MODEL not in checkpoint.meta["files"]:
         sharing = int(checkpoint.meta["about"]["mesh"].split()[0])
         files = [checkpoint.path / rank_file(rank) for rank in range(sharing)]
     for prefix in kinds:
-        for tensors in zip(*(read_tensors(path, prefix) for path in files), strict=True):
+        holders = files[:1] if prefix == "buffer/" else files
+        for tensors in zip(*(read_tensors(path, prefix) for path in holders), strict=True):
             names, shards = zip(*tensors, strict=True)
             if len({*names}) > 1:
                 raise Damaged(f"{checkpoint.path}: the ranks' files do not hold the same tensors")

@@ -31,7 +31,7 @@ class TrainedModel:
     Attributes:
         run: the run's folder, with config.yaml and the tokenizer.
         shape: None: ``config.init`` names a Hugging Face model, and ``init`` is the hash of its weights.
-        weights: name -> whole tensor, on the CPU.
+        weights: name -> whole tensor, on the CPU; persistent buffers, too.
     """
 
     path: Path
@@ -90,7 +90,7 @@ def _read(checkpoint: Checkpoint) -> TrainedModel:
         shape = ModelConfig(**{**sizes, "context": config.sequence_length}).check()
         if (tokenizer.vocabulary, config.sequence_length) != (description["vocabulary"], description["sequence"]):
             raise ThinwireError(f"{run / 'config.yaml'} is not this run's any more: another tokenizer or seq_len")
-    weights = {name.removeprefix("model/"): weight for name, weight in read_whole_tensors(checkpoint, ["model/"])}
+    weights = {name.partition("/")[2]: saved for name, saved in read_whole_tensors(checkpoint, ["model/", "buffer/"])}
     return TrainedModel(checkpoint.path, checkpoint.step, run, config, shape, init, weights, tokenizer)
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
+from thinwire.core.names import persistent_buffers
 from thinwire.train.model.shapes import hub_folder
 
 HUB_FOLDER = "hf"  # folder in --out of the model's files that hold no tensors
@@ -84,7 +85,8 @@ def load(init: str, adapters: dict[str, Any] | None, seed: int = 0) -> Pretraine
     """Load the model in the folder ``init`` in fp32; add adapters (arguments of ``LoraConfig``), drawn by ``seed``.
 
     Raises:
-        ThinwireError: there is no model, it lacks weights, or it has none of the modules that adapters are for.
+        ThinwireError: there is no model, it lacks weights, it is not causal, or it has none of the modules that
+            adapters are for.
     """
     folder = hub_folder(init)
     with _quiet(f"cannot load the model in {folder}"):
@@ -93,8 +95,23 @@ def load(init: str, adapters: dict[str, Any] | None, seed: int = 0) -> Pretraine
         )
     if lacking := sorted(report["missing_keys"]):
         raise ThinwireError(f"--init {folder} has no weights for {lacking[0]} ({len(lacking)} are missing)")
-    digest = _digest(hub)
-    return Pretrained(hub if adapters is None else _add_adapters(hub, adapters, seed), digest)
+    model = Pretrained(hub, _digest(hub))
+    with _quiet(f"cannot try the model in {folder}"):
+        if _sees_later(model):
+            raise ThinwireError(
+                f"--init {folder} is not causal ({type(hub).__name__}): its tokens see later ones, and would learn to "
+                "copy them; take a model for text generation"
+            )
+    return model if adapters is None else Pretrained(_add_adapters(hub, adapters, seed), model.digest)
+
+
+@torch.no_grad()
+def _sees_later(model: Pretrained) -> bool:
+    """Do the logits of two texts that differ in their last token alone differ before it, beyond rounding?"""
+    tokens = torch.full((2, 8), model.vocabulary // 2, device="cpu")
+    tokens[1, -1] //= 2
+    one, other = model(tokens)[:, :-1].double()
+    return bool((one - other).norm() > 1e-4 * one.norm())
 
 
 def _add_adapters(hub: Any, adapters: dict[str, Any], seed: int) -> Any:
@@ -134,10 +151,12 @@ def fast_tokenizer(hub: Any, init: str) -> HubTokenizer:
 def rebuild(
     init: str, adapters: dict[str, Any] | None, run: Path, digest: str, weights: Mapping[str, Tensor]
 ) -> Pretrained:
-    """Build the model with a checkpoint's ``weights``; those that they lack (all but adapters) come from ``init``.
+    """Build the model with a checkpoint's ``weights`` and buffers; those that it lacks (all but adapters) come from
+    ``init``.
 
     Raises:
-        ThinwireError: the folder ``init`` is gone, or holds another model than the run began with.
+        ThinwireError: the folder ``init`` is gone, or holds another model than the run began with; or the checkpoint
+            lacks something that is trained, or a buffer.
     """
     with _quiet(f"cannot read {run / HUB_FOLDER}"):
         transformers = extras.load("transformers")
@@ -151,6 +170,9 @@ def rebuild(
     _, unknown = model.load_state_dict(weights, strict=False)
     if unknown:
         raise ThinwireError(f"{run} holds {unknown[0]}, which the model does not have")
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    if lacking := [name for name in (*trained, *persistent_buffers(model)) if name not in weights]:
+        raise ThinwireError(f"{run} holds no {lacking[0]}, which the model has")
     return model.eval()
 
 
@@ -175,11 +197,11 @@ def export(model: Pretrained, run: Path, folder: Path, *, adapter: bool) -> None
 
 
 def _digest(hub: nn.Module) -> str:
-    """Hash all weights, which are on the CPU."""
+    """Hash all weights and persistent buffers, which are on the CPU."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, weight in hub.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().contiguous().numpy().data)
+    for name, tensor in (*hub.named_parameters(), *persistent_buffers(hub).items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().numpy().data)
     return digest.hexdigest()
 
 
