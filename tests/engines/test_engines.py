@@ -518,7 +518,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
     found = ranks.run(_refusals, 2)[0]
     expected = {
         "hooked": "already has a communication hook", "half": "float16",
-        "unused": "find_unused_parameters", "sparse": "sparse=False", "replicated": "DistributedDataParallel",
+        "unused": "such as int8", "sparse": "sparse=False", "replicated": "DistributedDataParallel",
         "bare": "fully_shard", "stranger": "none of the model's parameters", "silent": "ddp only",
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
         "shared": "with a GPU for each rank; or DDP",

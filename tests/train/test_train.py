@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +167,37 @@ def test_corpora(tmp_path):
         read_corpus([str(tmp_path / "broken.xz")])
     with pytest.raises(ThinwireError, match="too short"):
         Windows(torch.arange(5), 10)
+
+
+def test_which_text_is_too_short_is_said():
+    enough, little = torch.arange(50), torch.arange(5)
+    for valid, texts, said in (
+        ((), (little, enough), "--corpus a.txt b.txt is too short: 5 tokens"),
+        ((), (enough, little), "what is held out of --corpus a.txt b.txt (name --valid) is too short"),
+        (("v.txt",), (enough, little), "--valid v.txt is too short"),
+    ):
+        with pytest.raises(ThinwireError) as caught:
+            setup._windows(Config(corpus=("a.txt", "b.txt"), valid=valid, seq_len=10), *texts)
+        assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("there", "read"), [("train test validation", "validation"), ("train test", "test"), ("train", "train")]
+)
+def test_validation_reads_a_held_out_split_of_the_hub_or_says_that_there_is_none(monkeypatch, there, read):
+    class Rows(list):
+        column_names = ("text",)
+
+    hub = SimpleNamespace(
+        get_dataset_split_names=lambda path, config: there.split(),
+        load_dataset=lambda path, config, split: Rows([{"text": f"{split} of {path}"}]),
+    )
+    monkeypatch.setattr("thinwire.base.extras.load", lambda name: hub)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = Config(corpus=("hub:a/b",), valid=("hub:a/b",))
+        assert setup._texts(config) == ("train of a/b", f"{read} of a/b")
+    assert ["--valid reads its split train" in str(warning.message) for warning in caught] == [True] * (read == "train")
 
 
 def test_the_standard_library_is_a_corpus():
@@ -431,6 +463,9 @@ def test_a_disk_that_is_full_is_said_before_a_run_that_diverges():
         trainer._check(loop.StepOutcome(math.nan, 1.0, 0.0, 0.5))
 
 
+SHARDS = {"ddp": (), "fsdp2": (), "hsdp": ("--shard-size", "2")}
+
+
 def refused(found: list[tuple[int, str]], line: str) -> bool:
     """By every rank, with one line that says so."""
     return all(status == 2 and line in said and len(said.splitlines()) == 1 for status, said in found)
@@ -448,8 +483,8 @@ def refused(found: list[tuple[int, str]], line: str) -> bool:
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engine, world, method):
     common = [
         "--preset", "tiny", "--layers", "1", "--width", "64", "--corpus", str(text), "--engine", engine,
-        "--method", method, "--shard-size", "2", "--steps", "6", "--checkpoint-every", "3",
-        "--eval-sequences", "0", "--batch-size", "2",
+        "--method", method, *SHARDS[engine], "--steps", "6", "--checkpoint-every", "3", "--eval-sequences", "0",
+        "--batch-size", "2",
     ]  # fmt: skip
     whole, again = tmp_path / "whole/checkpoints", tmp_path / "again/checkpoints"
     third, last = "step-000003", "step-000006"
@@ -492,6 +527,10 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
         (["--preset", "huge"], "unknown preset 'huge'"),
         (["--steps", "0"], "--steps must be 1 or more"),
         (["--bucket-mb", "5", "--engine", "fsdp2"], "--bucket-mb is for --engine ddp"),
+        (["--shard-size", "2", "--engine", "fsdp2"], "--shard-size is for --engine hsdp"),
+        (["--max-loss", "5%"], "--max-loss is for --method auto"),
+        (["--cluster", "l40s-10g", "--method", "int8"], "--cluster is for --method auto"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is there twice: name one file"),
         (["--optimizer", "lion"], "optimizer"),
         (["--lr", "fast"], "lr"),
         (["--method", "scape", "--optimizer", "adamw"], "scape is built on AdamS: leave --optimizer adamw out"),
@@ -532,7 +571,8 @@ def test_the_plan_says_which_optimizer_was_chosen(tmp_path, text):
         (["--resume", "latest"], "no checkpoint"),
         (["--method", "none", "--engine", "fsdp2"], "runs on ddp only"),
         (["--engine", "hsdp", "--shard-size", "3", "--overwrite"], "does not divide"),
-        (["--seq-len", "999999", "--overwrite"], "the corpus is too short"),
+        (["--seq-len", "999999", "--overwrite"], "text.txt is too short"),
+        (["--ranks-per-node", "1"], "--ranks-per-node is for ranks started here: this node's launcher has started 2"),
     ],
 )
 def test_ranks_refuse_what_only_they_can_see(tmp_path, text, words, line):
@@ -586,7 +626,7 @@ def test_bytes_are_those_of_the_steps_however_often_they_are_evaluated(tmp_path,
     sent = []
     for every in ("0", "1", "3"):
         out = tmp_path / every
-        words = ["--corpus", str(text), "--engine", engine, "--method", method, "--shard-size", "2", "--steps", "8"]
+        words = ["--corpus", str(text), "--engine", engine, "--method", method, *SHARDS[engine], "--steps", "8"]
         found = train(2, *SHORT, *words, "--eval-every", every, "--no-checkpoints", "--out", str(out))
         assert [status for status, _ in found] == [0, 0], found
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

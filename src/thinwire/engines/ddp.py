@@ -149,7 +149,7 @@ class DDP(Engine):
         if method.card.keeps_state and model.find_unused_parameters:
             raise ThinwireError(
                 f"{method} keeps unsent values, and find_unused_parameters=True would lose those of a parameter that "
-                "no rank used: turn that off, or use feedback=None"
+                "no rank used: turn that off, or take a method that keeps none, such as int8"
             )
         for name, module in model.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

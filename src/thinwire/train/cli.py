@@ -53,6 +53,8 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], int | None]
         note(f"starting {ranks} rank{'s' * (ranks > 1)} on this machine")
         return start_ranks(command, ranks, per_node)
     warnings.formatwarning = _one_line
+    if (here := os.environ.get("LOCAL_WORLD_SIZE")) and config.ranks_per_node not in (None, int(here)):
+        raise ThinwireError(f"--ranks-per-node is for ranks started here: this node's launcher has started {here}")
     return work() or 0
 
 

@@ -124,7 +124,8 @@ class Config:
     """Text to train on: files or globs (.xz and .gz too), "stdlib" (the source of Python's standard library), or
     "hub:NAME"; or tokens: a folder that `thinwire tokenize` wrote, or files (.bin as nanoGPT writes them, .npy)."""
     valid: tuple[str, ...] = ()
-    """Text for validation, written like --corpus. Default: every 20th part of the corpus is held out."""
+    """Text for validation, written like --corpus (of hub:NAME the split validation, else test). Default: every 20th
+    part of the corpus is held out."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the corpus), folder:PATH (tokenizer.json of a Hugging Face folder), hub:NAME, or
     ids:SIZE for token files with SIZE different tokens."""
@@ -250,6 +251,10 @@ class Config:
         """Is the method to be chosen?"""
         return self.method == "auto"
 
+    def with_choice(self, method: str) -> Config:
+        """Return these settings with the ``method`` that was chosen, without what it was chosen by."""
+        return dataclasses.replace(self, method=method, cluster=None, max_loss=Config.max_loss)
+
     @property
     def largest_loss(self) -> float:
         """The share above dense's loss that --max-loss allows."""
@@ -346,16 +351,19 @@ class Config:
     def _check_combinations(self) -> None:
         if not (self.corpus and all(self.corpus)):
             raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
-        if self.checkpoint_every and not self.checkpoints:
-            raise ThinwireError("--checkpoint-every does not go with --no-checkpoints")
-        if self.overwrite and self.resume:
-            raise ThinwireError("--resume does not go with --overwrite, which starts afresh")
-        if self.muon_lr is not None and self.optimizer != "muon":
-            raise ThinwireError("--muon-lr is for --optimizer muon")
-        if self.muon_lr is not None and self.lr == 0:
-            raise ThinwireError("--lr 0 does not go with --muon-lr, which rises and falls with it")
-        if self.bucket_mb is not None and self.engine != "ddp":
-            raise ThinwireError(f"--bucket-mb is for --engine ddp, not {self.engine}")
+        refused = {
+            "--checkpoint-every does not go with --no-checkpoints": self.checkpoint_every and not self.checkpoints,
+            "--resume does not go with --overwrite, which starts afresh": self.overwrite and self.resume,
+            "--muon-lr is for --optimizer muon": self.muon_lr is not None and self.optimizer != "muon",
+            "--lr 0 does not go with --muon-lr, which follows it": self.muon_lr is not None and self.lr == 0,
+            "--bucket-mb is for --engine ddp": self.bucket_mb is not None and self.engine != "ddp",
+            "--shard-size is for --engine hsdp": self.shard_size is not None and self.engine != "hsdp",
+            "--cluster is for --method auto": self.cluster is not None and not self.chooses,
+            "--max-loss is for --method auto": self.max_loss != Config.max_loss and not self.chooses,
+        }
+        for line, is_so in refused.items():
+            if is_so:
+                raise ThinwireError(line)
         for name in ("data", "lora", "lora_alpha", "lora_targets"):
             if getattr(self, name) and not self.init:
                 raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
@@ -472,8 +480,10 @@ def from_arguments(arguments: list[str], source: str = "") -> Config:
     """Read a command line; its words override the file of its ``--config FILE``."""
     arguments = list(arguments)
     default = Config()
+    if sum(word.partition("=")[0] == "--config" for word in arguments) > 1:
+        raise ThinwireError("--config is there twice: name one file; options typed beside it win")
     for i, word in enumerate(arguments):
-        if word == "--config" or word.startswith("--config="):
+        if word.partition("=")[0] == "--config":
             name = word.partition("=")[2] or (arguments[i + 1] if i + 1 < len(arguments) else "")
             if not name:
                 raise ThinwireError("--config needs the name of a YAML file")

@@ -127,7 +127,7 @@ def prepare(config: Config, ranks: Ranks, folder: RunFolder, inputs: Inputs) -> 
     if resumed is not None:  # it has chosen, if its run had to
         about = resumed.checkpoint.meta["about"]
         checkpoints.description |= {"method": about["method"], "choice": about.get("choice")}
-        config = dataclasses.replace(config, method=about["method"] if config.chooses else config.method)
+        config = config.with_choice(about["method"]) if config.chooses else config
     return Start(config, inputs, checkpoints, resumed)
 
 
@@ -180,7 +180,7 @@ class Trainer(Stepper):
         description = self.checkpoints.description
         if config.chooses:
             choice = self._choose()
-            self.config = dataclasses.replace(config, method=choice.method)
+            self.config = config.with_choice(choice.method)
             description |= {"method": str(resolve(choice.method)), "choice": dataclasses.asdict(choice)}
         self.start(self.config.method)
         if description.get("choice"):

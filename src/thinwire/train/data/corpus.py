@@ -8,6 +8,7 @@ import gzip
 import itertools
 import lzma
 import sysconfig
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,26 +16,28 @@ from pathlib import Path
 from typing import IO, Any
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError, first_line
+from thinwire.base.errors import ThinwireError, ThinwireWarning, first_line
 
 SPAN = 1 << 15  # characters in a row that go to one side of the split
 HELD_OUT = 20  # every 20th span is held out
 PIECE = 1 << 22  # characters read from a file at a time
 
 
-def read_corpus(names: Sequence[str]) -> str:
+def read_corpus(names: Sequence[str], *, held_out: bool = False) -> str:
     """Read the text of files and globs (plain, .xz or .gz), of ``stdlib``, or of a hub data set ``hub:NAME``, in order.
+
+    ``held_out``: of a data set read the split "validation", else "test"; if it has neither, or by default, "train".
 
     Raises:
         ThinwireError: a name matches nothing, cannot be read, or the text is empty.
     """
-    return "".join(read_pieces(names))
+    return "".join(read_pieces(names, held_out=held_out))
 
 
-def read_pieces(names: Sequence[str]) -> Iterator[str]:
+def read_pieces(names: Sequence[str], *, held_out: bool = False) -> Iterator[str]:
     """Yield the text of ``read_corpus`` lazily, in pieces: up to ``PIECE`` characters of a file, a row of the hub."""
     separator, empty = "", True
-    for document in itertools.chain.from_iterable(map(_documents, names)):
+    for document in itertools.chain.from_iterable(_documents(name, held_out) for name in names):
         yield separator
         for piece in document:
             empty = empty and not piece.strip()
@@ -56,10 +59,10 @@ def spans(text: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def _documents(name: str) -> Iterable[Iterable[str]]:
+def _documents(name: str, held_out: bool) -> Iterable[Iterable[str]]:
     """Return the texts that ``name`` stands for, each in pieces."""
     if name.startswith("hub:"):
-        return _read_hub(name.removeprefix("hub:"))
+        return _read_hub(name.removeprefix("hub:"), held_out)
     return map(_read_file, _standard_library() if name == "stdlib" else match_paths(name))
 
 
@@ -129,15 +132,20 @@ def _standard_library() -> list[Path]:
     return sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
 
 
-def _read_hub(name: str) -> Iterable[Iterable[str]]:
+def _read_hub(name: str, held_out: bool) -> Iterable[Iterable[str]]:
     datasets = extras.load("datasets")
     path, _, config = name.partition(":")
     try:
-        rows = datasets.load_dataset(path, config or None, split="train")
+        splits = datasets.get_dataset_split_names(path, config or None) if held_out else ()
+        part = next((part for part in ("validation", "test") if part in splits), "train")
+        rows = datasets.load_dataset(path, config or None, split=part)
     except Exception as error:  # the hub's client raises whatever its transport raises
         raise ThinwireError(f"cannot load the data set '{name}': {first_line(error)}") from None
     if "text" not in rows.column_names:
         raise ThinwireError(f"the data set '{name}' has no column 'text', only {', '.join(rows.column_names)}")
+    if held_out and part == "train":
+        line = f"the data set '{name}' has no split validation or test: --valid reads its split train"
+        warnings.warn(line, ThinwireWarning, stacklevel=2)
     return ((row["text"],) for row in rows)
 
 

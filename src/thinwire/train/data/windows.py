@@ -23,21 +23,22 @@ class Windows:
     """Windows of ``length`` + 1 tokens, each starting at the last token of the one before. Each epoch shuffles them.
 
     Attributes:
-        tokens: (T,) integers, on the CPU or in files.
+        tokens: (T,) integers, on the CPU or in files. text: what they are of, for the error where they are too few.
         targets_per_window: on average.
     """
 
     tokens: Tensor | TokenFiles
     length: int
     seed: int = 0
+    text: str = "the corpus"
 
     def __post_init__(self) -> None:
         self.count = (len(self.tokens) - 1) // self.length
         self.targets_per_window: float = self.length
         if self.count < 1:
             raise ThinwireError(
-                f"the corpus is too short: {len(self.tokens)} tokens, one sequence needs {self.length + 1}: "
-                "name more text with --corpus, or a shorter --seq-len"
+                f"{self.text} is too short: {len(self.tokens)} tokens, one sequence needs {self.length + 1}: name more "
+                "text, or a shorter --seq-len"
             )
 
     @property

@@ -275,8 +275,10 @@ def _read_pretrained_text(
 
 def _texts(config: Config) -> tuple[str, str]:
     text = read_corpus(config.corpus)
-    return (text, read_corpus(config.valid)) if config.valid else split(text)
+    return (text, read_corpus(config.valid, held_out=True)) if config.valid else split(text)
 
 
 def _windows(config: Config, train: Any, valid: Any) -> tuple[Windows, Windows]:
-    return Windows(train, config.sequence_length, config.seed), Windows(valid, config.sequence_length)
+    corpus, length = f"--corpus {config.text_name}", config.sequence_length
+    held_out = " ".join(("--valid", *config.valid)) if config.valid else f"what is held out of {corpus} (name --valid)"
+    return Windows(train, length, config.seed, corpus), Windows(valid, length, text=held_out)

@@ -33,15 +33,12 @@ def export(shape: ModelConfig, weights: dict[str, Tensor], tokenizer: Any, folde
     if shape.family == "gpt" and shape.kv_heads != shape.heads:
         raise ThinwireError("GPT-2 has no grouped-query attention: only the family llama is exported with it")
     contiguous = {name: weight.contiguous() for name, weight in _rename(weights, shape.family).items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
-        tokenizer.save(str(folder / "tokenizer.json"))
-        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.context}
-        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
-        (folder / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")
-    except OSError as error:
-        raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.context}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")
 
 
 def _config(shape: ModelConfig) -> dict[str, Any]:
