@@ -1,6 +1,7 @@
 """The state of a wire beside a framework's own checkpoint, without pickle.
 
-Each rank writes and reads its own file, ``FOLDER/rank-0000.safetensors`` ..., so hosts need not share the folder.
+Each rank writes and reads its own file, ``FOLDER/rank-0000.safetensors`` ..., so hosts need not share the folder. It
+names the weights that its state belongs to, because a program without Thinwire may have replaced the checkpoint since.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ import os
 import warnings
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.core.replica_check import digest
+from thinwire.network.comm import local
 from thinwire.wire import Wire
 
-safetensors = extras.load("safetensors.torch")
+safetensors = extras.load("safetensors")
 
 
 def _file(folder: Path) -> Path:
     return folder / f"rank-{dist.get_rank():04d}.safetensors"
+
+
+def _hash(wire: Wire) -> str:
+    """Hash this rank's own trained weights."""
+    return str(int(digest(torch.stack([digest(local(weight)) for weight in wire._run.weights.values()]))))
 
 
 def save(wire: Wire, folder: Path) -> None:
@@ -27,25 +36,48 @@ def save(wire: Wire, folder: Path) -> None:
     file = _file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
-    extras.save_file({key: value.contiguous().cpu() for key, value in wire.state_dict().items()}, partial)
+    state = {key: value.contiguous().cpu() for key, value in wire.state_dict().items()}
+    # Where ranks go their own ways, the framework keeps the weights of rank 0.
+    kept = wire.method.rank_equal or (wire.engine.kind == "ddp" and dist.get_rank() == 0)
+    extras.save_file(state, partial, metadata={"weights": _hash(wire)} if kept else {})
     os.replace(partial, file)
 
 
 def load(wire: Wire, folder: Path) -> None:
-    """Load this rank's state from ``folder``. Every rank must call it. Without ``folder``, warn and start anew.
+    """Load this rank's state from ``folder``, once the framework has loaded the weights. Every rank must call it.
+
+    Warn and start anew where no rank has a file, or where the state belongs to other weights.
 
     Raises:
-        ThinwireError: ``folder`` has no file of this rank.
+        ThinwireError: ``folder`` has no file of this rank, or of another one.
     """
-    file = _file(folder)
-    if file.exists():
-        wire.load_state_dict(safetensors.load_file(file))
-    elif folder.exists():
-        raise ThinwireError(f"{file} is missing: the checkpoint was made by fewer ranks, or is incomplete")
-    else:
-        warnings.warn(
-            f"there is no {folder}: the checkpoint was made without Thinwire, and the method begins with an empty "
-            "state",
-            ThinwireWarning,
-            stacklevel=2,
+    file, weights = _file(folder), _hash(wire)
+    here, stale = file.exists(), False
+    if here:
+        with safetensors.safe_open(file, "pt") as opened:
+            names = opened.keys()
+            state = {name: opened.get_tensor(name) for name in names}
+            stale = (opened.metadata() or {}).get("weights", weights) != weights
+    present, absent, stale = _any_rank(wire, here, not here, stale)
+    if present and absent:
+        lacking = f"the file of another rank in {folder}" if here else file
+        raise ThinwireError(f"{lacking} is missing: the checkpoint was made by fewer ranks, or is incomplete")
+    if present and not stale:
+        wire.load_state_dict(state)
+    elif dist.get_rank() == 0:
+        cause = (
+            f"the state in {folder} belongs to other weights than those that were loaded: a program without Thinwire "
+            "has replaced the checkpoint"
+            if stale
+            else f"there is no {file}: the checkpoint was made without Thinwire"
         )
+        warnings.warn(f"{cause}, and the method begins with an empty state", ThinwireWarning, stacklevel=2)
+
+
+def _any_rank(wire: Wire, *flags: bool) -> list[bool]:
+    """Return which of ``flags`` are set on any rank. Collective."""
+    row = torch.tensor(flags, dtype=torch.float32, device=wire._device)
+    with wire.ledger.aside():
+        for comm in wire.engine.comms:
+            comm.all_reduce(row, "max")
+    return [bool(flag) for flag in row]
