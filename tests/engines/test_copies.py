@@ -14,7 +14,7 @@ import thinwire
 from breadth import dealt
 from engines import build, train
 from models import flat
-from thinwire.methods import TABLE
+from thinwire.methods import TABLE, LocalSteps
 from thinwire.proof.record import small
 
 
@@ -42,8 +42,9 @@ def _advance(run, rank, steps):
 def _copied(rank, world):
     warnings.simplefilter("ignore")
     broken = []
-    for number, cls in enumerate(dealt((cls for cls in TABLE if "ddp" in cls.engines), "ddp")):
-        how = list(COPIES)[number % len(COPIES)]
+    cases = [(cls, list(COPIES)[number % len(COPIES)]) for number, cls in enumerate(
+        dealt((cls for cls in TABLE if "ddp" in cls.engines), "ddp"))]  # fmt: skip
+    for number, (cls, how) in enumerate([*cases, (LocalSteps, "save")]):  # it has a hook in the model itself
         first, undisturbed = (_begin(build("ddp", world), cls) for _ in range(2))
         for run in (first, undisturbed):
             _advance(run, rank, range(3))

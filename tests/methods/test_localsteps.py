@@ -697,15 +697,45 @@ def test_where_replicas_come_and_go_nothing_travels_beside():
         VirtualRank(LocalSteps(delay=1), comm, 8, optimizer=sgd)
 
 
+class Keeper(torch.optim.Optimizer):
+    """It keeps numbers, lists and dicts, as SOAP and Adafactor do; if it ``reads`` values, no dry run can step it."""
+
+    def __init__(self, weights: Any, lr: float = 1e-2, *, reads: bool = False) -> None:
+        super().__init__(weights, {"lr": lr, "reads": reads})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if (gradient := weight.grad) is not None:
+                    self._step(self.state[weight], weight, gradient, group)
+
+    def _step(self, state: dict[str, Any], weight: Any, gradient: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state |= {"step": 0, "scale": 0.0, "note": "", "none": None, "seen": {"last": torch.zeros_like(weight)},
+                      "Q": [torch.zeros_like(weight), 0]}  # fmt: skip
+        state["step"] += 1
+        state["Q"][1] += 2
+        state["scale"] += float(gradient.square().sum() > 1e-3) if group["reads"] else 0.5
+        state["Q"][0].lerp_(gradient, 0.1)
+        state["seen"]["last"].lerp_(gradient.sign(), 0.1)
+        factor = group["lr"] / (1 + 0.1 * state["step"] + 0.01 * state["scale"] + 0.01 * state["Q"][1])
+        weight.sub_(state["Q"][0] + state["seen"]["last"], alpha=factor)
+
+
+KEEPERS = {"keeper": Keeper, "reader": partial(Keeper, reads=True)}
+
+
 def _resumed(
-    rank: int, world: int, kind: str, stop: int, poison: tuple[int, int] | None, **knobs: Any
+    rank: int, world: int, kind: str, stop: int, poison: tuple[int, int] | None, keeper: str = "", **knobs: Any
 ) -> bool:  # fmt: skip
     """Does a run that is killed after ``stop`` steps and goes on hold the bits of one that is not?"""
 
     def make() -> tuple[Any, Any, Any]:
         model = build(kind, world)
-        optimizer = adam(model)
-        method = method_of(second_moment="mean", every=4, start=3, start_with="loco(beta=0,reset=0)", **knobs)
+        optimizer = KEEPERS[keeper](model.parameters()) if keeper else adam(model)
+        moment = "own" if keeper else "mean"
+        method = method_of(second_moment=moment, every=4, start=3, start_with="loco(beta=0,reset=0)", **knobs)
         wire = thinwire.compress(model, optimizer, method, steps=14)
         return model, optimizer, wire
 
@@ -738,6 +768,40 @@ def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
     cases = dealt([(kind, 1, None), (kind, 7, (4, 1)), (kind, 9, None)], kind, ("ddp", "hsdp"))
     for found in ranks.run(several, world, _resumed, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
         assert found == [True] * len(cases)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_whatever_an_optimizer_keeps_is_resumed_bit_for_bit(kind, world):
+    """Numbers, lists and dicts, after a step that one rank has skipped; also if it reads values in its step."""
+    cases = [(kind, 6, (4, 1), keeper) for keeper in KEEPERS]
+    for found in ranks.run(several, world, _resumed, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
+        assert found == [True] * len(cases)
+
+
+def _kept(rank: int, world: int) -> list[str]:
+    """Of an optimizer that has not loaded its own state, and of one that keeps something else."""
+    found = []
+    for keeps in ([], {1, 2}):
+        model = build("ddp", world)
+        optimizer = Keeper(model.parameters())
+        wire = thinwire.compress(model, optimizer, LocalSteps(every=4))
+        train(model, optimizer, rank, range(2), wire)
+        next(iter(optimizer.state.values()))["more"] = keeps
+        with pytest.raises(ThinwireError) if keeps else contextlib.nullcontext() as refused:
+            saved = wire.state_dict()
+        if not keeps:
+            optimizer.state.clear()
+            with pytest.raises(ThinwireError) as refused:
+                wire.load_state_dict(saved)
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_an_optimizer_keeps_is_not_left_out_in_silence():
+    early, strange = ranks.run(_kept, 1)[0]
+    assert "load the optimizer's own state before the wire's" in early
+    assert "keeps a set as 'more' of embedding.weight" in strange
+    assert "\n" not in early + strange
 
 
 def _resumed_beside(rank: int, world: int, kind: str, stop: int, poison: tuple[int, int] | None) -> bool:

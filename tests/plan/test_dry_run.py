@@ -189,6 +189,6 @@ def test_the_double_of_an_optimizer_with_a_schedule_steps_in_its_place():
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     twin = nn.Parameter(torch.empty(3, device="meta"))
     double = optimizer_like(optimizer, {id(weight): twin})
-    step_once(double, optimizer)
+    step_once(double, {})
     assert not stepped and not optimizer.state and weight.tolist() == [1.0] * 3
     assert set(double.state[twin]) == {"step", "exp_avg", "exp_avg_sq"}

@@ -123,13 +123,7 @@ class StepLoop:
             self._hooks[optimizer] = before.id
             handles += [before, after]
         if self.method.card.alone_from is not None:
-
-            @torch.compiler.disable
-            def look(*_: Any) -> None:  # no bound method: it would be copied with the model, with all that it holds
-                if self._alone and torch._C._current_graph_task_id() == -1:
-                    self.look_for_dropped(self._inside)
-
-            handles.append(self.engine.model.register_forward_pre_hook(look, prepend=True))
+            handles.append(self.engine.model.register_forward_pre_hook(_BeforeForward(self), prepend=True))
         return handles
 
     def _come_last(self) -> None:
@@ -237,6 +231,12 @@ class StepLoop:
     def exchanged(self) -> list[Tensor]:
         """Return the parameters exchanged since the last step."""
         return [self.weights[name] for name in self._exchanged]
+
+    @torch.compiler.disable
+    def before_forward(self) -> None:
+        """Learn before the model's forward pass whether this rank, which steps alone, has dropped a step."""
+        if self._alone and torch._C._current_graph_task_id() == -1:
+            self.look_for_dropped(self._inside)
 
     def begin_micro_batch(self) -> None:
         """Begin the forward and backward pass of a micro-batch."""
@@ -611,6 +611,20 @@ class StepLoop:
                 "as compress(..., scaler=scaler)"
             )
         self._knows_scaler = True
+
+
+class _BeforeForward:
+    """Tell a loop before its model's forward pass. A copy, which a copy of the model gets, has no loop."""
+
+    def __init__(self, loop: StepLoop | None = None) -> None:
+        self._loop = loop
+
+    def __call__(self, *_: Any) -> None:
+        if self._loop is not None:
+            self._loop.before_forward()
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return type(self), ()
 
 
 def split_counts(values: dict[str, Tensor]) -> dict[str, Tensor]:

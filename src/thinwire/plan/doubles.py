@@ -6,15 +6,16 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinwire.core.state import State
+from thinwire.network.comm import local
 
 
 class Watch(TorchDispatchMode):
@@ -106,8 +107,11 @@ def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parame
     return double
 
 
-def step_once(double: Any, original: torch.optim.Optimizer) -> None:
-    """Give ``double`` the state that ``original`` has after a step, if ``original`` can step without values."""
+def step_once(double: Any, present: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    """Give ``double`` the state that its original has after a step, if it can step without values.
+
+    Else the original's ``present`` state, by double of the weight, or Adam's if there is none yet.
+    """
     double._optimizer_step_pre_hooks, double._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     stand_in, double.state = double.state, defaultdict(dict)
     for group in double.param_groups:
@@ -117,4 +121,8 @@ def step_once(double: Any, original: torch.optim.Optimizer) -> None:
     try:
         double.step()
     except Exception:  # the user's own optimizer reads values
-        double.state = stand_in
+
+        def empty(value: Tensor) -> Tensor:
+            return zeros_like(local(value), next(iter(stand_in)).device) if value.dim() else value
+
+        double.state = {w: tree_map_only(Tensor, empty, dict(present.get(w) or stand_in[w])) for w in stand_in}

@@ -132,8 +132,10 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     try:
         with torch.no_grad():
             if card.alone(card.steady):  # its state then includes that of the user's optimizers, which differs by rank
-                for double, original in zip(play.optimizers, run.optimizers, strict=True):
-                    step_once(double, original)
+                holders = {name: holder.optimizer for name, holder in run.holders.items()}
+                present = {play.weights[name]: holders[name].state.get(w, {}) for name, w in run.weights.items()}
+                for double in play.optimizers:
+                    step_once(double, present)
             play.open()
             for number in sorted({0, card.steady, *card.steady_steps}):  # step 0: a warm-up sends most where it begins
                 play.gather(number)

@@ -50,7 +50,13 @@ from thinwire.core.state import State, find_entries
 from thinwire.core.worker import Worker
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.fragments import Fragment, Timetable, split
-from thinwire.methods.parts.own_adam import check_adam, check_saved_shape, restore_moment, step_by_mean_moment
+from thinwire.methods.parts.own_adam import (
+    check_adam,
+    check_saved_shape,
+    own_moments,
+    restore_moment,
+    step_by_mean_moment,
+)
 from thinwire.methods.parts.own_steps import refuse_chunks
 from thinwire.network.comm import Comm, local
 
@@ -490,9 +496,8 @@ class LocalSteps(Method):
             return
         for name, weight in self.run.weights.items():
             self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
-            for kind, value in self.run.holders[name].optimizer.state.get(weight, {}).items():
-                if isinstance(value, Tensor):
-                    self.state.keep(f"{OWN_MOMENT}{kind}", name, local(value.detach()))
+            for kind, value in own_moments(self.run, name):
+                self.state.keep(f"{OWN_MOMENT}{kind}", name, value)
 
     def _drop_saved(self) -> None:
         """Drop the weights and moments that ``finish`` put there: the model and the optimizer hold them."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.run import Run, Step
 from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
 from thinwire.network.comm import local
+
+_NUMBER = " as a number"
+"""Ends the kinds of what is no tensor in an optimizer's state."""
 
 
 def check_adam(method: str, run: Run) -> None:
@@ -69,14 +73,53 @@ def check_saved_shape(run: Run, kind: str, name: str, saved: Tensor) -> None:
         )
 
 
+def _places(name: str, holder: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each tensor and number in an optimizer's state of parameter ``name``: its kind, its dict or list, its key.
+
+    Kinds are ``exp_avg``, or ``Q[0]`` for the first entry of a list.
+    """
+    for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+        kind = f"{prefix}[{key}]" if prefix else str(key)
+        if isinstance(value, dict | list):
+            yield from _places(name, value, kind)
+        elif isinstance(value, Tensor | int | float):
+            yield kind if isinstance(value, Tensor) else f"{kind}{_NUMBER}", holder, key
+        elif value is not None and not isinstance(value, str):
+            raise ThinwireError(
+                f"the optimizer keeps a {type(value).__name__} as '{kind}' of {name}, which differs by rank and cannot "
+                "be saved: use an optimizer that keeps tensors, numbers, and lists and dicts of these"
+            )
+
+
+def own_moments(run: Run, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the optimizer's state of parameter ``name`` by kind; numbers as 0-dim tensors, int64 or float64."""
+    for kind, holder, key in _places(name, run.holders[name].optimizer.state.get(run.weights[name], {})):
+        value = holder[key]
+        if isinstance(value, Tensor):
+            yield kind, local(value.detach())
+        else:
+            dtype = torch.float64 if isinstance(value, float) else torch.int64
+            yield kind, torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def restore_moment(run: Run, kind: str, name: str, saved: Tensor) -> None:
-    """Make ``saved`` the ``kind`` of the optimizer's state of parameter ``name``."""
+    """Make ``saved`` the ``kind`` of the optimizer's state of parameter ``name``; lists and dicts must be there."""
     weight, (optimizer, group) = run.weights[name], run.holders[name]
     moments = optimizer.state[weight]
-    if kind not in moments:
+    places = {label: (holder, key) for label, holder, key in _places(name, moments)}
+    if "[" in kind and kind not in places:
+        raise ThinwireError(
+            f"the optimizer's state of {name} has no '{kind.removesuffix(_NUMBER)}': load the optimizer's own state "
+            "before the wire's"
+        )
+    holder, key = places.get(kind, (moments, kind.removesuffix(_NUMBER)))
+    if kind.endswith(_NUMBER):
+        holder[key] = type(holder[key])(saved.item()) if kind in places else saved.item()
+        return
+    if kind not in places:
         on_device = saved.dim() > 0 or group.get("capturable") or group.get("fused")
         if saved.dim() > 0 and saved.shape == local(weight).shape:
             moments[kind] = torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False)
         else:
             moments[kind] = saved.clone() if on_device else saved.cpu()
-    local(moments[kind]).copy_(saved)
+    local(holder[key]).copy_(saved)
