@@ -186,6 +186,64 @@ def test_the_clip_factor_of_a_step_is_that_of_all_its_clips():
     wire.close()
 
 
+class SharpnessAware(torch.optim.SGD):
+    """As SAM: the closure's gradients are those at weights that it has moved along the ones before."""
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        weights = self.param_groups[0]["params"]
+        for weight in weights:
+            weight.add_(weight.grad)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+@pytest.mark.parametrize("method", ["dense", "dgc(smallest=0)"])
+@pytest.mark.parametrize("first_pass", ["exchanged", "not exchanged", "none"])
+def test_a_closure_at_weights_that_the_optimizer_has_changed_is_refused(method, first_pass):
+    """It was run before them: the step took no gradient, or that of other weights. One warning said another reason."""
+    model, _ = made()
+    ddp = DistributedDataParallel(model)
+    optimizer = SharpnessAware(model.parameters(), 0.1)
+    wire = thinwire.compress(ddp, optimizer, method)
+    values = given(random.Random(0), "abc")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ThinwireWarning)
+        if first_pass != "none":
+            with wire.accumulate(last=first_pass == "exchanged"):
+                ddp(values).backward()
+        with pytest.raises(
+            ThinwireError, match=r"SharpnessAware.step\(closure\) asks for gradients at weights that it"
+        ):
+            optimizer.step(lambda: ddp(values).backward())
+    wire.close()
+
+
+def test_a_closure_may_drop_what_came_before_it_or_make_no_gradient():
+    draw = random.Random(0)
+    before, after = given(draw, "abc"), given(draw, "abc")
+    ends = []
+    for known in (False, True):
+        model, _ = made()
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wire = thinwire.compress(ddp, optimizer, "dense") if known else None
+
+        def closure(ddp=ddp, optimizer=optimizer):
+            optimizer.zero_grad()
+            ddp(after).backward()
+
+        for step in (closure, lambda: None):
+            ddp(before).backward()
+            optimizer.step(step)
+        ends.append(model)
+        if wire is not None:
+            wire.close()
+    assert equal(*ends)
+
+
 def test_what_is_no_step_is_refused_and_the_next_one_is_taken():
     model, ours = made()
     ddp = DistributedDataParallel(model)

@@ -53,6 +53,11 @@ _STRANGER = (
     "ranks. Pass all optimizers to compress(); to change one in mid-run, keep wire.state_dict(), call wire.close(), "
     "then compress() with the new one, and wire.load_state_dict() with what you kept"
 )
+_CLOSURE = (
+    "{kind}.step(closure) asks for gradients at weights that it has changed, as SAM does, or beside those of a pass "
+    "before it, and Thinwire runs a closure once, before the step: pass the inner optimizer to compress(), and call "
+    "first_step() and second_step() yourself"
+)
 _WRITTEN = (
     ".grad of {name} was written between backward() and optimizer.step(), and holds a step of the weights, not a "
     "gradient: clipping has no effect on it (call wire.clip_grad_norm_), and what a mask takes from it is lost"
@@ -88,6 +93,7 @@ class StepLoop:
         self.closed = self.ended = self.step_was_skipped = False
         self._hooks: dict[torch.optim.Optimizer, int] = {}  # ``before``'s numbers among the optimizers' own
         self._inside_before = 0  # how deep: a replica that joins takes counted steps again there
+        self._late_closure = ""  # the optimizer whose closure runs although gradients have been exchanged before it
         self._frozen = {
             bare_name(name): weight
             for name, weight in engine.model.named_parameters()
@@ -159,6 +165,8 @@ class StepLoop:
         if self._exchanged and self.engine.dropped(self.exchanged(), look=repeated is not None, comms=self._deciding):
             # A backward pass needs the weights that a round would change.
             self._abandon(later=self._alone and torch._C._current_graph_task_id() != -1)
+        elif repeated is not None and self._late_closure:
+            raise ThinwireError(_CLOSURE.format(kind=self._late_closure))
         elif repeated is not None:
             self._again(repeated)
         if self._replica_check is not None:
@@ -364,7 +372,7 @@ class StepLoop:
         try:
             return self._prepare(optimizer, args, kwargs)
         finally:
-            self._inside_before -= 1
+            self._inside_before, self._late_closure = self._inside_before - 1, ""
 
     def _prepare(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if torch._C._current_graph_task_id() != -1:
@@ -376,9 +384,12 @@ class StepLoop:
         if closure is None:
             self._check(optimizer)
             return None
+        self._late_closure = type(optimizer).__name__ if self._exchanged else ""
         with torch.enable_grad():
-            ran = _give_once(closure(), optimizer)
+            loss = closure()
         self._check(optimizer)
+        comes_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hooks[optimizer]
+        ran = _give_once(loss, optimizer, _marks(optimizer) if comes_last else None)
         return (
             tuple(ran if value is closure else value for value in args),
             {name: ran if value is closure else value for name, value in kwargs.items()},
@@ -668,8 +679,11 @@ def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _give_once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Make a closure that returns ``loss`` once, in place of the one that was run for ``optimizer``."""
+def _give_once(loss: Any, optimizer: torch.optim.Optimizer, marks: list | None) -> Callable[[], Any]:
+    """Make a closure that returns ``loss`` once, in place of the one that was run for ``optimizer``.
+
+    ``marks``: of the weights then; None: hooks that follow may change them.
+    """
     losses = [loss]
 
     def closure() -> Any:
@@ -678,9 +692,17 @@ def _give_once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]
                 f"{type(optimizer).__name__} calls its closure several times in one step, each time with other "
                 "weights: use an optimizer that needs one gradient per step"
             )
+        if marks is not None and marks != _marks(optimizer):
+            raise ThinwireError(_CLOSURE.format(kind=type(optimizer).__name__))
         return losses.pop()
 
     return closure
+
+
+@torch.compiler.disable
+def _marks(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool]]:
+    """Return what shows that weights were written, or gradients dropped."""
+    return [(weight._version, weight.grad is None) for weight in _parameters(optimizer)]
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
