@@ -373,6 +373,7 @@ class Wire:
         self.engine, self.method, self.ledger = engine, method, ledger
         self._run = run
         self._hooks: list[RemovableHandle] = []
+        self._met = -1.0  # the step after which all ranks were given the same weights
         self._state = method.state = State(method.card.offloaded_kinds)
         replicas = engine.rank, math.prod(hop.ranks for hop in engine.hops)
         rank_and_size = replicas if isinstance(engine, Replicas) else (dist.get_rank(), dist.get_world_size())
@@ -636,6 +637,7 @@ class Wire:
         for weight in self._run.weights.values():
             values = local(weight.detach())
             values.copy_(comm.all_reduce(values.double()).div_(comm.size))
+        self._met = self.step
 
     def _add_moments(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Add to ``optimizer.state_dict()`` the moments of what the method steps: checkpoints need them."""
@@ -663,6 +665,7 @@ class Wire:
 
     def skip_warm_up(self) -> None:
         """Let the next step be the last before the method's steady state, to measure it: not for training."""
+        self._met = math.inf  # nobody wants what is trained
         self._road.step = max(self.method.card.steady - 1, 0)
 
     def report(self) -> Report:
@@ -763,7 +766,16 @@ class Wire:
 
     def close(self) -> None:
         """End the worker thread and what is under way; all ranks call it. After it, ``accumulate`` and backward passes
-        that would exchange gradients raise, until ``compress()`` is called again with the same model."""
+        that would exchange gradients raise, until ``compress()`` is called again with the same model. Inside a round of
+        local steps it warns: what ranks have learnt in it stays with each of them."""
+        card = self.method.card
+        apart = card.alone_from is not None and not self.method.rank_equal and self._met < self.step
+        if apart and not self._step_loop.ended and self.engine.rank == 0:
+            warnings.warn(
+                f"{self.method} is closed inside a round, so each rank holds other weights: to leave it here, call "
+                "wire.reset() on all ranks before, which gives all the mean of their weights", ThinwireWarning,
+                stacklevel=2,
+            )  # fmt: skip
         with suppress(LostRank):  # ranks that are still there have sent what is under way
             try:
                 self._step_loop.close()

@@ -141,6 +141,45 @@ def test_two_models_of_one_accelerator_each_get_their_own_state_and_each_rank_it
     assert ranks.run(_two_models, 2, str(tmp_path), warm="warm_frameworks") == [[True, True], [True, True]]
 
 
+def _each_batch(rank: int, world: int) -> tuple[str, int]:
+    launched(rank, world)
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from thinwire.adapters.accelerate import compress
+
+    def prepared(count: int) -> tuple[Any, ...]:
+        accelerator = Accelerator(
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=count, sync_each_batch=True)
+        )
+        model = net()
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    with pytest.raises(ThinwireError) as refused:
+        accelerator, model, optimizer = prepared(2)
+        compress(accelerator, model, optimizer, "trickle(smallest=0)")
+        for micro in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, micro, rank))
+    for method, count in (("int8(smallest=0)", 2), ("trickle(smallest=0)", 1)):
+        accelerator, model, optimizer = prepared(count)
+        wire = compress(accelerator, model, optimizer, method)
+        for micro in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, micro, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+        wire.close()
+    return str(refused.value), wire.step
+
+
+@needs("accelerate")
+def test_exchanging_each_micro_batch_is_refused_by_the_name_of_the_setting_where_a_method_may_not():
+    for refused, steps in ranks.run(_each_batch, 2, warm="warm_frameworks"):
+        assert "leave out sync_each_batch" in refused
+        assert steps == 2
+
+
 def _fsdp1(rank: int, world: int) -> tuple[str, list[str]]:
     launched(rank, world)
     from accelerate import Accelerator

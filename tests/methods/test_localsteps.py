@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import warnings
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from engines import build, same_on_all_ranks, train
 from models import flat, loss_of
 from papers.local_steps import LS1, AdamW, DiLoCo, StreamingDiLoCo
 from thinwire import methods
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Parameter, Step
 from thinwire.methods import LocalSteps, resolve
@@ -860,3 +861,36 @@ def test_what_an_engine_cannot_do_is_refused_by_name():
     assert "fsdp2" in fsdp2 and "('replicate', 'shard') mesh (HSDP)" in fsdp2
     assert "works on one level only" in levels and "bfloat16" in scaler and "AdamW" in adamless
     assert all("\n" not in line for line in (fsdp2, levels, scaler, adamless))
+
+
+def _closed(rank, world, kind):
+    """By the method, the steps and how it ends: is a warning due, and does one come on rank 0 as the wire is closed?"""
+    found = {}
+    for method, steps, leaves in (
+        ("local-steps(every=3)", 3, ""), ("local-steps(every=3)", 4, ""), ("local-steps(every=3)", 5, "reset"),
+        ("local-steps(every=3,start=4)", 3, ""), ("local-steps(every=4,fragments=2)", 4, ""),
+        ("local-steps(every=3,delay=1)", 3, ""), ("local-steps(every=4,fragments=2)", 8, ""), ("none", 2, ""),
+    ):  # fmt: skip
+        model = build(kind, world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        wire = thinwire.compress(model, optimizer, method, steps=8)
+        train(model, optimizer, rank, range(steps), wire)
+        if leaves:
+            getattr(wire, leaves)()
+        held = [None] * world
+        dist.all_gather_object(held, torch.cat([p.detach().flatten() for p in model.parameters()]))
+        apart = not all(torch.equal(held[0], other) for other in held) and method != "none"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wire.close()
+            wire.close()
+        said = [str(word.message) for word in caught if word.category is ThinwireWarning]
+        found[method, steps, leaves] = apart and rank == 0, ["is closed inside a round" in line for line in said]
+    return found
+
+
+def test_a_wire_that_is_closed_inside_a_round_says_that_ranks_hold_different_weights():
+    first, second = ranks.run(_closed, 2, "ddp")
+    for case, (due, said) in first.items():
+        assert said == [True] * due and second[case] == (False, []), case
+    assert sum(due for due, _ in first.values()) == 3

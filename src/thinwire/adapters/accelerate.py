@@ -35,10 +35,18 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
         method, options: see ``thinwire.compress``: ``steps``, ``guard``, ``seed``, ...
 
     Raises:
-        ThinwireError: as ``thinwire.compress``; or the accelerator knows of one process only, or shards with FSDP1.
+        ThinwireError: as ``thinwire.compress``; or the accelerator knows of one process only, shards with FSDP1, or
+            exchanges every micro-batch (``sync_each_batch``) where the method may not.
     """
     _check(accelerator)
     wire = compress_model(model, optimizer, method, scaler=accelerator.scaler, **options)
+    settings = accelerator.gradient_state
+    if settings.num_steps > 1 and settings.plugin_kwargs.get("sync_each_batch") and not wire.method.card.adds_up:
+        wire.close()
+        raise ThinwireError(
+            f"sync_each_batch=True exchanges every micro-batch, and {wire.method.name} keeps a momentum, which counts "
+            "exchanges as steps: leave out sync_each_batch, or take a method such as int8"
+        )
     _connect_clipping(accelerator, model, wire)
     _connect_schedules(accelerator, optimizer, wire)
     _connect_checkpoints(accelerator, model, wire)
