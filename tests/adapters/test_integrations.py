@@ -180,6 +180,77 @@ def test_exchanging_each_micro_batch_is_refused_by_the_name_of_the_setting_where
         assert steps == 2
 
 
+def _stopped_in_trainer(rank: int, world: int, folder: str) -> tuple[list[float], list[str]]:
+    """A callback stops a run inside a round of local steps."""
+    launched(rank, world)
+    import transformers
+    from transformers import Trainer, TrainingArguments
+
+    from thinwire.adapters.transformers import attach
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 6
+
+    arguments = TrainingArguments(
+        folder, max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(gpt2(), arguments, train_dataset=Sequences(), callbacks=[Stop()])
+    trainer.remove_callback(transformers.PrinterCallback)
+    thin = attach(trainer, "local-steps(every=4)")
+    trainer.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thin.wire.close()
+    assert thin.wire.step == 6
+    return flat(trainer.model).tolist(), [str(word.message) for word in caught]
+
+
+def _stopped_in_lightning(rank: int, world: int, folder: str) -> tuple[list[float], list[str]]:
+    launched(rank, world)
+    import lightning.pytorch as pl
+
+    from thinwire.adapters.lightning import ThinwireStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            self.trainer.should_stop = index == 5
+            return loss_of(self.net, index, self.global_rank)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=(strategy := ThinwireStrategy("local-steps(every=4)")),
+        max_steps=STEPS, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=folder,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module := Module(), torch.utils.data.DataLoader(Batches(), batch_size=1))
+    assert strategy.wire.step == 6
+    said = [str(word.message) for word in caught if word.category is ThinwireWarning]
+    return flat(module).tolist(), said
+
+
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param(_stopped_in_trainer, marks=needs("transformers", "accelerate")),
+        pytest.param(_stopped_in_lightning, marks=needs("lightning")),
+    ],
+)
+def test_ranks_that_step_alone_meet_where_a_framework_stops_inside_a_round(tmp_path, stopped):
+    (one, said), (other, _) = ranks.run(stopped, 2, str(tmp_path), warm="warm_frameworks")
+    assert one == other
+    assert not said
+
+
 def _fsdp1(rank: int, world: int) -> tuple[str, list[str]]:
     launched(rank, world)
     from accelerate import Accelerator

@@ -74,6 +74,15 @@ def load(wire: Wire, folder: Path) -> None:
         warnings.warn(f"{cause}, and the method begins with an empty state", ThinwireWarning, stacklevel=2)
 
 
+def meet(wire: Wire) -> None:
+    """Give ranks that step alone the mean of their weights, unless the run's last step has done so. Collective.
+
+    A framework may stop inside a round, and keeps the weights of rank 0.
+    """
+    if wire.method.card.alone(wire._road.step) and wire.step != wire._run.steps:
+        wire.reset()
+
+
 def _any_rank(wire: Wire, *flags: bool) -> list[bool]:
     """Return which of ``flags`` are set on any rank. Collective."""
     row = torch.tensor(flags, dtype=torch.float32, device=wire._device)

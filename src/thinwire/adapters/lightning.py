@@ -81,6 +81,11 @@ class _Compressed(ParallelStrategy):
         super().remove_checkpoint(filepath)
         shutil.rmtree(_beside(filepath), ignore_errors=True)  # on every rank: each host has its own folder
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.wire is not None:
+            files.meet(self.wire)
+
     def teardown(self) -> None:
         if self.wire is not None:
             self.wire.close()

@@ -121,6 +121,10 @@ class ThinwireCallback(TrainerCallback):
             files.load(self.wire, self._resumed)
             self._resumed = None
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.wire is not None:
+            files.meet(self.wire)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.wire is None or logs is None or "loss" not in logs:
             return
