@@ -278,6 +278,71 @@ def test_a_scaler_that_leaves_one_optimizer_out_leaves_out_all():
     each(ranks.run(_scaler, 2), "ddp", check)
 
 
+SHARED = [Case("dense"), Case("int8(smallest=0)"), Case("topk(feedback='gradients', smallest=0, density=0.1)")]
+
+
+def _shared_scaler(rank, world, engine):
+    """A GAN under one GradScaler: the generator's passes, one of which overflows, go through the discriminator too.
+
+    ``saves``: its wire's state is asked for between its backward pass and its step, after the generator has stepped.
+    """
+
+    def look(case):
+        def trained(saves: bool, generator_first: bool) -> tuple[list[bool], Tensor]:
+            models = [build(engine, world, net=Given) for _ in range(2)]
+            optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+            wires = [
+                thinwire.compress(model, own, case.method, steps=8, scaler=scaler)
+                for model, own in zip(models, optimizers, strict=True)
+            ]
+
+            def generate(step: int) -> None:
+                optimizers[0].zero_grad()
+                loss = models[0](given(step, rank)) + (0 if generator_first else models[1](given(step + 50, rank)))
+                scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+                scaler.step(optimizers[0])
+
+            def discriminate(step: int) -> None:
+                optimizers[1].zero_grad()
+                scaler.scale(models[1](given(step + 100, rank)) * (float("inf") if step == 3 else 1.0)).backward()
+                if saves:
+                    wires[1].state_dict()
+                scaler.step(optimizers[1])
+
+            steps, told = (generate, discriminate) if generator_first else (discriminate, generate), []
+            for step in range(5):
+                for take in steps:
+                    take(step)
+                told += [wires[1].step_was_skipped]
+                scaler.update()
+                told += [wires[1].step_was_skipped, wires[0].step_was_skipped]
+            end = flat(models[1])
+            for wire in wires:
+                wire.close()
+            return told, end
+
+        found: dict[str, Any] = {}
+        for first in (False, True):
+            told, end = trained(False, first)
+            found[f"generator first={first}"] = told, torch.equal(end, trained(True, first)[1])
+        return found
+
+    return findings(dealt(SHARED, engine, ("ddp", "fsdp2")), look)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_scaler_of_several_models_leaves_out_the_steps_of_one(engine):
+    told = [skipped for step in range(5) for skipped in (step == 3, step == 3, step == 2)]
+
+    def check(method, what):
+        return [f"{key}: step_was_skipped is {said}, weights as without a saved state: {alike}"
+                for key, (said, alike) in ((k, v) for k, v in what.items() if k != "error")
+                if (said, alike) != (told, True)]  # fmt: skip
+
+    each(ranks.run(_shared_scaler, 2, engine), engine, check)
+
+
 def _refused(rank, world, engine):
     """What is tried -> the words that a refusal must have, and what was said."""
 

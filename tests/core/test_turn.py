@@ -244,6 +244,22 @@ def test_a_closure_may_drop_what_came_before_it_or_make_no_gradient():
     assert equal(*ends)
 
 
+def test_moments_that_were_emptied_after_the_warm_up_are_named_as_the_reason():
+    model, _ = made()
+    ddp, draw = DistributedDataParallel(model), random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    wire = thinwire.compress(ddp, optimizer, "onebit-adam(smallest=0, warmup=1, group=32)")
+    for _ in range(2):
+        ddp(given(draw, "abc")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state.clear()
+    ddp(given(draw, "abc")).backward()
+    with pytest.raises(ThinwireError, match=r"the optimizer has no moments of a: .* optimizer.state was emptied since"):
+        optimizer.step()
+    wire.close()
+
+
 def test_what_is_no_step_is_refused_and_the_next_one_is_taken():
     model, ours = made()
     ddp = DistributedDataParallel(model)

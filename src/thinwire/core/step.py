@@ -109,6 +109,8 @@ class StepLoop:
         self._warned = False
         self.scaler: torch.amp.GradScaler | None = None
         self._scale: Tensor | None = None  # the scaler's, of the gradients exchanged last
+        self._stepped_before: set[int] | None = None  # by the scaler since its update, before the step's exchanges
+        self._scales_wrappers = False  # is it given other objects than the optimizers that compress() has?
         self._knows_scaler = run.scaled or (self.method.rank_equal and not self.method.card.keeps_state)
         self._names = {id(weight): name for name, weight in self.weights.items()}
         watched = list(self.weights.values()) if self.method.card.keeps_state else []
@@ -175,6 +177,8 @@ class StepLoop:
             self._thawed = {id(weight): name for name, weight in self._frozen.items() if weight.requires_grad}
             if self.scaler is not None:
                 self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
+                stepped = _stepped_by(self.scaler)
+                self._stepped_before = stepped if self._stepped_before is None else stepped & self._stepped_before
         if not self._exchanged and self._written is not None and self.method.card.step_maker is not None:
             at_end = torch.autograd.Variable._execution_engine.queue_callback
             if torch._C._current_graph_task_id() != -1:
@@ -218,15 +222,20 @@ class StepLoop:
 
     @property
     def left_out(self) -> bool:
-        """Did a GradScaler leave out the step of the last exchange? It calls no optimizer then, and so no hook."""
-        if not self._exchanged or self._open is not None:
+        """Did a GradScaler leave out the step of the last exchange? It calls no optimizer then, and so no hook.
+
+        It steps each optimizer once until its update: what is exchanged after that (a GAN's generator passes through
+        the discriminator) it cannot leave out. Of other models' optimizers it may leave out what it will.
+        """
+        own, before = {id(optimizer) for optimizer in self.optimizers}, self._stepped_before or set()
+        if not self._exchanged or self._open is not None or own <= before:
             return False
         gradients = [local(gradient) for gradient in self.engine.gradients() if gradient is not None]
         if not gradients or self.scaler is None or self._scale is None:  # of shards, one rank alone may see it
             finite = self.engine.kind != "ddp" or all(bool(gradient.isfinite().all()) for gradient in gradients)
             return not gradients or not finite
-        has_stepped = any(of["stage"].name == "STEPPED" for of in self.scaler._per_optimizer_states.values())
-        return has_stepped or self.scaler.get_scale() < float(self._scale)
+        stepped = _stepped_by(self.scaler) - before
+        return bool(stepped if self._scales_wrappers else stepped & own) or self.scaler.get_scale() < float(self._scale)
 
     def seen(self, name: str) -> bool:
         """Has the parameter been exchanged since the last step?"""
@@ -400,6 +409,8 @@ class StepLoop:
         if not self._exchanged and self._open is None and _makes_state(optimizer):
             return
         self._look_for_scaler()
+        if self.scaler is not None:
+            self._scales_wrappers = id(optimizer) not in self.scaler._per_optimizer_states
         if self._open is None and id(optimizer) not in self._waiting:
             self.exchange()
         idle = not _has_gradients(optimizer) and not self.engine.accumulated()
@@ -588,7 +599,7 @@ class StepLoop:
         self._exchanged.clear()
         self._waiting.clear()
         self._written = None if self._written is None else {}
-        self._open = self._part = self.norm = self.clip_factor = None
+        self._open = self._part = self.norm = self.clip_factor = self._stepped_before = None
         self.engine.end_step()
 
     def _commit(self) -> None:
@@ -664,6 +675,11 @@ def _scaler_above() -> torch.amp.GradScaler | None:
     frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), FRAMES)
     callers = (frame.f_locals.get("self") for frame, _ in frames)
     return next((of for of in callers if isinstance(of, torch.amp.GradScaler) and of.is_enabled()), None)
+
+
+def _stepped_by(scaler: torch.amp.GradScaler) -> set[int]:
+    """Return, by id, what ``scaler`` has stepped or left out since its last update."""
+    return {key for key, state in scaler._per_optimizer_states.items() if state["stage"].name == "STEPPED"}
 
 
 def _back_off(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -160,7 +160,10 @@ class OneBitAdam(Method):
             refuse_settings(self.name, optimizer, group)  # a state that was loaded may have brought others
             moments = optimizer.state.get(weight, {})
             if "exp_avg_sq" not in moments:
-                raise ThinwireError(f"{self.name}: {name} had no gradient in the warm-up: name it in dense=")
+                raise ThinwireError(
+                    f"{self.name}: the optimizer has no moments of {name}: it had no gradient in the warm-up (name it "
+                    "in dense=), or optimizer.state was emptied since (wire.close() and compress() begin a new warm-up)"
+                )
             frozen = self.state.get("frozen", name)
             if frozen is None:
                 frozen = moments["step"].detach().clone()
