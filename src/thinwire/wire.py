@@ -43,6 +43,7 @@ from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.engines.replicas import Replicas
 from thinwire.methods import Method, resolve
+from thinwire.methods.parts.own_adam import average_moments
 from thinwire.network.comm import GroupComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -597,10 +598,21 @@ class Wire:
 
         With feedback="updates" the optimizer has no state of the compressed parameters: without the method, training
         would go on with steps of lr for each value. After this call, ``optimizer.state`` holds the moments that
-        docs/state.md describes, until the method's next step. With other methods the call does nothing.
-        ``optimizer.state_dict()``, which is not collective, holds moments made of this rank's own second moments.
+        docs/state.md describes, until the method's next step. ``optimizer.state_dict()``, which is not collective,
+        holds moments made of this rank's own second moments. Where ranks step alone (local-steps), each holds weights
+        and moments of its own: all get their means, and the round goes on from there. With other methods the call does
+        nothing.
+
+        Raises:
+            ThinwireError: replicas may come and go; a rank has no moments of a parameter, or they have no mean.
         """
         self._step_loop.finish()
+        if self.method.card.alone(self._road.step) or not self.method.rank_equal:
+            self.method.finish()
+            with torch.no_grad(), self.ledger.aside(), self._step_loop.inside("wire.hand_over()"):
+                self._meet("wire.hand_over()")
+                average_moments(self._run)
+            self.weights_changed()
         if (step_maker := self._step_maker) is not None:
             with torch.no_grad(), self.ledger.aside():
                 for name, second in self._means(step_maker.send_second):
@@ -621,18 +633,18 @@ class Wire:
         self.method.finish()
         if self.method.card.alone(self._road.step):
             with torch.no_grad(), self._step_loop.inside("wire.reset()"):
-                self._meet()
+                self._meet("wire.reset()")
         drop_waiting(self.method)
         self._stage.flush_at, self._step_loop.in_a_row = None, 0
         self.weights_changed()
 
-    def _meet(self) -> None:
+    def _meet(self, call: str) -> None:
         """Give all ranks the mean of their weights; it is exact where these are the same."""
         comm = self.engine.hops[-1].comm
         if comm.elastic:
             raise ThinwireError(
-                f"{self.method.name}: wire.reset() would average the weights, and replicas may come and go meanwhile: "
-                "go back to earlier weights with wire.load_state_dict()"
+                f"{self.method.name}: {call} would average the weights, and replicas may come and go meanwhile: "
+                "go on from earlier weights with wire.load_state_dict()"
             )
         for weight in self._run.weights.values():
             values = local(weight.detach())

@@ -22,7 +22,7 @@ from breadth import dealt, falls_on
 from engines import build
 from models import flat
 from thinwire.methods import TABLE, resolve
-from threaded import entries
+from threaded import entries, first_moment
 
 SHAPES = {"w0": (37, 53), "w1": (41, 37), "w2": (29, 31)}
 Found = dict[str, dict[str, Any]]
@@ -186,7 +186,7 @@ class Books:
         found = {kind: summed(self._place(state.get(f"{kind}/{name}"), shape, served=False)) for kind in own}
         if law == "moment":
             served = [self._place(state.get(f"{kind}/{name}"), shape, served=True) for kind in ("server", "common")]
-            moment = self.optimizer.state.get(weight, {}).get("exp_avg")
+            moment = first_moment(self.optimizer, weight, state.get(f"=counted/{name}"))
             found["owner"] = summed(served[0] + served[1])
             found["moment"] = torch.zeros(shape).double() if moment is None else full(moment).double()
         if law == "ends":

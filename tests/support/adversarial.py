@@ -32,6 +32,7 @@ from thinwire.core.state import State, dump_state
 from thinwire.network.ledger import Ledger
 from thinwire.plan.plan import plan_of
 from thinwire.proof.ranks import Shapes, ThreadEngine, Threads
+from threaded import first_moment
 
 Random = np.random.Generator
 AGAIN = 3
@@ -443,9 +444,10 @@ class VirtualRank:
             self.state.rollback()
             self.method.undo()
         self.method.finish()
+        state = dump_state(self.state)
         taken = Taken(
             counts, mean.numpy().copy(), float(sum(self.ledger.current.bytes.values())),
-            {key: value.numpy() for key, value in dump_state(self.state).items()}, self._held("exp_avg"),
+            {key: value.numpy() for key, value in state.items()}, self._moments(state),
             {name: weight.detach().numpy().copy() for name, weight in self.weights.items()},
         )  # fmt: skip
         self.ledger.close_step()
@@ -467,10 +469,13 @@ class VirtualRank:
         step.restore()
         self.method.after_step(step)
 
-    def _held(self, kind: str) -> dict[str, Array]:
+    def _moments(self, state: dict[str, torch.Tensor]) -> dict[str, Array]:
         if self.optimizer is None:
             return {}
-        found = {name: self.optimizer.state.get(weight, {}).get(kind) for name, weight in self.weights.items()}
+        found = {
+            name: first_moment(self.optimizer, weight, state.get(f"=counted/{name}"))
+            for name, weight in self.weights.items()
+        }
         return {name: value.numpy().copy() for name, value in found.items() if value is not None}
 
     def plan(self) -> float:

@@ -98,6 +98,16 @@ class FlatMuon(torch.optim.Muon):
         return False
 
 
+def first_moment(optimizer: torch.optim.Optimizer, weight: Tensor, counted: Tensor | None) -> Tensor | None:
+    """Return Adam's first moment of ``weight``. A method may have frozen Adam's count, and ``counted`` on by itself:
+    ``exp_avg`` is then of the size of a moment of that many steps."""
+    adam = optimizer.state.get(weight, {})
+    if counted is None or "exp_avg" not in adam:
+        return adam.get("exp_avg")
+    beta1 = optimizer.param_groups[0]["betas"][0]
+    return adam["exp_avg"] * ((1 - beta1 ** float(counted)) / (1 - beta1 ** float(adam["step"])))
+
+
 def entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``state`` by key without the rank: ``"residual/w"``."""
     return {re.sub(r"^rank-\d+-of-\d+/", "", key): value for key, value in state.items()}

@@ -1,15 +1,16 @@
-"""Compares, every so many steps, hashes of the raw bits that ranks must hold alike.
+"""Compares, after the first step and every so many steps, hashes of the raw bits that ranks must hold alike.
 
-It compares the weights (DDP: on all ranks; HSDP: on those with the same shard), the state that a method promises to be
-equal (``StateKind.rank_equal``: masks), and what a sharded engine's ranks hold of each other's weights
-(``weights.py``). Weights that are sharded over all ranks have one owner each and are not compared. Ranks that go their
-own ways are compared when they have met.
+After the first step that moves weights it compares these, which are alike only if weights and moments were so before,
+wherever they came from and whenever they were loaded. Every so many steps it compares the weights (DDP: on all ranks;
+HSDP: on those with the same shard), the state that a method promises to be equal (``StateKind.rank_equal``: masks), and
+what a sharded engine's ranks hold of each other's weights (``weights.py``). Weights that are sharded over all ranks
+have one owner each and are not compared. Ranks that go their own ways are compared when they have met.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,27 +56,50 @@ def _odd(device: torch.device) -> Tensor:
     return (numbers | 1).to(device)
 
 
+_DRIFTED = "go back to a checkpoint, and look for what that rank does differently (its learning rate, its memory)"
+_BEGAN = (
+    "it was the first step, so ranks began with different weights, moments or learning rates: load the same files on "
+    "all ranks, and leave local-steps with wire.hand_over() before wire.close() (Safety(check_every=0): no check)"
+)
+
+
 class ReplicaCheck:
     """Compares the replicas of a model every so many steps. All its calls are collective."""
 
-    def __init__(self, engine: Engine, road: Road, weights: Mapping[str, Tensor], every: int) -> None:
-        """``every``: optimizer steps, skipped ones included; higher => cheaper, differences are noticed later."""
-        self._engine, self._weights, self.every, self._last = engine, weights, every, 0
+    def __init__(self, engine: Engine, road: Road, weights: Mapping[str, Tensor], every: int | None) -> None:
+        """``every``: optimizer steps, skipped ones included; higher => cheaper, differences are noticed later. None:
+        after the first step alone. 0: never."""
+        self._engine, self._weights, self._every, self._last = engine, weights, every, 0
         self._method, self._exchange = road.last.method, road.last.exchange
         self._comms = [_aside(comm) for comm in engine.comms]
+        self.begin()
 
-    def look(self, number: int) -> None:
-        """Compare after step ``number``, if a check is due and the ranks are together.
+    def begin(self) -> None:
+        """Let the next step be a first one."""
+        comm = self._replica_comm
+        self._first = self._every != 0 and comm is not None and comm.size > 1
+
+    def _is_due(self, number: int) -> bool:
+        return bool(self._every) and number - self._last >= self._every  # type: ignore[operator]
+
+    def look(self, number: int, rates: Iterable[float | Tensor]) -> None:
+        """Compare after step ``number``, if a check is due and the ranks are together; ``rates``: the step's.
 
         Raises:
             ThinwireError: replicas differ. All ranks raise; those of the group that differs name the first difference.
         """
-        if number - self._last < self.every or not self._method.rank_equal:
+        due = self._is_due(number)
+        if not (due or self._first) or not self._method.rank_equal:
             return
-        self._last = number
-        with Agreement(self._comms), torch.no_grad():
+        first, self._last = self._first, number if due else self._last
+        with Agreement(self._comms) as agreement, torch.no_grad():
+            if first:  # ranks must agree on whether the next step is one, too
+                self._first = not any(float(rate) != 0 for rate in rates)
+                agreement.compare({f"weights that stay in step {number} (learning rates of 0)": str(self._first)})
             # Compare all before raising: the ranks of other groups do not know yet, and go on to the next comparison.
-            wrong = [_compare(comm, tensors, number) for comm, tensors in self._tensors()]
+            tensors = self._tensors() if due else self._replicas()
+            advice = _BEGAN if first else _DRIFTED
+            wrong = [_compare(comm, of, f"after step {number}, {{}}: {advice}") for comm, of in tensors]
             if difference := next(filter(None, wrong), None):
                 raise ThinwireError(difference)
 
@@ -87,7 +111,7 @@ class ReplicaCheck:
         Raises:
             ThinwireError: another rank exchanges others; raised on all ranks.
         """
-        if number - self._last < self.every or self._engine.kind == "ddp":  # DDP exchanges all or none
+        if not self._is_due(number) or self._engine.kind == "ddp":  # DDP exchanges all or none
             return
         comm = self._comms[0]
         if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:
@@ -96,12 +120,21 @@ class ReplicaCheck:
                 f"{', '.join(names) or 'none'}, another rank has others. Use the same parameters on all ranks in a step"
             )
 
+    @property
+    def _replica_comm(self) -> Comm | None:
+        """The group of the ranks that hold the same weights; None: each weight has one owner."""
+        of_engine = {"fsdp2": None, "ddp": self._engine.comms[0]}
+        return of_engine.get(self._engine.kind, self._exchange.comm)
+
+    def _replicas(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
+        """Yield the group of ranks that hold the same weights, and these; nothing if none do."""
+        if (comm := self._replica_comm) is not None:
+            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in self._weights.items()}
+
     def _tensors(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
         """Yield groups of ranks, and the tensors that must be the same within each."""
         engine, method, exchange = self._engine, self._method, self._exchange
-        if engine.kind != "fsdp2":
-            comm = engine.comms[0] if engine.kind == "ddp" else exchange.comm
-            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in self._weights.items()}
+        yield from self._replicas()
         if kinds := [name for name, kind in method.card.state_kinds.items() if kind.rank_equal]:
             method.finish()
             entries = [entry for kind in kinds for entry in find_entries(method.state, kind)]
@@ -112,8 +145,8 @@ class ReplicaCheck:
                 yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.resident}
 
 
-def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str:
-    """Say what differs between the ranks of ``comm``, or ""."""
+def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], words: str) -> str:
+    """Say what differs between the ranks of ``comm`` with ``words``, or ""."""
     if not tensors:
         return ""
     hashes = torch.stack([digest(values) for values in tensors.values()]).tolist()
@@ -122,11 +155,7 @@ def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], number: int) -> str
         return ""
     difference = find_difference([(rank, facts) for rank, facts, _ in rows])
     assert difference is not None
-    return (
-        f"after step {number}, {difference.name} on rank {difference.rank} differ from those of "
-        f"{difference.other_ranks}: go back to a checkpoint, and look for what that rank does differently (its "
-        "learning rate, its memory)"
-    )
+    return words.format(f"{difference.name} on rank {difference.rank} differ from those of {difference.other_ranks}")
 
 
 def _aside(comm: Comm) -> GroupComm:

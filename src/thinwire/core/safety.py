@@ -27,7 +27,7 @@ class Safety:
             its own and raises alone; the others lose it at the end of the round.)
         check_every: optimizer steps between two comparisons of hashes of what ranks must hold in common: weights,
             masks, gathered weights. They show what no setting does, such as a scheduler that differs. Lower =>
-            differences are noticed sooner, at a higher cost. None: never.
+            differences are noticed sooner, at a higher cost. None: weights alone, once, after the first step. 0: never.
         checksum: send 8 bytes of xxh3_64 after every row that goes from rank to rank, so that a bit that flipped on the
             way is noticed and named (docs/faults.md has the cost). Messages that the network sums have none; GPUs have
             none, since the host would wait for every message. These bytes count as sent, but are no part of the plan.
@@ -52,5 +52,8 @@ class Safety:
             )
         for name in ("max_skipped", "check_every"):
             steps = getattr(self, name)
-            if steps is not None and (steps is True or not isinstance(steps, int) or steps < 1):
-                raise ThinwireError(f"{name} must be a number of optimizer steps, 1 or more, or None; got {steps!r}")
+            least = int(name == "max_skipped")
+            if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < least):
+                raise ThinwireError(
+                    f"{name} must be a number of optimizer steps, {least} or more, or None; got {steps!r}"
+                )

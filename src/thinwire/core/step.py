@@ -34,7 +34,7 @@ from thinwire.core.road import Road, without_autocast
 from thinwire.core.run import NO_SCALER
 from thinwire.core.safety import Safety
 from thinwire.core.state import State, next_exchange
-from thinwire.network.comm import Comm, local
+from thinwire.network.comm import Comm, GroupComm, local
 
 FRAMES = 16
 """The number of callers of ``optimizer.step()`` searched for a GradScaler."""
@@ -87,7 +87,10 @@ class StepLoop:
         self.skipped = 0
         self._max_skipped, self.in_a_row = safety.max_skipped, 0
         every = safety.check_every
-        self._replica_check = None if every is None else ReplicaCheck(engine, road, self.weights, every)
+        comm = last.exchange.comm
+        # Elastic replicas may be lost in a comparison, and one that joins gets the weights of the others.
+        fixed = isinstance(comm, GroupComm) and not comm.elastic
+        self._replica_check = ReplicaCheck(engine, road, self.weights, every) if fixed else None
         self.norm: Tensor | None = None
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = self.step_was_skipped = False
@@ -324,6 +327,8 @@ class StepLoop:
         """Forget the step under way, and how many were skipped before it, as another state is to be loaded."""
         self.in_a_row = 0
         self.weight_watch.trust()
+        if self._replica_check is not None:
+            self._replica_check.begin()
         self.guard.forget()
         self.state.rollback()
         self.method.undo()
@@ -548,7 +553,9 @@ class StepLoop:
         """Compare replicas after step ``number``."""
         if self._replica_check is not None:
             with name_exchange(number, lambda: "the comparison of replicas"):
-                self._replica_check.look(number)
+                groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+                rates = () if self.step_was_skipped else (group.get("lr", 1.0) for group in groups)
+                self._replica_check.look(number, rates)
 
     def _diverged(self, number: int) -> str:
         """Explain why training cannot go on. The gradients must still be there."""

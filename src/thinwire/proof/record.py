@@ -58,8 +58,9 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The tensors of a rank after one step. ``moments``: the optimizer's ``exp_avg``, flat. ``stepped``: the weights
-    after the optimizer. ``alone``: the rank stepped by itself. ``equal``: all ranks hold the same weights now."""
+    """The tensors of a rank after one step. ``moments``: the optimizer's ``exp_avg``, flat, as if it counted every
+    step. ``stepped``: the weights after the optimizer. ``alone``: the rank stepped by itself. ``equal``: all ranks hold
+    the same weights now."""
 
     hops: list[Hop]
     mean: Tensor
@@ -168,13 +169,19 @@ class Rank(VirtualRank):
     def record(self, number: int) -> StepRecord:
         """Take and record the step of the last exchange."""
         self.finish(number, torch.ones(()))
-        moments = [self.optimizer.state[weight].get("exp_avg") for weight in self.weights.values()]
+        beta1 = self.optimizer.defaults.get("betas", (0.0,))[0]
+        states = [self.optimizer.state[weight] for weight in self.weights.values()]
+        # A method may freeze Adam's count, and keep the first moment as one of that many steps.
+        moments = [
+            adam["exp_avg"] * ((1 - beta1 ** (number + 1)) / (1 - beta1 ** float(adam["step"])))
+            for adam in states if "exp_avg" in adam
+        ]  # fmt: skip
         record = StepRecord(
             [stage.hop for stage in self.road.stages if isinstance(stage, RecordedStage)],
             self.out.clone(),
             sum(self.ledger.current.bytes.values()),
             dump_state(self.method.state),
-            torch.cat([torch.zeros(0) if moment is None else moment.clone() for moment in moments]),
+            torch.cat([torch.zeros(0), *moments]),
             flat_copy(self.weights),
             self.stepped,
             self.method.card.alone(number),

@@ -422,7 +422,8 @@ class SavedReplica:
 
     def __init__(self, wire: Wire, manager: Any) -> None:
         assert wire.turnover is not None
-        self.engine, self._turnover, self._manager = wire.engine, wire.turnover, manager
+        self.engine, self.method = wire.engine, wire.method
+        self._turnover, self._manager = wire.turnover, manager
 
     def hand_over(self) -> None:
         """Do nothing: moments of what the method steps are in its own state, which the run goes on with."""

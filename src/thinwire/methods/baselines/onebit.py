@@ -18,10 +18,12 @@ what waits at the end of the warm-up is the first e_n and s of l. 7-9: nothing i
 with its owner as it is: there is no s.)
 
 Where ours differs. The paper and its authors' code have no bias corrections; the user's Adam has. That of m goes on,
-and that of v is frozen with v, as the step would otherwise change size at T_w. Each ``group`` has a scale, where theirs
-is per tensor and server. Weight decay is AdamW's. Where v is 0, in rows of an embedding that no batch used, Adam's step
-has no size and a sign has no zero: such weights do not move (the authors ask their user for a mask of them), and
-embeddings are dense unless ``send`` names them (dense is the authors' ``non_freeze``).
+and that of v is frozen with v, as the step would otherwise change size at T_w. In the optimizer's state the count is
+frozen, too, and ``exp_avg`` is m' times (1 - b1^frozen) / (1 - b1^count), so that Adam alone would go on from there
+with steps of the same size. Each ``group`` has a scale, where theirs is per tensor and server. Weight decay is
+AdamW's. Where v is 0, in rows of an embedding that no batch used, Adam's step has no size and a sign has no zero: such
+weights do not move (the authors ask their user for a mask of them), and embeddings are dense unless ``send`` names them
+(dense is the authors' ``non_freeze``).
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class OneBitAdam(Method):
 
     The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up the method takes
     its steps on the compressed parameters: the engine's ``grad`` is then the new momentum, on which ``clip_grad_norm_``
-    acts for this step alone; ``exp_avg`` follows it, ``exp_avg_sq`` does not change. Dense parameters keep their Adam.
+    acts for this step alone; ``exp_avg`` follows it, ``exp_avg_sq`` and ``step`` do not change. Dense parameters keep
+    their Adam.
 
     Args:
         warmup: length of the warm-up with dense Adam: below 1 a share of the run, else a number of optimizer steps, at
@@ -99,7 +102,7 @@ class OneBitAdam(Method):
             group=math.lcm(card.group, 1 if self.warmup_bits == 32 else self._warmup_codec.group),
             summed_by_network=False, keeps_state=True, adds_up=False, steady=self.first,
             cycle={1: 1.0},  # the very first also sends Adam's own moment, where that is sharded
-            state_kinds={**card.state_kinds, "frozen": EQUAL, "moment": ANEW},
+            state_kinds={**card.state_kinds, "counted": EQUAL, "moment": ANEW},
         )  # fmt: skip
 
     @property
@@ -164,14 +167,14 @@ class OneBitAdam(Method):
                     f"{self.name}: the optimizer has no moments of {name}: it had no gradient in the warm-up (name it "
                     "in dense=), or optimizer.state was emptied since (wire.close() and compress() begin a new warm-up)"
                 )
-            frozen = self.state.get("frozen", name)
-            if frozen is None:
-                frozen = moments["step"].detach().clone()
-                self.state.put("frozen", name, frozen)
-            moments["step"] += 1
+            counted = self.state.get("counted", name)
+            counted = (moments["step"].detach() if counted is None else counted) + 1
+            self.state.put("counted", name, counted)
             moment = local(weight.grad)  # type: ignore[arg-type]
-            local(moments["exp_avg"]).copy_(moment)
-            _frozen_step(local(weight.detach()), moment, local(moments["exp_avg_sq"]), moments["step"], frozen, group)
+            factor = _share_counted(moments["step"], counted, group)
+            local(moments["exp_avg"]).copy_(moment).mul_(factor)
+            variance = local(moments["exp_avg_sq"])
+            _frozen_step(local(weight.detach()), moment, variance, counted, moments["step"], group)
 
         self._steps.take(step, move)
 
@@ -208,14 +211,22 @@ class OneBitAdam(Method):
         rows = moments[exchange.own_rows]
         rows.zero_()
         for segment in bucket.segments:
-            weight = self.run.weights[segment.name]
-            exp_avg = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
-            if exp_avg is None:
+            optimizer, group = self.run.holders[segment.name]
+            adam = optimizer.state.get(self.run.weights[segment.name], {})
+            if "exp_avg" not in adam:
                 continue
-            values = local(exp_avg).reshape(-1)
+            values = local(adam["exp_avg"]).reshape(-1)
+            if (counted := self.state.get("counted", segment.name)) is not None:
+                values = values / _share_counted(adam["step"], counted, group)
             for row, chunk in zip(rows, values.split(max(segment.span, 1)), strict=False):
                 row[segment.start : segment.start + chunk.numel()].copy_(chunk)
         exchange.share(moments)
+
+
+def _share_counted(frozen: Tensor, counted: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return (1 - b1^frozen) / (1 - b1^counted), 0-dim, float64."""
+    beta1 = group["betas"][0]
+    return (1 - beta1 ** frozen.double()) / (1 - beta1 ** counted.double())
 
 
 def _frozen_step(

@@ -1,4 +1,4 @@
-"""The Adam of a rank that steps alone: steps as large as those of the mean gradient, and moments from a checkpoint."""
+"""The Adam of a rank that steps alone: steps as large as those of the mean gradient, moments that are saved or met."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.core.agreement import Agreement
 from thinwire.core.run import Run, Step
 from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
-from thinwire.network.comm import local
+from thinwire.network.comm import GroupComm, local
 
 _NUMBER = " as a number"
 """Ends the kinds of what is no tensor in an optimizer's state."""
@@ -100,6 +101,30 @@ def own_moments(run: Run, name: str) -> Iterator[tuple[str, Tensor]]:
         else:
             dtype = torch.float64 if isinstance(value, float) else torch.int64
             yield kind, torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def average_moments(run: Run) -> None:
+    """Give the optimizers' floating-point state its mean over the ranks, through float64. Collective.
+
+    Raises:
+        ThinwireError: ranks have state of different parameters, or state that has no mean. Raised on all ranks.
+    """
+    comm, held = run.exchange.comm, dict[str, Tensor]()
+    assert isinstance(comm, GroupComm)
+    with Agreement([GroupComm.aside(comm.group, comm.device)]) as agreement:
+        for name, weight in run.weights.items():
+            for kind, value in own_moments(run, name):
+                if value.is_floating_point() and not kind.endswith(_NUMBER):
+                    held[f"{kind} of {name}"] = value
+                elif value.dim():
+                    raise ThinwireError(
+                        f"wire.hand_over(): {kind} of {name} is {value.dtype}, and has no mean over the ranks: make a "
+                        f"new {type(run.holders[name].optimizer).__name__} for what follows"
+                    )
+        agreement.compare({f"its optimizer's {key}": str(tuple(value.shape)) for key, value in held.items()})
+    for value in held.values():
+        mean = comm.all_reduce(value.to(comm.device, torch.float64)).div_(comm.size)
+        value.copy_(mean)
 
 
 def restore_moment(run: Run, kind: str, name: str, saved: Tensor) -> None:

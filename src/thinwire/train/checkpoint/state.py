@@ -24,7 +24,8 @@ def collect_tensors(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors that belong to this rank alone, and those that are the same on all ranks. Collective."""
-    wire.hand_over()  # the optimizer gets the moments that the method keeps: the run can resume without the method, too
+    if wire.method.card.alone_from is None and wire.method.rank_equal:  # else it would change the run
+        wire.hand_over()  # the optimizer gets the method's moments: the run can resume without the method, too
     of_rank = {WIRE + key: value for key, value in wire.state_dict().items()}
     tensors = {f"buffer/{key}": local(buffer) for key, buffer in persistent_buffers(model).items()}
     for key, parameter in _trained(model).items():
