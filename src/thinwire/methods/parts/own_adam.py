@@ -112,7 +112,7 @@ def average_moments(run: Run) -> None:
     comm, held = run.exchange.comm, dict[str, Tensor]()
     assert isinstance(comm, GroupComm)
     with Agreement([GroupComm.aside(comm.group, comm.device)]) as agreement:
-        for name, weight in run.weights.items():
+        for name in run.weights:
             for kind, value in own_moments(run, name):
                 if value.is_floating_point() and not kind.endswith(_NUMBER):
                     held[f"{kind} of {name}"] = value
