@@ -102,7 +102,7 @@ def first_moment(optimizer: torch.optim.Optimizer, weight: Tensor, counted: Tens
     """Return Adam's first moment of ``weight``. A method may have frozen Adam's count, and ``counted`` on by itself:
     ``exp_avg`` is then of the size of a moment of that many steps."""
     adam = optimizer.state.get(weight, {})
-    if counted is None or "exp_avg" not in adam:
+    if counted is None or not counted or "exp_avg" not in adam:  # 0 in a saved state: not yet
         return adam.get("exp_avg")
     beta1 = optimizer.param_groups[0]["betas"][0]
     return adam["exp_avg"] * ((1 - beta1 ** float(counted)) / (1 - beta1 ** float(adam["step"])))
