@@ -785,8 +785,8 @@ class Wire:
         if apart and not self._step_loop.ended and self.engine.rank == 0:
             warnings.warn(
                 f"{self.method} is closed inside a round, so each rank holds other weights: to leave it here, call "
-                "wire.reset() on all ranks before, which gives all the mean of their weights", ThinwireWarning,
-                stacklevel=2,
+                "wire.hand_over() on all ranks before, which gives all the mean of weights and moments",
+                ThinwireWarning, stacklevel=2,
             )  # fmt: skip
         with suppress(LostRank):  # ranks that are still there have sent what is under way
             try:
