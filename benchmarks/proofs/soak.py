@@ -100,7 +100,7 @@ def steps(rank: int, world: int, method: str, engine: str, count: int) -> list[R
 
 
 def cycles(rank: int, world: int, engine: str, count: int) -> list[Reading]:
-    """Readings in ``count`` cycles of compress(), three steps and close(), on one model and optimizer."""
+    """Readings in ``count`` cycles of compress(), three steps, hand_over() and close(), on one model and optimizer."""
     warnings.simplefilter("ignore")
     net = model(engine, world)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -113,6 +113,7 @@ def cycles(rank: int, world: int, engine: str, count: int) -> list[Reading]:
         wire = thinwire.compress(net, optimizer, METHODS[methods[cycle % len(methods)]])
         for step in range(3):
             take(net, optimizer, wire, rank, step)
+        wire.hand_over()
         wire.close()
         wire = None
         if (cycle + 1) % every == 0:

@@ -341,7 +341,7 @@ def _hook_on_all_optimizers(step_loop: StepLoop) -> RemovableHandle:
     """
     reference = weakref.ref(step_loop)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def check_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if (alive := reference()) is not None:
             alive.stranger(optimizer)
@@ -469,7 +469,7 @@ class Wire:
         finally:
             self._step_loop.closed = False
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 

@@ -34,6 +34,7 @@ from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
+from thinwire.core.card import Card
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
@@ -223,6 +224,10 @@ class Stub:
 
     class engine:
         kind = "ddp"
+
+    class method:
+        rank_equal = True
+        card = Card()
 
     def __init__(self, rank: int) -> None:
         self.state = {"step": torch.tensor(3), "residual/weight": torch.full((1, 4), rank + 1.0)}

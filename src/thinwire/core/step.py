@@ -252,7 +252,7 @@ class StepLoop:
         """Return the parameters exchanged since the last step."""
         return [self.weights[name] for name in self._exchanged]
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def before_forward(self) -> None:
         """Learn before the model's forward pass whether this rank, which steps alone, has dropped a step."""
         if self._alone and torch._C._current_graph_task_id() == -1:
@@ -372,8 +372,9 @@ class StepLoop:
         self.engine.exchange()
 
     # Calls from the optimizers' hooks. Within torch.compile(optimizer.step) Dynamo would trace them, and fail.
+    # (torch.compiler.disable would import Dynamo with this module; torch's own form does with the first optimizer.)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Prepare a step of ``optimizer``. The first optimizer agrees with all ranks on whether the step counts.
 
@@ -440,7 +441,7 @@ class StepLoop:
         with self.inside("optimizer.step()"):
             self.method.before_step(self._part)  # which may step parameters in the optimizer's place
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Note that ``optimizer`` has stepped. After the last one of a step, call ``Method.after_step``."""
         part, self._part = self._part, None
@@ -722,7 +723,7 @@ def _give_once(loss: Any, optimizer: torch.optim.Optimizer, marks: list | None) 
     return closure
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _marks(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool]]:
     """Return what shows that weights were written, or gradients dropped."""
     return [(weight._version, weight.grad is None) for weight in _parameters(optimizer)]
