@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import warnings
 
@@ -23,6 +24,7 @@ COMPILED = ("optimizer.step", "the update", *(["the whole step"] if ALL else [])
 
 def _weights(rank, world, kind, name, knobs, compiled):
     """The weights after four steps of which the part ``compiled`` is compiled, if any."""
+    gc.collect()  # models of before leave tables of torch's: not while Dynamo reads these
     torch._dynamo.reset()  # else the model after next is not compiled any more: too many variants of one function
 
     def may_compile(part, function):
