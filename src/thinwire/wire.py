@@ -760,6 +760,7 @@ class Wire:
         """Go on from ``values``, by key without the rank; their shapes have been checked."""
         if fault := self.method.card.fault_of(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
+        self._met = -1.0
         self._step_loop.reset()
         self._step_loop.take_counts(split_counts(values))
         # A method reads its counters; on the device, each read would make the host wait.

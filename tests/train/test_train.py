@@ -521,6 +521,19 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    ("file", "words", "setting"),
+    [("method: auto\nmax_loss: '2%'", "--method trickle", "max_loss"),
+     ("engine: hsdp\nshard_size: 2", "--engine ddp", "shard_size"),
+     ("optimizer: muon\nmuon_lr: 0.01", "--optimizer adamw", "muon_lr")],
+)  # fmt: skip
+def test_what_typed_words_make_void_is_not_taken_from_their_file(tmp_path, file, words, setting):
+    (tmp_path / "config.yaml").write_text(f"{file}\n")
+    config = from_arguments(["--config", str(tmp_path / "config.yaml"), *words.split()])
+    config.check()
+    assert getattr(config, setting) == getattr(Config, setting)
+
+
+@pytest.mark.parametrize(
     ("words", "line"),
     [
         (["--method", "int9"], "unknown method 'int9'"),

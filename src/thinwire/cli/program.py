@@ -66,7 +66,7 @@ def _run(argv: list[str]) -> int:
         sys.stdout.flush()
         return status
     except (ThinwireError, OSError) as error:
-        if isinstance(error, ConnectionError):  # of a pipe, or of a network, and not of a file
+        if isinstance(error, ConnectionError | TimeoutError):  # of a pipe, or of a network, and not of a file
             raise
         say(f"thinwire: {in_one_line(error)}", sys.stderr)
         return getattr(error, "status", ThinwireError.status)

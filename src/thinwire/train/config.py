@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,7 +218,7 @@ class Config:
     max_skipped: CountOrZero = 20
     """End the run after this many steps in a row that were skipped, or whose loss was not finite; 0: never."""
     check_every: CountOrZero = 0
-    """Steps between comparisons of the weights of all ranks, by hashes; 0: never."""
+    """Steps between comparisons of the weights of all ranks, by hashes; 0: once, after the first step."""
     timeout: Seconds = 120.0
     """Seconds to wait for the other ranks. On a slow link, which is measured at the start, a rank waits longer."""
     file_timeout: Seconds = 3600.0
@@ -354,13 +354,10 @@ class Config:
         refused = {
             "--checkpoint-every does not go with --no-checkpoints": self.checkpoint_every and not self.checkpoints,
             "--resume does not go with --overwrite, which starts afresh": self.overwrite and self.resume,
-            "--muon-lr is for --optimizer muon": self.muon_lr is not None and self.optimizer != "muon",
             "--lr 0 does not go with --muon-lr, which follows it": self.muon_lr is not None and self.lr == 0,
-            "--bucket-mb is for --engine ddp": self.bucket_mb is not None and self.engine != "ddp",
-            "--shard-size is for --engine hsdp": self.shard_size is not None and self.engine != "hsdp",
-            "--cluster is for --method auto": self.cluster is not None and not self.chooses,
-            "--max-loss is for --method auto": self.max_loss != Config.max_loss and not self.chooses,
         }
+        for name, (what, serves) in SERVING.items():
+            refused[f"{_flag(name)} is for {what}"] = getattr(self, name) != getattr(Config, name) and not serves(self)
         for line, is_so in refused.items():
             if is_so:
                 raise ThinwireError(line)
@@ -417,6 +414,16 @@ class Config:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+SERVING: dict[str, tuple[str, Callable[[Config], bool]]] = {
+    "muon_lr": ("--optimizer muon", lambda config: config.optimizer == "muon"),
+    "bucket_mb": ("--engine ddp", lambda config: config.engine == "ddp"),
+    "shard_size": ("--engine hsdp", lambda config: config.engine == "hsdp"),
+    "cluster": ("--method auto", lambda config: config.chooses),
+    "max_loss": ("--method auto", lambda config: config.chooses),
+}
+"""Settings that do nothing beside others than these: refused; void if typed words override those of their file."""
 
 
 class _Settings(yaml.SafeLoader):
@@ -490,4 +497,8 @@ def from_arguments(arguments: list[str], source: str = "") -> Config:
             default = from_yaml(Path(name))
             del arguments[i : i + (1 if "=" in word else 2)]
             break
-    return read_options(Config, arguments, "thinwire train", default=default, source=source, extra=[CONFIG])
+    config = read_options(Config, arguments, "thinwire train", default=default, source=source, extra=[CONFIG])
+    typed = {word.partition("=")[0] for word in arguments}
+    void = {name: getattr(Config, name) for name, (_, serves) in SERVING.items()
+            if serves(default) and not serves(config) and _flag(name) not in typed}  # fmt: skip
+    return dataclasses.replace(config, **void)

@@ -112,7 +112,6 @@ class Examination:
         apart = slowest(self._ranks, [trial.time_step(apart=True) for _ in range(count // 4)]) or times
         stats = trial.wire.stats()
         trial.wire.reset()  # ranks of local steps meet: the next method begins with the same weights on all
-        trial.wire.reset()  # local steps: all ranks take the next method's with the same weights
         trial.wire.close()
         return Steps(
             [step.step for step in times], loading=statistics.median(step.loading for step in times),
