@@ -111,7 +111,7 @@ class Examination:
         times = slowest(self._ranks, [trial.time_step() for _ in range(count)]) or second
         apart = slowest(self._ranks, [trial.time_step(apart=True) for _ in range(count // 4)]) or times
         stats = trial.wire.stats()
-        trial.wire.reset()  # ranks of local steps meet: the next method begins with the same weights on all
+        trial.wire.hand_over()  # ranks that stepped alone meet: the next method begins alike on all
         trial.wire.close()
         return Steps(
             [step.step for step in times], loading=statistics.median(step.loading for step in times),
