@@ -275,7 +275,7 @@ def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
     stats = {"wire_ms": 0.0, "exposed_ms": 0.0}
     trial_of_one = SimpleNamespace(
         begin=lambda method: None, time_step=lambda apart=False: next(taken),
-        wire=SimpleNamespace(stats=lambda: stats, reset=lambda: None, close=lambda: None),
+        wire=SimpleNamespace(stats=lambda: stats, hand_over=lambda: None, close=lambda: None),
     )  # fmt: skip
     doctor_of_one = object.__new__(examination.Examination)
     doctor_of_one._ranks = None
