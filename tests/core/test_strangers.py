@@ -639,6 +639,35 @@ def test_a_loaded_state_cannot_bring_settings_that_compress_refuses():
     assert not any(ranks.run(_other_settings, 2))
 
 
+def _refused_and_taken(rank, world, name, kind):
+    """A setting of the last group is refused, put right, and the step taken again; the same without the setting."""
+    ends = []
+    for setting in (True, False):
+        model = build(kind, world)
+        weights = list(model.parameters())
+        groups = [{"params": weights[:1]}, {"params": weights[1:]}]
+        _, optimizer, wire = begun(kind, world, name, model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3))
+        for step in range(STEPS):
+            with wire.accumulate(last=True):
+                loss_of(model, step, rank).backward()
+            if setting and step == STEPS - 2:
+                optimizer.param_groups[-1]["maximize"] = True
+                with pytest.raises(ThinwireError, match="maximize"):
+                    optimizer.step()
+                optimizer.param_groups[-1]["maximize"] = False
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(flat(model))
+        wire.close()
+    return torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_refused_setting_leaves_the_step_to_be_taken_whole(kind):
+    for name in dealt([*UPDATES, "onebit-adam"], kind, ["ddp", "fsdp2"]):
+        assert all(ranks.run(_refused_and_taken, 2, name, kind)), name
+
+
 class _NoEps(torch.optim.SGD):
     """It has betas, as Lion has, and no eps."""
 

@@ -46,9 +46,9 @@ from thinwire.core.card import ANEW, EQUAL, Card
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import SMALL, Method, Smallest, Start, exempt_small, first_step
 from thinwire.core.promise import Promise
-from thinwire.core.run import Parameter, Run, Step
+from thinwire.core.run import Holder, Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of, beta1_of, refuse_chunks, refuse_settings
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of, beta1_of, refuse_chunks
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
 
@@ -90,7 +90,7 @@ class OneBitAdam(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.first = 0
-        self._steps = OwnSteps()  # of parameters whose ``grad`` is a momentum in this step
+        self._steps = OwnSteps(self.name)  # of parameters whose ``grad`` is a momentum in this step
 
     def make_codec(self) -> Codec:
         return Sign(self.group, self.scale)
@@ -158,10 +158,8 @@ class OneBitAdam(Method):
     def before_step(self, step: Step) -> None:
         """Step the parameters whose momentum has arrived (l. 13), with Adam's arithmetic, in Adam's state."""
 
-        def move(name: str, weight: Tensor) -> None:
-            optimizer, group = step.holders[name]
-            refuse_settings(self.name, optimizer, group)  # a state that was loaded may have brought others
-            moments = optimizer.state.get(weight, {})
+        def move(name: str, weight: Tensor, held: Holder) -> None:
+            moments, group = held.optimizer.state.get(weight, {}), held.group
             if "exp_avg_sq" not in moments:
                 raise ThinwireError(
                     f"{self.name}: the optimizer has no moments of {name}: it had no gradient in the warm-up (name it "
@@ -176,7 +174,7 @@ class OneBitAdam(Method):
             variance = local(moments["exp_avg_sq"])
             _frozen_step(local(weight.detach()), moment, variance, counted, moments["step"], group)
 
-        self._steps.take(step, move)
+        self._steps.take(step, self.run, move)
 
     def after_step(self, step: Step) -> None:
         self._steps.names.clear()

@@ -19,16 +19,24 @@ class OwnSteps:
     The method steps ``names`` next. The optimizer does not change a parameter without ``grad``, its moments or count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, method: str) -> None:
+        self._method = method
         self.names: set[str] = set()
 
-    def take(self, step: Step, move: Callable[[str, Tensor], None]) -> None:
-        """Call ``move(name, weight)`` for those of ``names`` in ``step`` that have a ``weight.grad``, and hide that."""
-        for name in sorted(self.names.intersection(step.weights)):
+    def take(self, step: Step, run: Run, move: Callable[[str, Tensor, Holder], None]) -> None:
+        """Call ``move(name, weight, holder)`` for ``names`` in ``step`` that have a ``weight.grad``, and hide that.
+
+        Raises:
+            ThinwireError: a state that was loaded has brought settings that these steps do not have: nothing has moved.
+        """
+        taken, holders = sorted(self.names.intersection(step.weights)), run.holders
+        for optimizer, group in {id(holders[name].group): holders[name] for name in taken}.values():
+            refuse_settings(self._method, optimizer, group)
+        for name in taken:
             self.names.remove(name)
             weight = step.weights[name]
             if weight.grad is not None:
-                move(name, weight)
+                move(name, weight, holders[name])
                 step.hide_gradients([weight])
 
 
@@ -69,7 +77,7 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
 
 
 def refuse_settings(method: str, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Refuse an Adam's ``group`` whose steps ``method`` would not take as the ``optimizer`` would.
+    """Refuse a ``group`` of an Adam (or Muon) whose steps ``method`` would not take as the ``optimizer`` would.
 
     Raises:
         ThinwireError: a setting of ``REFUSED``, or coupled weight decay.
@@ -82,8 +90,8 @@ def refuse_settings(method: str, optimizer: torch.optim.Optimizer, group: dict[s
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Does the weight decay of the Adam ``optimizer`` act on weights, not on gradients?"""
-    return group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    """Does the weight decay of ``optimizer``, an Adam or Muon, act on weights, not on gradients?"""
+    return group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW | torch.optim.Muon))
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -52,10 +52,10 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.random import seed_of
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange
-from thinwire.core.run import Run, Step
+from thinwire.core.run import Holder, Run, Step
 from thinwire.core.state import State
 from thinwire.methods.parts.muon import Orthogonal
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of, refuse_settings
+from thinwire.methods.parts.own_steps import OwnSteps, adam_of
 from thinwire.network.comm import local
 from thinwire.ops.direction import Adam, DirectionSegment, direction
 from thinwire.ops.norms import sample
@@ -114,7 +114,7 @@ class UpdateSpace:
             raise ThinwireError(
                 f"{refused}; or send gradients, which works with any optimizer: write {instead()}"
             ) from None
-        self._steps = OwnSteps()
+        self._steps = OwnSteps(self._name)
         # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
@@ -176,14 +176,11 @@ class UpdateSpace:
         self.refuse_scaled(before=step.number)
         values, changes, probes, expected = (list[Tensor]() for _ in range(4))
         decay_factors: list[float] = []
-        holders = self._run.holders
 
-        def move(name: str, weight: Tensor) -> None:
-            (optimizer, group), change = holders[name], local(weight.grad)  # type: ignore[arg-type]
-            optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
+        def move(name: str, weight: Tensor, held: Holder) -> None:
+            change, group = local(weight.grad), held.group  # type: ignore[arg-type]
+            held.optimizer.state.pop(weight, None)  # from a dense start, or handed over: of no use here
             self._handed.discard(name)
-            if name not in self.matrices:
-                refuse_settings(self._name, optimizer, group)  # a state that was loaded may have brought others
             self._compare_rates(name, float(group["lr"]))
             if rests(group):
                 return
@@ -194,7 +191,7 @@ class UpdateSpace:
                 expected.append(beginning)
                 probes.append(self._run.travels(name, change.reshape(-1))[: beginning.shape[0]])
 
-        self._steps.take(step, move)
+        self._steps.take(step, self._run, move)
         take(values, changes, decay_factors)
         if probes:
             lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
