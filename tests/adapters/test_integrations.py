@@ -158,9 +158,9 @@ def _each_batch(rank: int, world: int) -> tuple[str, int]:
     with pytest.raises(ThinwireError) as refused:
         accelerator, model, optimizer = prepared(2)
         compress(accelerator, model, optimizer, "trickle(smallest=0)")
-        for micro in range(2):
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, micro, rank))
+    for micro in range(2):  # the model is as it was, and trains without Thinwire
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, micro, rank))
     for method, count in (("int8(smallest=0)", 2), ("trickle(smallest=0)", 1)):
         accelerator, model, optimizer = prepared(count)
         wire = compress(accelerator, model, optimizer, method)

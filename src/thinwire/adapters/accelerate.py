@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from thinwire.adapters import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.step import unwrapped
-from thinwire.methods import Method
+from thinwire.methods import Method, resolve
 from thinwire.wire import Wire
 from thinwire.wire import compress as compress_model
 
@@ -38,15 +38,9 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
         ThinwireError: as ``thinwire.compress``; or the accelerator knows of one process only, shards with FSDP1, or
             exchanges every micro-batch (``sync_each_batch``) where the method may not.
     """
-    _check(accelerator)
+    method = resolve(method) if isinstance(method, str) else method
+    _check(accelerator, method)
     wire = compress_model(model, optimizer, method, scaler=accelerator.scaler, **options)
-    settings = accelerator.gradient_state
-    if settings.num_steps > 1 and settings.plugin_kwargs.get("sync_each_batch") and not wire.method.card.adds_up:
-        wire.close()
-        raise ThinwireError(
-            f"sync_each_batch=True exchanges every micro-batch, and {wire.method.name} keeps a momentum, which counts "
-            "exchanges as steps: leave out sync_each_batch, or take a method such as int8"
-        )
     _connect_clipping(accelerator, model, wire)
     _connect_schedules(accelerator, optimizer, wire)
     _connect_checkpoints(accelerator, model, wire)
@@ -61,7 +55,7 @@ def number_of(accelerator: Any, model: nn.Module) -> int | None:
     return next((number for number, one in enumerate(prepared) if one is inner or one is bare), None)
 
 
-def _check(accelerator: Any) -> None:
+def _check(accelerator: Any, method: Any) -> None:
     """Refuse what is not supported; warn of a sharding that was asked for and not made."""
     if accelerator.num_processes == 1:
         raise ThinwireError(
@@ -73,6 +67,14 @@ def _check(accelerator: Any) -> None:
         raise ThinwireError(
             "Accelerate is set to FSDP1, its default, which Thinwire does not support: set fsdp_version: 2 in its "
             "config file, or pass FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    settings, known = accelerator.gradient_state, isinstance(method, Method)  # or it is an Auto
+    adds_up = known and method.card.adds_up
+    if settings.num_steps > 1 and settings.plugin_kwargs.get("sync_each_batch") and not adds_up:
+        keeper = f"{method.name} keeps" if known else "what 'auto' chooses may keep"
+        raise ThinwireError(
+            f"sync_each_batch=True exchanges every micro-batch, and {keeper} a momentum, which counts exchanges as "
+            "steps: leave out sync_each_batch, or take a method such as int8"
         )
     if not sharded and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.is_main_process:
         warnings.warn(
