@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.base.errors import ThinwireError, ThinwireWarning, first_line
+from thinwire.core.agreement import Agreement
 from thinwire.core.replica_check import digest
-from thinwire.network.comm import local
+from thinwire.network.comm import GroupComm, local
 from thinwire.wire import Wire
 
 safetensors = extras.load("safetensors")
@@ -49,21 +50,29 @@ def load(wire: Wire, folder: Path) -> None:
     Warn and start anew where no rank has a file, or where the state belongs to other weights.
 
     Raises:
-        ThinwireError: ``folder`` has no file of this rank, or of another one.
+        ThinwireError: ``folder`` has no file of this rank, or of another one; or a rank cannot use its file. Raised on
+            all ranks.
     """
     file, weights = _file(folder), _hash(wire)
     here, stale = file.exists(), False
-    if here:
-        with safetensors.safe_open(file, "pt") as opened:
-            names = opened.keys()
-            state = {name: opened.get_tensor(name) for name in names}
-            stale = (opened.metadata() or {}).get("weights", weights) != weights
+    with _agreement(wire):
+        if here:
+            try:
+                with safetensors.safe_open(file, "pt") as opened:
+                    names = opened.keys()
+                    state = {name: opened.get_tensor(name) for name in names}
+                    stale = (opened.metadata() or {}).get("weights", weights) != weights
+            except (safetensors.SafetensorError, OSError) as error:
+                raise ThinwireError(
+                    f"{file} is damaged, or cannot be read ({first_line(error)}): go back to an earlier checkpoint"
+                ) from None
     present, absent, stale = _any_rank(wire, here, not here, stale)
     if present and absent:
         lacking = f"the file of another rank in {folder}" if here else file
         raise ThinwireError(f"{lacking} is missing: the checkpoint was made by fewer ranks, or is incomplete")
     if present and not stale:
-        wire.load_state_dict(state)
+        with _agreement(wire):
+            wire.load_state_dict(state)
     elif dist.get_rank() == 0:
         cause = (
             f"the state in {folder} belongs to other weights than those that were loaded: a program without Thinwire "
@@ -81,6 +90,13 @@ def meet(wire: Wire) -> None:
     """
     if wire.method.card.alone(wire._road.step) and wire.step != wire._run.steps:
         wire.reset()
+
+
+def _agreement(wire: Wire) -> Agreement:
+    """Make a passage that all ranks complete, or none."""
+    return Agreement(
+        [GroupComm.aside(comm.group, comm.device) for comm in wire.engine.comms if isinstance(comm, GroupComm)]
+    )
 
 
 def _any_rank(wire: Wire, *flags: bool) -> list[bool]:
