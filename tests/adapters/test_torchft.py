@@ -147,6 +147,7 @@ def test_what_else_is_refused(manager):
         compress(object())
     with pytest.raises(thinwire.ThinwireError, match="check_every"):
         compress(manager, safety=thinwire.Safety(check_every=10))
+    compress(manager, safety=thinwire.Safety(check_every=0)).close()  # which asks for no comparison
     with pytest.raises(thinwire.ThinwireError, match="CPU"):
         compress(manager, nn.Linear(8, 8, device="meta"))
 

@@ -134,7 +134,7 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
         "model: call fully_shard(model) on a mesh of those ranks, or pass world_size=1":
             manager._group_world_size > 1 and not isinstance(model, FSDPModule),
         "check_every is not supported with a torchft manager: replicas may be lost in the middle of a comparison":
-            safety.check_every is not None,
+            bool(safety.check_every),
         "with a torchft manager the weights must be on a CPU: gloo cannot send a GPU's memory":
             any(weight.device.type != "cpu" for weight in model.parameters()),
     }  # fmt: skip
