@@ -779,6 +779,45 @@ def test_whatever_an_optimizer_keeps_is_resumed_bit_for_bit(kind, world):
         assert found == [True] * len(cases)
 
 
+class Late(torch.optim.SGD):
+    """It adds to its state once its hooks have been called."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["shape"] = weight.shape
+
+
+class Early(Keeper):
+    """It keeps a shape from its first step on."""
+
+    def _step(self, state: dict[str, Any], *gradient: Any) -> None:
+        super()._step(state, *gradient)
+        state["Q"].append(torch.Size([1]))
+
+
+def _unsaved(rank: int, world: int, kind: str) -> list[tuple[int, str]]:
+    """In which local step an optimizer is refused whose state no checkpoint could hold."""
+    found = []
+    for make in (Early, Late):
+        model = build(kind, world)
+        optimizer = make(model.parameters(), lr=1e-2)
+        thinwire.compress(model, optimizer, LocalSteps(every=4), steps=20)
+        with pytest.raises(ThinwireError) as refused:
+            for step in range(9):
+                train(model, optimizer, rank, range(step, step + 1))
+        found.append((step, str(refused.value)))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_a_state_that_could_not_be_saved_is_refused_in_the_first_local_steps(kind, world):
+    for (early, listed), (late, word) in ranks.run(_unsaved, world, kind, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
+        assert (early, late) == (0, 1)
+        assert "keeps a Size as 'Q[2]'" in listed and "keeps a Size as 'shape'" in word and "\n" not in listed + word
+
+
 def _kept(rank: int, world: int) -> list[str]:
     """Of an optimizer that has not loaded its own state, and of one that keeps something else."""
     found = []

@@ -52,6 +52,7 @@ from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.fragments import Fragment, Timetable, split
 from thinwire.methods.parts.own_adam import (
     check_adam,
+    check_saved,
     check_saved_shape,
     own_moments,
     restore_moment,
@@ -332,6 +333,8 @@ class LocalSteps(Method):
             step_by_mean_moment(step, self.run.exchange.ranks)
 
     def after_step(self, step: Step) -> None:
+        if step.number in (self.first, self.first + 1):  # some optimizers add to their state behind all hooks
+            check_saved(self.run)
         if step.number >= self.first:
             self._count_step(step)
 

@@ -92,6 +92,13 @@ def _places(name: str, holder: Any, prefix: str = "") -> Iterator[tuple[str, Any
             )
 
 
+def check_saved(run: Run) -> None:
+    """Refuse optimizers that keep what cannot be saved, as soon as a step has shown what they keep."""
+    for name in run.weights:
+        for _ in own_moments(run, name):
+            pass
+
+
 def own_moments(run: Run, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the optimizer's state of parameter ``name`` by kind; numbers as 0-dim tensors, int64 or float64."""
     for kind, holder, key in _places(name, run.holders[name].optimizer.state.get(run.weights[name], {})):
