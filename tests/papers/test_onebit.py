@@ -369,7 +369,7 @@ def test_cpu_kernels_are_the_reference(group, dtype):
 def test_triton_interpreted_is_the_reference():
     code = """
 import torch
-import test_onebit
+from papers import test_onebit
 from thinwire.ops.sign import triton as fast
 for case in ((3, 5, 128, torch.float32), (2, 37, 32, torch.bfloat16), (1, 3, 4096, torch.float32)):
     test_onebit.check_kernels(fast, *case)

@@ -324,7 +324,7 @@ def test_kernels_are_the_reference(n, m):
 @needs_triton
 def test_triton_interpreted_is_the_reference():
     code = """
-import test_scape
+from papers import test_scape
 from thinwire.ops.moments import triton
 for n, m in ((64, 64), (1088, 1030), (2048, 1)):
     test_scape.check(triton, n, m)

@@ -44,3 +44,15 @@ def test_programs_use_what_is_there(tmp_path):
     seen = [line for line in found if gone.name in line]
     assert [line.split("error: ")[1].split(" ")[0] for line in seen] == ['"Windows"', "Module", "Too"]
     assert found == seen
+
+
+def test_no_module_that_tests_import_by_its_bare_name_is_in_two_folders():
+    """pytest puts the folder of each test file first, and the first module of a name is everybody's."""
+    tests = {file.parent for file in (ROOT / "tests").rglob("*.py")}
+    folders = [folder for folder in tests if not (folder / "__init__.py").exists()]
+    homes: dict[str, set[str]] = {}
+    for folder in [*folders, *(ROOT / "benchmarks").iterdir()]:
+        for file in folder.glob("*.py"):
+            if (path := str(file.relative_to(ROOT))) != SAME_NAME and file.stem != "conftest":
+                homes.setdefault(file.stem, set()).add(path)
+    assert not [paths for paths in homes.values() if len(paths) > 1]
