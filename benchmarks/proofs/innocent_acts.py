@@ -1,6 +1,6 @@
 """A long seeded search for an innocent act of a training program that changes a bit: docs/adversarial.md.
 
-    python benchmarks/proofs/innocent_acts.py [--cases 140] [--seed 0] [--case SEED]
+    python benchmarks/proofs/innocent_acts.py [--cases 140] [--seed 0] [--case SEED] [--device cuda]
 
 Prints each failure with the number that repeats it. The search itself is in tests/support/user_programs.py.
 """

@@ -7,7 +7,8 @@ One rank does all of DDP's step but for the network: its buckets are packed, enc
 summed. (FSDP2 on one rank exchanges nothing: it needs several GPUs.) The model runs as it is written, in autocast to
 bfloat16; AdamW is fused; each step has other tokens, the r-th of the vocabulary about as often as 1 / r. "issued" is
 when the host had given the step to the GPU: where it equals the step, the host is what is waited for. ``--kernels``: a
-line of JSON for each method, with a step's launches and microseconds by kernel.
+line of JSON for each method, with a step's launches and microseconds by kernel. ``--compile``: torch.compile writes the
+model's kernels.
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ ANNOTATIONS = ("DistributedDataParallel", "Optimizer.")
 class Run:
     """A model with a method, on the GPU ``device``."""
 
-    def __init__(self, method: str, engine: str, preset: str, device: torch.device) -> None:
+    def __init__(self, method: str, engine: str, preset: str, device: torch.device, *, compiled: bool) -> None:
         torch.manual_seed(0)
         resolved, self.method, self.device = method_table.resolve(method), method, device
-        self.model = gpu_cases.wrapped(engine, Decoder(PRESETS[preset]), device)
+        model = Decoder(PRESETS[preset])
+        if compiled:
+            model.compile()
+        self.model = gpu_cases.wrapped(engine, model, device)
         fused = {"fused": True} if resolved.OPTIMIZER is torch.optim.AdamW else {}
         self.optimizer = resolved.OPTIMIZER(self.model.parameters(), lr=1e-4, **fused)
         thinwire.compress(self.model, self.optimizer, resolved, steps=1000)
@@ -105,6 +109,7 @@ def main() -> int:
     parser.add_argument("--preset", default="gpt-125m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="of a step, on each rank")
     parser.add_argument("--kernels", action="store_true", help="each method's kernels, too, at the first of --tokens")
+    parser.add_argument("--compile", action="store_true", help="the model")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees no CUDA device on this machine", file=sys.stderr)
@@ -116,8 +121,9 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     context = PRESETS[options.preset].context
-    runs = [Run(method, options.engine, options.preset, device) for method in options.methods]
-    world = f"{dist.get_world_size()} ranks, {options.engine}"
+    setup = options.engine, options.preset, device
+    runs = [Run(method, *setup, compiled=options.compile) for method in options.methods]
+    world = f"{dist.get_world_size()} ranks, {options.engine}{', compiled' * options.compile}"
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {world}\n")
     print("| tokens | method | ms per step (least to most) | x dense | issued |\n|---|---|---|--:|--:|")
     for number in options.tokens:

@@ -23,20 +23,21 @@ def build(
     net: Callable[[], nn.Module] = lambda: Net(layers=1),
     policy: MixedPrecisionPolicy | None = None,
     prepare: Callable[[nn.Module], object] = lambda model: None,
+    device: str = "cpu",
     **options,
 ) -> nn.Module:
     """The same initial weights on every rank, wrapped for ``kind``: ddp, fsdp2, fsdp2-keep (no resharding), hsdp."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed seeds devices that are not there, which takes longer
-    model = net()
+    model = net().to(device)
     prepare(model)
     if kind == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
     if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
     elif kind == "hsdp-1":
-        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device, (world, 1), mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = init_device_mesh(device, (world,))
     options.setdefault("reshard_after_forward", kind != "fsdp2-keep")
     if policy is not None:
         options["mp_policy"] = policy

@@ -44,7 +44,8 @@ def batch(step: int, rank: int, vocabulary: int = 51) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, step: int, rank: int, vocabulary: int = 51) -> Tensor:
-    tokens, targets = batch(step, rank, vocabulary)
+    device = next(model.parameters()).device
+    tokens, targets = (part.to(device) for part in batch(step, rank, vocabulary))
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 

@@ -1,6 +1,6 @@
 """Random training programs: a seeded search for an innocent act that changes a bit. One integer makes a program.
 
-    verdict = judge(rank, world, draw(17))     # on every rank of a process group of ``world`` gloo processes
+    verdict = judge(rank, world, draw(17))     # on every rank of a process group of ``world`` processes
 
 A program trains a small model on an engine with a method. Strewn into it are *acts* that must not be felt: an
 evaluation, a look at the report, weights that are swapped and swapped back, a forward pass that raises and is caught, a
@@ -20,6 +20,7 @@ import contextlib
 import gc
 import io
 import itertools
+import os
 import random
 import warnings
 from collections import Counter
@@ -29,11 +30,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import ranks
+import staged
 import thinwire
 from engines import build, same_on_all_ranks
 from models import Net, flat, loss_of
@@ -141,6 +144,7 @@ class Run:
     def __init__(self, program: Program, rank: int, world: int, *, stock: bool = False, spoilt: bool = True) -> None:
         """``stock``: without Thinwire. ``spoilt``: with the spoilt steps."""
         self.program, self.rank, self.world, self.stock, self.spoilt = program, rank, world, stock, spoilt
+        self.device = "cpu" if dist.get_backend() == "gloo" else "cuda"
         self.to_none = True
         self.weights: list[Tensor] = []
         self.losses: list[float] = []
@@ -151,11 +155,13 @@ class Run:
         """Make the model, its optimizers and the wire anew, as a program that starts."""
         program = self.program
         self.model = build(program.engine, self.world, net=lambda: Net(layers=1, tied=program.net == "tied"),
-                           prepare=PREPARE[program.net])  # fmt: skip
+                           prepare=PREPARE[program.net], device=self.device)  # fmt: skip
         self.parameters = nn.ParameterList(self.model.parameters())  # on FSDP2 the shards, whatever is gathered
         self.optimizers = optimizers_of(self.model, program.optimizer)
         self.rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if program.scaler else None
+        self.scaler = (
+            torch.amp.GradScaler(self.device, init_scale=1024.0, growth_interval=2) if program.scaler else None
+        )
         self.wire: Any = None
         self.trained = False
         if not self.stock:
@@ -618,16 +624,24 @@ def world_of(seed: int) -> int:
     return WORLDS[draw(seed).engine]
 
 
-def judge_all(rank: int, world: int, seeds: Iterable[int]) -> list[Verdict]:
+def judge_all(rank: int, world: int, seeds: Iterable[int], device: str) -> list[Verdict]:
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        store = dist.PrefixStore("cuda", dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group(staged.NAME, store=store, rank=rank, world_size=world)
     return [judge(rank, world, draw(seed)) for seed in seeds]
 
 
-def search(seeds: Iterable[int]) -> list[Verdict]:
-    """Judge the programs of ``seeds``, each on as many ranks as its engine needs; one verdict each."""
+def search(seeds: Iterable[int], device: str = "cpu") -> list[Verdict]:
+    """Judge the programs of ``seeds``, each on as many ranks as its engine needs; one verdict each.
+
+    ``device``: "cpu", or "cuda": ranks share a GPU, their messages go through the host (staged.py).
+    """
     verdicts = []
     for world, seeds_of_world in itertools.groupby(sorted(seeds, key=world_of), world_of):
         for chosen in iter(lambda several=seeds_of_world: list(itertools.islice(several, AT_ONCE)), []):
-            for several in zip(*ranks.run(judge_all, world, chosen), strict=True):
+            for several in zip(*ranks.run(judge_all, world, chosen, device), strict=True):
                 verdicts.append(next((one for one in several if one.problem), several[0]))
     return verdicts
 
@@ -637,9 +651,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=140)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--case", type=int, help="this one alone")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits on whichever stream
     first, count = (args.seed, args.cases) if args.case is None else (args.case, 1)
-    verdicts = search(range(first, first + count))
+    verdicts = search(range(first, first + count), args.device)
     for verdict in verdicts:
         if verdict.problem:
             print(f"{verdict.program}\n    {verdict.problem}", flush=True)
