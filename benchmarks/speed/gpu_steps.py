@@ -45,13 +45,15 @@ ANNOTATIONS = ("DistributedDataParallel", "Optimizer.")
 class Run:
     """A model with a method, on the GPU ``device``."""
 
-    def __init__(self, method: str, engine: str, preset: str, device: torch.device, *, compiled: bool) -> None:
+    def __init__(
+        self, method: str, engine: str, preset: str, device: torch.device, bucket_mb: float, *, compiled: bool
+    ) -> None:
         torch.manual_seed(0)
         resolved, self.method, self.device = method_table.resolve(method), method, device
         model = Decoder(PRESETS[preset])
         if compiled:
             model.compile()
-        self.model = gpu_cases.wrapped(engine, model, device)
+        self.model = gpu_cases.wrapped(engine, model, device, bucket_mb)
         fused = {"fused": True} if resolved.OPTIMIZER is torch.optim.AdamW else {}
         self.optimizer = resolved.OPTIMIZER(self.model.parameters(), lr=1e-4, **fused)
         thinwire.compress(self.model, self.optimizer, resolved, steps=1000)
@@ -109,6 +111,7 @@ def main() -> int:
     parser.add_argument("--preset", default="gpt-125m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="of a step, on each rank")
     parser.add_argument("--kernels", action="store_true", help="each method's kernels, too, at the first of --tokens")
+    parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     parser.add_argument("--compile", action="store_true", help="the model")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -121,10 +124,11 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     context = PRESETS[options.preset].context
-    setup = options.engine, options.preset, device
+    setup = options.engine, options.preset, device, options.bucket_mb
     runs = [Run(method, *setup, compiled=options.compile) for method in options.methods]
-    world = f"{dist.get_world_size()} ranks, {options.engine}{', compiled' * options.compile}"
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {world}\n")
+    world = f"{dist.get_world_size()} ranks, {options.engine}, buckets of {options.bucket_mb:g} MB"
+    compiled = ", compiled" * options.compile
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {world}{compiled}\n")
     print("| tokens | method | ms per step (least to most) | x dense | issued |\n|---|---|---|--:|--:|")
     for number in options.tokens:
         uniform = torch.rand(TURNS * STEPS, max(number // context, 1), context, device=device)

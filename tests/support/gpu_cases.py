@@ -147,10 +147,10 @@ def _hang(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
     return {}
 
 
-def wrapped(engine: str, model: nn.Module, device: torch.device) -> nn.Module:
+def wrapped(engine: str, model: nn.Module, device: torch.device, bucket_mb: float = 25) -> nn.Module:
     model = model.to(device)
     if engine == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=0.01 if isinstance(model, Net) else 25)
+        return DistributedDataParallel(model, bucket_cap_mb=0.01 if isinstance(model, Net) else bucket_mb)
     shape, names = ((2, dist.get_world_size() // 2), ("replicate", "shard")) if engine == "hsdp" else (None, None)
     mesh = init_device_mesh(device.type, shape or (dist.get_world_size(),), mesh_dim_names=names)
     for block in model.blocks:

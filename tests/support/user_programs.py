@@ -115,7 +115,8 @@ def draw(seed: int) -> Program:
     """Draw the program of ``seed``.
 
     The first step counts in all: DDP makes its buckets anew after the first exchange, and methods that send steps of
-    Adam measure in each bucket of their first step how alike the ranks are.
+    Adam measure in each bucket of their first step how alike the ranks are. So no program of DDP starts anew right
+    before that step.
     """
     pick = random.Random(seed)
     method = METHODS[seed % len(METHODS)]
@@ -127,9 +128,10 @@ def draw(seed: int) -> Program:
     rates = {step: pick.choice([0.0, 0.5, 2.0]) for step in range(STEPS) if pick.random() < 0.15}
     places = [(place, name) for name, (_, allowed) in ACTS.items() for place in allowed]
     acts = []
+    anew_at_first = "start=2" in method and engine == "ddp"
     for step in range(STEPS):
         for place, name in pick.sample(places, pick.choice([0, 1, 2, 3])):
-            if (step, name) != (0, "discard step"):
+            if (step, name) != (0, "discard step") and not (anew_at_first and name == "start anew" and step in (1, 2)):
                 acts.append(Act(step, place, name))
     passes = pick.choice([1, 1, 2, 3])
     net = "plain" if optimizer == "muon" else pick.choice(["plain", "plain", "tied", "frozen", "checkpointed"])
@@ -595,7 +597,8 @@ def differs(plain: Run, expected: dict[str, Any], acted: Run, ended: dict[str, A
         problem = f"{ended} in place of {expected}"
     if not problem and state.keys() != other.keys():
         problem = f"the states have other entries: {sorted(state.keys() ^ other.keys())}"
-    apart = [key for key in state if key in other and not torch.equal(state[key], other[key])]
+    # What was loaded last, and not used yet, lies on the CPU.
+    apart = [key for key in state if key in other and not torch.equal(state[key].cpu(), other[key].cpu())]
     return problem or (f"the states differ in {apart}" if apart else "")
 
 
