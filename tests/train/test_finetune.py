@@ -10,6 +10,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +187,28 @@ def test_what_is_exported_and_resumed_is_the_model_that_was_trained_with_its_buf
         first, last = tmp_path / "run/checkpoints/step-000001", "checkpoints/step-000002"
         train(2, *words, "--resume", str(first), "--out", f"{tmp_path}/again", how=_train_and_keep)
         same_bits(tmp_path / "run" / last, tmp_path / "again" / last)
+
+
+def _train_as_before(rank: int, world: int, port: int, words: tuple[str, ...]) -> tuple[int, str]:
+    """Train as versions did that knew nothing of buffers."""
+    from thinwire.train.checkpoint import state
+    from thinwire.train.model import pretrained
+
+    with mock.patch.object(state, "persistent_buffers", lambda model: {}):
+        with mock.patch.object(pretrained, "persistent_buffers", lambda model: {}):
+            return _train(rank, world, port, words)
+
+
+@needs_hub
+@pytest.mark.parametrize("more", [[], ["--lora", "4", "--lora-targets", "q_b_proj"]], ids=["whole", "lora"])
+def test_a_checkpoint_of_a_version_that_saved_no_buffers_is_refused_for_that(place, tmp_path, more):
+    words = ["--init", str(place / "deepseek"), "--data", str(place / "rows.jsonl"), *SMALL, *more]
+    train(1, *words, "--steps", "1", "--out", f"{tmp_path}/run", how=_train_as_before)
+    again = (*words, "--steps", "2", "--resume", "auto", "--out", f"{tmp_path}/run")
+    ((status, said),) = ranks.run(_train, 1, free_port(), again, warm="warm_frameworks", LOCAL_WORLD_SIZE="1")
+    assert status == 2 and "has buffers, which earlier versions of Thinwire did not save" in said
+    with pytest.raises(ThinwireError, match="earlier version of Thinwire, which did not save" if more else "holds no"):
+        trained_model.read(tmp_path / "run").model()
 
 
 @needs_hub

@@ -37,9 +37,7 @@ class Estimator:
     def __post_init__(self) -> None:
         block, ratio = self.block, self.ratio
         if ratio < 1 or block < 2 or block & (block - 1) or block % ratio:
-            raise ThinwireError(
-                f"block must be a power of two that ratio divides, got block={block} and ratio={ratio}"
-            )
+            raise ThinwireError(f"block must be a power of two that ratio divides, got block={block} and ratio={ratio}")
 
     @property
     def srht(self) -> bool:

@@ -54,6 +54,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "thinwire": (EXACT, "its version"),
 }
 """Consequence of a difference, and meaning, of each entry of a run's description."""
+OTHER_INIT = "--init is another model, or has buffers, which earlier versions of Thinwire did not save"
 LAYOUT = ("engine", "mesh", "world_size", "two_level", "intra")
 """Entries that say how weights and state lie on the ranks. They may differ, unless --resize is refuse."""
 
@@ -120,6 +121,8 @@ def compare(
             "--resize redistribute"
         )
     if line := describe(FITS):
+        if saved.get("init") and current.get("init") not in (None, saved["init"]):
+            line += f"; {OTHER_INIT}"
         raise ThinwireError(f"the checkpoint does not fit this run: {line}")
     if (line := describe(DATA)) and not resume_anyway:
         raise ThinwireError(

@@ -103,9 +103,7 @@ class ResumedState:
         mesh, placements = tensor.device_mesh, tensor.placements
         if self.resize:  # each rank has the whole tensor, and keeps its shard
             return distribute_tensor(saved, mesh, placements, src_data_rank=None)
-        return DTensor.from_local(
-            saved, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return DTensor.from_local(saved, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def read_whole_tensors(

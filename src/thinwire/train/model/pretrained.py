@@ -166,7 +166,11 @@ def rebuild(
     if adapters is not None or any(name not in weights for name, _ in model.named_parameters()):
         model = load(init, adapters)
         if model.digest != digest:
-            raise ThinwireError(f"{init} does not hold the weights that the run began with: put them back there")
+            buffer = next((name for name in persistent_buffers(model) if name not in weights), "")
+            earlier = f"; or {run} is of an earlier version of Thinwire, which did not save {buffer}" if buffer else ""
+            raise ThinwireError(
+                f"{init} does not hold the weights that the run began with: put them back there{earlier}"
+            )
     _, unknown = model.load_state_dict(weights, strict=False)
     if unknown:
         raise ThinwireError(f"{run} holds {unknown[0]}, which the model does not have")
