@@ -198,9 +198,9 @@ class StepLoop:
 
     def warn_of_writes(self) -> None:
         """Warn once if others have written such a gradient. (torch does not count what one call does to DTensors.)"""
-        for name, count in (self._written or {}).items():
+        for name, count in (self._written or {}).items() if self._open is None else ():
             gradient = self.weights[name].grad
-            if self._open is None and gradient is not None and gradient._version != count:
+            if gradient is not None and gradient._version != count:
                 self._written = None
                 warnings.warn(_WRITTEN.format(name=name), ThinwireWarning, stacklevel=2)
                 return
