@@ -32,6 +32,7 @@ from thinwire.core.method import Parameter, Step
 from thinwire.methods import LocalSteps, resolve
 from thinwire.methods.parts.fragments import Timetable, split
 from thinwire.methods.parts.own_adam import step_by_mean_moment
+from thinwire.network.comm import local
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank
 from threaded import entries, reduce_on_threads
@@ -724,7 +725,24 @@ class Keeper(torch.optim.Optimizer):
         weight.sub_(state["Q"][0] + state["seen"]["last"], alpha=factor)
 
 
-KEEPERS = {"keeper": Keeper, "reader": partial(Keeper, reads=True)}
+class Counter(torch.optim.Optimizer):
+    """It keeps numbers of its own in its groups, as ScheduleFree (k) and Prodigy (d) do."""
+
+    def __init__(self, weights: Any, lr: float = 1e-2) -> None:
+        super().__init__(weights, {"lr": lr, "k": 0, "d": 1.0, "decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            gradients = [weight.grad for weight in group["params"] if weight.grad is not None]
+            group["k"] += 1
+            group["d"] += sum(float(local(gradient).abs().sum()) for gradient in gradients)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.sub_(weight.grad, alpha=group["lr"] / (1 + 0.1 * group["k"] + 1e-3 * group["d"]))
+
+
+KEEPERS = {"keeper": Keeper, "reader": partial(Keeper, reads=True), "counter": Counter}
 
 
 def _resumed(
@@ -773,7 +791,7 @@ def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
 def test_whatever_an_optimizer_keeps_is_resumed_bit_for_bit(kind, world):
-    """Numbers, lists and dicts, after a step that one rank has skipped; also if it reads values in its step."""
+    """Numbers, lists and dicts, after a step that one rank has skipped; if it reads values or has numbers in groups."""
     cases = [(kind, 6, (4, 1), keeper) for keeper in KEEPERS]
     for found in ranks.run(several, world, _resumed, cases, LOCAL_WORLD_SIZE="2" if world == 4 else "1"):
         assert found == [True] * len(cases)
@@ -795,6 +813,26 @@ class Early(Keeper):
     def _step(self, state: dict[str, Any], *gradient: Any) -> None:
         super()._step(state, *gradient)
         state["Q"].append(torch.Size([1]))
+
+
+def _set_anew(rank: int, world: int) -> list[float]:
+    """A run that is resumed at another rate."""
+    saved = None
+    for rate in (1e-2, 5e-3):
+        model = build("ddp", world)
+        optimizer = Counter(model.parameters(), lr=rate)
+        wire = thinwire.compress(model, optimizer, LocalSteps(every=4))
+        if saved is not None:
+            wire.load_state_dict(saved)
+            break
+        train(model, optimizer, rank, range(2), wire)
+        saved = wire.state_dict()
+    group = optimizer.param_groups[0]
+    return [group["k"], group["lr"], group["d"] > 1]
+
+
+def test_of_an_optimizers_groups_only_what_its_steps_change_is_put_back():
+    assert ranks.run(_set_anew, 1) == [[2, 5e-3, True]]
 
 
 def _unsaved(rank: int, world: int, kind: str) -> list[tuple[int, str]]:

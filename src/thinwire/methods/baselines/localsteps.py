@@ -51,6 +51,7 @@ from thinwire.core.worker import Worker
 from thinwire.methods.parts.feedback import Lossy
 from thinwire.methods.parts.fragments import Fragment, Timetable, split
 from thinwire.methods.parts.own_adam import (
+    OwnNumbers,
     check_adam,
     check_saved,
     check_saved_shape,
@@ -62,6 +63,7 @@ from thinwire.methods.parts.own_steps import refuse_chunks
 from thinwire.network.comm import Comm, local
 
 OWN_WEIGHT, OWN_MOMENT = "own weight", "own optimizer "
+OWN_NUMBERS = f"{OWN_MOMENT}numbers in groups"
 """Kinds of state in checkpoints that differ by rank between two rounds."""
 START = "start "
 """Prefix of the kinds of state of the method that averages gradients in the start."""
@@ -251,6 +253,7 @@ class LocalSteps(Method):
         if hasattr(self, "state"):
             self.state = self.state  # which the fragments share
         self._starter.begin(replace(run, steps=self.first))
+        self._numbers = OwnNumbers(run)
         self._worker = Worker(run.exchange.comm.ledger)
         if self.delay and run.exchange.ranks > 1:  # now, or the first ranks to send would wait for the others then
             run.exchange.comm.twin().release()
@@ -329,6 +332,7 @@ class LocalSteps(Method):
         if step.number < self.first:
             return
         self._copy_shared_weights()
+        self._numbers.watch(step)
         if self.second_moment == "mean":
             step_by_mean_moment(step, self.run.exchange.ranks)
 
@@ -501,6 +505,7 @@ class LocalSteps(Method):
             self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
             for kind, value in own_moments(self.run, name):
                 self.state.keep(f"{OWN_MOMENT}{kind}", name, value)
+        self.state.keep(OWN_NUMBERS, "", self._numbers.save())
 
     def _drop_saved(self) -> None:
         """Drop the weights and moments that ``finish`` put there: the model and the optimizer hold them."""
@@ -531,5 +536,8 @@ class LocalSteps(Method):
             local(self.run.weights[name].detach()).copy_(saved)
             self._ranks_differ |= not torch.equal(saved, anchors[name].detach().to(saved.dtype))
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
+            if kind == OWN_NUMBERS:
+                self._numbers.restore(saved)
+                continue
             restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
         self._drop_saved()

@@ -110,6 +110,52 @@ def own_moments(run: Run, name: str) -> Iterator[tuple[str, Tensor]]:
             yield kind, torch.tensor(value, dtype=dtype, device="cpu")
 
 
+class OwnNumbers:
+    """The numbers in the groups of a user's own optimizers that its steps change: ScheduleFree's k, Prodigy's d.
+
+    torch's optimizers have none. What schedules and users set is none of them, and is never put back.
+    """
+
+    def __init__(self, run: Run) -> None:
+        optimizers = [o for o in run.optimizers if not type(o).__module__.startswith("torch.optim")]
+        self._places = [
+            (optimizer, number, key)
+            for optimizer in optimizers
+            for number in range(len(optimizer.param_groups))
+            for key, value in sorted(optimizer.defaults.items())
+            if type(value) in (int, float)
+        ]
+        self._changed: set[int] = set()
+
+    def _read(self) -> list[Any]:
+        return [optimizer.param_groups[number][key] for optimizer, number, key in self._places]
+
+    def watch(self, step: Step) -> None:
+        """Note what the optimizer's own step, which follows, changes."""
+        before = self._read()
+
+        def note() -> None:
+            self._changed |= {i for i, pair in enumerate(zip(before, self._read(), strict=True)) if pair[0] != pair[1]}
+
+        step.put_back.append(note)
+
+    def save(self) -> Tensor | None:
+        """Return the numbers that steps have changed, else 0, and where they are: (2, n), float64. None: none can."""
+        if not self._places:
+            return None
+        changed = [index in self._changed for index in range(len(self._places))]
+        rows = [[float(value) if flag else 0.0 for value, flag in zip(self._read(), changed, strict=True)], changed]
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+    def restore(self, saved: Tensor) -> None:
+        """Put back what ``save`` returned."""
+        self._changed = {index for index, flag in enumerate(saved[1].tolist()) if flag}
+        for index in self._changed:
+            optimizer, number, key = self._places[index]
+            group = optimizer.param_groups[number]
+            group[key] = type(group[key])(saved[0, index].item())
+
+
 def average_moments(run: Run) -> None:
     """Give the optimizers' floating-point state its mean over the ranks, through float64. Collective.
 
