@@ -233,9 +233,15 @@ def test_an_entry_has_a_method_and_flags_of_its_own():
         (["--methods", "int8 --steps 3"], "--steps of int8"), (["--methods", "int8 --corpus 'a"], "quotation"),
         (["--seeds", "0"], "--seeds"), (["--fail-if-loss-worse-than", "x"], "1%"),
         (["--methods", "int8", "--fail-if-loss-worse-than", "1%"], "add it to --methods"),
+        (["--methods", "dense,int8 --batch-size 2", "--", "--batch-size", "8"], "--batch-size of int8: .* after --"),
+        (["--methods", "dense,int8 --accumulate=2"], "--accumulate of int8"),
+        (["--methods", "dense,dense --seq_len 16", "--", "--seq-len", "64"], "--seq-len of dense"),
+        (["--methods", "int8 --layers 1"], "--layers"), (["--methods", "int8 --eval-sequences 0"], "--eval-seq"),
+        (["--methods", "int8 --corpus a"], "--corpus of"), (["--methods", "int8 --valid b"], "--valid of"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_refused_before_anything_is_made(tmp_path, words, said):
+def test_what_cannot_be_compared_is_refused_before_anything_is_made(tmp_path, words, said, monkeypatch):
+    monkeypatch.setattr("thinwire.cli.compare.compare", lambda settings: pytest.fail("it runs"))
     with pytest.raises(ThinwireError, match=said):
         compare_main(["--out", str(tmp_path / "out"), *words])
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from thinwire.base.options import read_options
 from thinwire.base.terminal import ends_at_once
 from thinwire.cli.lab import split
 from thinwire.lab.compare import Comparison, compare
-from thinwire.train.config import from_arguments
+from thinwire.train.config import SHAPE, from_arguments
 
 OURS = {
     **dict.fromkeys(("--preset", "--steps", "--out", "--ranks-per-node"), "write it before --"),
@@ -18,6 +18,12 @@ OURS = {
     "--ranks": "write --nodes and --ranks-per-node before --",
 }
 """The flags of ``thinwire train`` that ``thinwire compare`` sets itself, and what to do instead."""
+SAME = (
+    *SHAPE, "seq_len", "init", "data", "lora", "lora_targets", "corpus", "valid", "tokenizer", "batch_size",
+    "accumulate", "eval_sequences", "seed",
+)  # fmt: skip
+"""Settings that all methods share: the model, the text, and the tokens of a step and of the last evaluation. Times per
+step, losses after as many steps, and those of the same windows of text say nothing otherwise."""
 
 
 def compare_main(argv: list[str]) -> int:
@@ -38,8 +44,12 @@ def check_flags(settings: Comparison) -> int:
             flag = word.partition("=")[0].replace("_", "-")
             if flag in OURS:
                 raise ThinwireError(f"{flag} {source}: thinwire compare sets it itself; {OURS[flag]}")
-            if flag == "--seed" and words is not settings.extra:
-                raise ThinwireError(f"--seed {source}: every method has the same seeds; write --seed after --")
-    for entry in entries:
-        config = from_arguments(settings.flags(entry, None, settings.out)).check()
-    return config.seed
+    configs = [from_arguments(settings.flags(entry, None, settings.out)).check() for entry in entries]
+    for entry, config in zip(entries, configs, strict=True):
+        for name in SAME:
+            if getattr(config, name) != getattr(configs[0], name):  # that of the silent run, without flags of its own
+                raise ThinwireError(
+                    f"--{name.replace('_', '-')} of {entry.method}: every method trains the same model on the same "
+                    "text, with the same seeds and as many tokens in a step; write it after --, for all methods"
+                )
+    return configs[0].seed
