@@ -48,7 +48,7 @@ from thinwire.core.method import SMALL, Method, Smallest, Start, exempt_small, f
 from thinwire.core.promise import Promise
 from thinwire.core.run import Holder, Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of, beta1_of, refuse_chunks
+from thinwire.methods.parts.own_steps import OwnSteps, beta1_of, refuse_chunks, require_adam
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
 
@@ -121,7 +121,7 @@ class OneBitAdam(Method):
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
         sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
-        adam_of(self.name, run, sent)
+        require_adam(self.name, run, sent)
         self.beta1 = beta1_of(self.name, run, sent)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:

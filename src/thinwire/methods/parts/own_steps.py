@@ -44,8 +44,8 @@ REFUSED = ("amsgrad", "maximize", "differentiable")
 """Settings of Adam that the methods' own steps do not have."""
 
 
-def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
-    """Return the optimizer and group of each parameter of ``names``, whose steps ``method`` takes.
+def require_adam(method: str, run: Run, names: Iterable[str]) -> None:
+    """Check that ``method`` can take the steps of the parameters ``names`` in their optimizers' place.
 
     Raises:
         ThinwireError: an optimizer is no Adam with decoupled weight decay, or has a setting of ``REFUSED``; a
@@ -56,8 +56,9 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
             f"{method} under a GradScaler works with one optimizer only: the scaler unscales the gradients of "
             "several one by one"
         )
-    holders = {name: run.holders[name] for name in names if name in run.holders}
-    for name, (optimizer, group) in holders.items():
+    holders = run.holders
+    for name in filter(holders.__contains__, names):
+        optimizer, group = holders[name]
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             raise ThinwireError(
                 f"{method} is built on Adam: pass torch.optim.AdamW or Adam as the optimizer of {name}, got "
@@ -73,7 +74,6 @@ def adam_of(method: str, run: Run, names: Iterable[str]) -> dict[str, Holder]:
             raise ThinwireError(
                 f"{method} under a GradScaler needs gradients that are unscaled before the step: leave fused=True out"
             )
-    return holders
 
 
 def refuse_settings(method: str, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

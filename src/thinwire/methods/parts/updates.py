@@ -55,7 +55,7 @@ from thinwire.core.exchange import Exchange
 from thinwire.core.run import Holder, Run, Step
 from thinwire.core.state import State
 from thinwire.methods.parts.muon import Orthogonal
-from thinwire.methods.parts.own_steps import OwnSteps, adam_of
+from thinwire.methods.parts.own_steps import OwnSteps, require_adam
 from thinwire.network.comm import local
 from thinwire.ops.direction import Adam, DirectionSegment, direction
 from thinwire.ops.norms import sample
@@ -109,7 +109,7 @@ class UpdateSpace:
         self._name = f"{method} with feedback='updates'"
         self._orthogonal = Orthogonal(self._name, run, sent)
         try:
-            adam_of(self._name, run, [name for name in sent if name not in self.matrices])
+            require_adam(self._name, run, [name for name in sent if name not in self.matrices])
         except ThinwireError as refused:
             raise ThinwireError(
                 f"{refused}; or send gradients, which works with any optimizer: write {instead()}"
