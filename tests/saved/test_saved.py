@@ -191,6 +191,41 @@ def _loaded_by_two(rank: int, world: int, saved: dict[str, Any]) -> str:
     return refusal(wire.load_state_dict, {key: torch.tensor(value) for key, value in saved.items()})
 
 
+def _unlike(rank: int, world: int, kind: str) -> list[str]:
+    """Of every method: what is said where the last rank's file is of an earlier step, or is gone (step 0)."""
+    wrong = []
+    for number, cls in enumerate(TABLE):
+        if kind not in cls.engines or not falls_on(number, kind, cls.engines):
+            continue
+        states: dict[int, Any] = {}
+        for goes_on in (False, True):
+            model = build(kind, world, net=_shorter)
+            optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+            check = thinwire.Safety(check_every=0)
+            wire = thinwire.compress(model, optimizer, small(cls), steps=100, safety=check)
+            if not goes_on:
+                for step in range(2):
+                    train(model, optimizer, rank, [step], wire)
+                    states[step + 1] = wire.state_dict()
+                wire.close()
+                continue
+            last, earlier = world - 1, number % 2
+            if rank < last or earlier:
+                wire.load_state_dict(states[earlier if rank == last else 2])
+            said = refusal(train, model, optimizer, rank, range(2, 4), wire)
+            sides = f"rank {last} goes on from step {earlier}, and ", "rank 0 goes on from step 2, and "
+            if not said.startswith(sides) or not said.endswith(": load the states of one checkpoint on all ranks"):
+                wrong.append(f"{cls.name}, step {earlier}: {said}")
+            wire.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_ranks_that_loaded_states_of_unlike_steps_are_told_so_before_they_exchange_anything(kind, world):
+    for wrong in ranks.run(_unlike, world, kind):
+        assert not wrong, "\n".join(wrong)
+
+
 METHODS = {
     "ddp": (TOPK, "powersgd(smallest=100)", "radius(smallest=100, start=1, T=2)",
             "onebit-adam(smallest=100, warmup=2)", "trickle(smallest=100, density=0.1)",

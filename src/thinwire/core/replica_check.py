@@ -1,5 +1,8 @@
 """Compares, after the first step and every so many steps, hashes of the raw bits that ranks must hold alike.
 
+Before the first exchange after ``compress()``, or after a state was loaded, it compares the step from which ranks go
+on, which masks, warm-ups and rounds follow: else they would misread each other's messages, or wait for ever.
+
 After the first step that moves weights it compares these, which are alike only if weights and moments were so before,
 wherever they came from and whenever they were loaded. Every so many steps it compares the weights (DDP: on all ranks;
 HSDP: on those with the same shard), the state that a method promises to be equal (``StateKind.rank_equal``: masks), and
@@ -64,20 +67,40 @@ _BEGAN = (
 
 
 class ReplicaCheck:
-    """Compares the replicas of a model every so many steps. All its calls are collective."""
+    """Compares the replicas of a model every so many steps. All calls but ``begin`` are collective.
+
+    Attributes:
+        met: have ranks compared from which step they go on?
+    """
 
     def __init__(self, engine: Engine, road: Road, weights: Mapping[str, Tensor], every: int | None) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, differences are noticed later. None:
-        after the first step alone. 0: never."""
+        after the first step alone. 0: never. Where ranks go on from is compared in any case."""
         self._engine, self._weights, self._every, self._last = engine, weights, every, 0
         self._method, self._exchange = road.last.method, road.last.exchange
         self._comms = [_aside(comm) for comm in engine.comms]
         self.begin()
 
     def begin(self) -> None:
-        """Let the next step be a first one."""
-        comm = self._replica_comm
+        """Let the next step be a first one, before which all ranks ``meet``."""
+        comm, self.met = self._replica_comm, False
         self._first = self._every != 0 and comm is not None and comm.size > 1
+
+    def meet(self, start: str) -> None:
+        """Compare ``start``, the step from which ranks go on, in words.
+
+        Raises:
+            ThinwireError: another rank goes on from another step; raised on all ranks.
+        """
+        self.met = True
+        if (rows := Agreement(self._comms).collect({"start": start}, {})) is None:
+            return
+        difference = find_difference([(rank, facts) for rank, facts, _ in rows])
+        assert difference is not None
+        raise ThinwireError(
+            f"rank {difference.rank} goes on from {difference.value}, and {difference.other_ranks} from "
+            f"{difference.usual}: load the states of one checkpoint on all ranks"
+        )
 
     def _is_due(self, number: int) -> bool:
         return bool(self._every) and number - self._last >= self._every  # type: ignore[operator]
@@ -95,7 +118,7 @@ class ReplicaCheck:
         with Agreement(self._comms) as agreement, torch.no_grad():
             if first:  # ranks must agree on whether the next step is one, too
                 self._first = not any(float(rate) != 0 for rate in rates)
-                agreement.compare({f"weights that stay in step {number} (learning rates of 0)": str(self._first)})
+                agreement.compare({"weights that stay in its first step (learning rates of 0)": str(self._first)})
             # Compare all before raising: the ranks of other groups do not know yet, and go on to the next comparison.
             tensors = self._tensors() if due else self._replicas()
             advice = _BEGAN if first else _DRIFTED

@@ -162,6 +162,7 @@ class StepLoop:
                 raise ThinwireError(_LATE.format(name=name))
         if names:
             devices.refuse_capture(self.weights[names[0]].device)
+        self.meet()
         if not self._exchanged and self._open is None and self.road.step > 0:
             self.weight_watch.look(alone=self._alone or not self.method.rank_equal)
         self._leave()
@@ -189,6 +190,22 @@ class StepLoop:
         self._waiting.clear()
         self.norm = self.clip_factor = None
         self._exchanged.update(dict.fromkeys(names))
+
+    def meet(self) -> None:
+        """Compare with all ranks from which step they go on, if none has exchanged anything since a load. Collective.
+
+        Raises:
+            ThinwireError: they have loaded states of unlike steps, or some have loaded none.
+        """
+        if self._replica_check is None or self._replica_check.met:
+            return
+        start = f"step {self.number - 1}"
+        if self.skipped and self.method.card.alone_from is None:  # else each rank may have skipped steps of its own
+            start += f", {self.skipped} of them skipped"
+        if self.road.last.flush_at == self.road.step:
+            start += ", with a flush to come"
+        with self.inside("the comparison of the steps from which ranks go on"):
+            self._replica_check.meet(start)
 
     def note_steps(self) -> None:
         """Note how often the gradients were written that hold steps of the weights."""

@@ -97,6 +97,8 @@ class ShardedEngine(Engine):
         every forward pass that records no gradients, and before training goes on after it, ranks agree on whether the
         weights of any have changed. All ranks must evaluate together.
         """
+        if self.method.card.encodes_weights:  # as the step says, and the gather is the first exchange after a load
+            link.step_loop.meet()
         if not self.replicas:
             return
         mode = bool(self.model.training), torch.is_grad_enabled()
