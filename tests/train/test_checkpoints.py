@@ -946,7 +946,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
     words = [
         "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--steps", "5",
-        "--accumulate", "2", "--corpus", str(text), "--eval-sequences", "0", "--checkpoint-every", "2",
+        "--accumulate", "2", "--corpus", str(text), "--eval-sequences", "4", "--checkpoint-every", "2",
         "--method", "scape(smallest=1000, density=0.05, warmup=1)", "--optimizer", "adams", "--resume", "auto",
     ]  # fmt: skip
 
@@ -960,6 +960,14 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     assert train("killed") == [0, 0]
     whole, killed = (tmp_path / name / "checkpoints/step-000005" for name in ("whole", "killed"))
     assert len(list(whole.glob("rank-*"))) == 2 and equal(whole, killed)
+    results = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "killed")]
+    told = [{key: value for key, value in result.items() if not measured(key)} for result in results]
+    assert told[0] == told[1], "also the first evaluation, and the last ten losses, of which some are from before"
+
+
+def measured(key: str) -> bool:
+    """Is this entry of summary.json a time or this process's memory?"""
+    return key.endswith(("_ms", "_s")) or "memory" in key
 
 
 def test_a_first_signal_is_held_back_inside_the_block_alone():
@@ -1029,10 +1037,11 @@ def test_metrics_are_cut_back_to_one_row_per_step(tmp_path):
     rows += [{"step": step, "loss": 4.0, "wall_s": step / 2} for step in range(1, 8)]
     rows.insert(5, {"step": 4, "valid_loss": 3.0, "wall_s": 2.0})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
-    assert cut_metrics(path, 4)[0] == 2.0
+    kept = cut_metrics(path, 4)
+    assert kept == (2.0, 5.0, [4.0] * 4, 4, {}, 7)
     left = [json.loads(line) for line in path.read_text().splitlines()]
     assert left == [row for row in rows if row["step"] < 4 or (row["step"] == 4 and "loss" in row)]
-    assert cut_metrics(tmp_path / "none", 4) == (0.0, -1)
+    assert cut_metrics(tmp_path / "none", 4)[2:] == ([], 0, {}, -1)
     path.write_bytes(b"\xff\xfe\n[]\n3\n")
     assert cut_metrics(path, 4)[0] == 0.0 and path.read_text() == ""
 

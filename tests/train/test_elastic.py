@@ -9,6 +9,7 @@ import math
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -596,6 +597,10 @@ def test_a_run_of_which_all_replicas_are_killed_goes_on_from_its_checkpoint(tmp_
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 15))
     assert rows[-2]["tokens"] == 2 * 32 * sum(row["replicas"] for row in rows if "loss" in row)
+    result = json.loads((tmp_path / "run/summary.json").read_text())
+    assert result["first_valid_loss"] == rows[0]["valid_loss"] and rows[0]["step"] == 0
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert result["train_loss"] == pytest.approx(statistics.fmean(losses[-10:]))
 
 
 @real

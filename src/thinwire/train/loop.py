@@ -36,7 +36,7 @@ from thinwire.train.config import Config
 from thinwire.train.job import held_out
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.patience import fit_timeout
-from thinwire.train.job.progress import Display
+from thinwire.train.job.progress import Display, Earlier
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.scheduler import starts_of
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizers, read_inputs, rebuild_buckets, wrap
@@ -149,7 +149,9 @@ class Trainer(Stepper):
         steps_alone: how many steps ranks take alone, at most, before they tell each other of them.
         streak: steps in a row that were skipped, or had a loss that is not finite.
         diverged: the first and the last step of a streak that is too long; None: there is none.
-        losses, step_seconds: mean loss of all ranks, and this rank's time, for each step since the process began.
+        earlier: what a resumed run had done by its checkpoint.
+        losses: mean loss of all ranks for each step since the process began, after ``earlier.losses``.
+        step_seconds: this rank's time for each step since the process began.
         wall_s: seconds of all steps, including those before the checkpoint.
         trained: sequences that all ranks together have trained on since the process began.
         wire: the exchange. kept: what saves its state, and takes it back; ``wire`` itself where ranks are fixed.
@@ -159,6 +161,7 @@ class Trainer(Stepper):
 
     diverged: tuple[int, int] | None = None
     first_loss = math.nan
+    earlier = Earlier()
     result: dict[str, Any] | None = None
 
     def __init__(self, start: Start, ranks: Ranks) -> None:
@@ -244,12 +247,14 @@ class Trainer(Stepper):
             signals = stack.enter_context(note_signals())  # before the display hides the cursor
             self.collective.do(lambda: stack.enter_context(self.display))
             stack.callback(self._log_unshared)
-            self.wall_s = self.display.wall_s
+            if self.step:
+                self.earlier = Earlier(*self.collective.broadcast(self.display.earlier))
+            self.wall_s, self.losses = self.earlier.wall_s, list(self.earlier.losses)
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             self.wire.ledger.close_step()
             self.wire.reset_stats()
             if self.step < config.steps:
-                self.first_loss = self.evaluate()
+                self.first_loss = self.earlier.first(self.evaluate())
             while self.step < config.steps:
                 outcome = self.train_step(signals)
                 if len(self.step_seconds) == 1:
@@ -498,7 +503,7 @@ class Trainer(Stepper):
     def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
         """Return what summary.json holds of the steps. Collective."""
         config, cuda, times = self.config, self.ranks.device.type == "cuda", self.step_seconds
-        round_steps = self.wire.method.card.round_steps
+        round_steps, earlier = self.wire.method.card.round_steps, self.earlier
         step_ms = 1e3 * statistics.median(settled_rounds(times, round_steps))
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mb = (torch.cuda.max_memory_allocated() if cuda else 1024 * kib) / 1e6
@@ -520,7 +525,10 @@ class Trainer(Stepper):
             "tokens_per_s": self.trained * self.inputs.train.targets_per_window / sum(times),
             "step_ms": step_ms,
             "round_steps": round_steps,
-            "wire_bytes_per_step": stats["wire_bytes_per_step"],
+            "wire_bytes_per_step": {
+                link: (earlier.sent.get(link, 0) + mean * stats["steps"]) / (earlier.steps + stats["steps"])
+                for link, mean in stats["wire_bytes_per_step"].items()
+            },
             "dense_bytes_per_step": stats["dense_bytes_per_step"],
             "choice": self.checkpoints.description.get("choice"),
             "compressed_values": self.wire.plan.compressed,

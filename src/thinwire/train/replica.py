@@ -313,7 +313,7 @@ class ReplicaTrainer(Trainer):
         self._keeps, self._reopen = keeps, False
         if not keeps:
             return
-        self.wall_s = max(self.wall_s, self.display.wall_s)
+        self.wall_s = max(self.wall_s, self.display.earlier.wall_s)
         for row in self._rows:
             if row["step"] > self.display.last_step:
                 self.display.step(row, self.tokens_per_step / (1e-3 * row["step_ms"]))
@@ -323,6 +323,8 @@ class ReplicaTrainer(Trainer):
             if self.config.eval_sequences:
                 row = {"step": self.step, "valid_loss": self.first_loss, "wall_s": self.wall_s}
                 self.display.evaluation(row)
+        earlier = self.display.earlier
+        self.first_loss, self.losses = earlier.first(self.first_loss), self.losses or list(earlier.losses)
 
     def _drop(self, began: float) -> None:
         """Note an attempt that does not count."""

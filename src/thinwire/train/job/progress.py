@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,12 +30,29 @@ COLUMNS = (
 """Columns of metrics.csv. An evaluation's row has only step, valid_loss and wall_s."""
 
 
-def cut_metrics(path: Path, step: int) -> tuple[float, int]:
-    """Cut a metrics.jsonl back to ``step``; its evaluation goes too, as the resumed run makes it again.
+class Earlier(NamedTuple):
+    """The part of a run before the checkpoint that it goes on from, by its rows of metrics.jsonl.
 
-    Return the seconds that the run had taken by then, and the last step in the uncut file (-1: none).
+    wall_s: its seconds. first_loss: of its first evaluation; NaN: there is none. losses: of its last ten steps. steps,
+    sent: its steps, and rank 0's bytes in them by link. last_step: of which there was a row; -1: none.
     """
-    rows, wall_s, last_step = [], 0.0, -1
+
+    wall_s: float = 0.0
+    first_loss: float = math.nan
+    losses: Sequence[float] = ()
+    steps: int = 0
+    sent: Mapping[str, float] = MappingProxyType({})
+    last_step: int = -1
+
+    def first(self, loss: float) -> float:
+        """Return the loss of the run's first evaluation: ``loss``, if there was none earlier."""
+        return loss if math.isnan(self.first_loss) else self.first_loss
+
+
+def cut_metrics(path: Path, step: int) -> Earlier:
+    """Cut a metrics.jsonl back to ``step``; its evaluation goes too, as the resumed run makes it again."""
+    lines, wall_s, first_loss, last_step = [], 0.0, math.nan, -1
+    steps, losses, sent = 0, deque[float](maxlen=10), Counter[str]()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
@@ -42,9 +62,15 @@ def cut_metrics(path: Path, step: int) -> tuple[float, int]:
             wall_s = float(row["wall_s"])
         except (ValueError, TypeError, KeyError):  # half a line, of a run that was killed
             continue
-        rows.append(line + "\n")
-    write(path, "".join(rows))
-    return wall_s, last_step
+        lines.append(line + "\n")
+        if "valid_loss" in row:
+            first_loss = row["valid_loss"] if math.isnan(first_loss) else first_loss
+        elif "loss" in row:
+            steps += 1
+            losses.append(row["loss"])
+            sent.update(row.get("wire_bytes", {}))
+    write(path, "".join(lines))
+    return Earlier(wall_s, first_loss, list(losses), steps, dict(sent), last_step)
 
 
 class _Console(Console):
@@ -59,7 +85,7 @@ class Display:
     """Rank 0's display (with a progress bar on a terminal) and files; other ranks show and write nothing.
 
     Attributes:
-        wall_s: seconds that a resumed run had taken by its checkpoint, else 0.
+        earlier: on rank 0, what a resumed run had done by its checkpoint.
         last_step: of which there is a row already; -1: none.
         write_error: the reason why a row could not be written; "" while all is well.
     """
@@ -79,21 +105,21 @@ class Display:
         has_bar = rank == 0 and sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
         self._progress = Progress(*bar, console=self._console, disable=not has_bar)
         self._task = self._progress.add_task("", total=config.steps, completed=start, values="first evaluation")
-        self.wall_s, self.write_error, self.last_step = 0.0, "", -1
+        self.earlier, self.write_error, self.last_step = Earlier(), "", -1
 
     def __enter__(self) -> Display:
         if self.rank != 0:
             return self
-        metrics, last_step = self.config.out / "metrics.jsonl", -1
+        metrics = self.config.out / "metrics.jsonl"
         if self.start:
-            self.wall_s, last_step = cut_metrics(metrics, self.start)
+            self.earlier = cut_metrics(metrics, self.start)
         else:
             (self.config.out / IDENTITIES).unlink(missing_ok=True)
-        self.last_step = min(last_step, self.start)
+        self.last_step = min(self.earlier.last_step, self.start)
         self._rows = self._open.enter_context(metrics.open("a" if self.start else "w", buffering=1))
         for name in dict.fromkeys(self.config.track):
             table = open_table(self.config.out, self.start)
-            tracker = table if name == "csv" else open_service(name, self.config, last_step)
+            tracker = table if name == "csv" else open_service(name, self.config, self.earlier.last_step)
             self._trackers.append(self._open.enter_context(tracker))
         self._open.enter_context(self._progress)
         return self
