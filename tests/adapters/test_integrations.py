@@ -680,6 +680,39 @@ def _skips_of_trainer(rank: int, world: int, folder: str) -> tuple[int, float]:
     return thin.wire.skipped, trainer.lr_scheduler.get_last_lr()[0]
 
 
+def _retries_of_trainer(rank: int, world: int, folder: str) -> list[list[float]]:
+    """The weights after a smaller batch was tried, as memory ran out between a forward and a backward pass."""
+    launched(rank, world)
+    import transformers
+    from transformers import Trainer, TrainingArguments
+
+    from thinwire.adapters.transformers import attach
+
+    class Short(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if self._train_batch_size > 2 and self.state.global_step == 1:
+                raise RuntimeError("CUDA out of memory.")
+            return loss
+
+    transformers.logging.set_verbosity_error()
+    weights = []
+    for method in (None, "dense", "int8(smallest=0)"):
+        arguments = TrainingArguments(
+            folder, max_steps=2, per_device_train_batch_size=3, auto_find_batch_size=True, use_cpu=True, report_to=[],
+            disable_tqdm=True, save_strategy="no", ddp_find_unused_parameters=False,
+        )  # fmt: skip
+        trainer = Short(gpt2(), arguments, train_dataset=Sequences())
+        thin = method and attach(trainer, method)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        weights.append(flat(trainer.model).tolist())
+        if thin:
+            assert thin.wire.step == 2 and sum(thin.wire.last_step()["wire_bytes_per_step"].values()) > 0
+            thin.wire.close()
+    return weights
+
+
 def _skips_of_lightning(rank: int, world: int, folder: str) -> tuple[int, list[float]]:
     launched(rank, world)
     import logging
@@ -726,6 +759,13 @@ def test_the_schedule_of_the_trainer_waits_for_a_skipped_step(tmp_path):
     for skipped, rate in ranks.run(_skips_of_trainer, 2, str(tmp_path), warm="warm_frameworks"):
         assert skipped == 1
         assert rate == pytest.approx(1 / 6)
+
+
+@needs("transformers", "accelerate")
+def test_the_trainer_tries_a_smaller_batch_when_memory_runs_out_with_a_method_too(tmp_path):
+    """DDP of the first try, whose backward pass never came, has hooks on the same parameters."""
+    (stock, dense, int8), other = ranks.run(_retries_of_trainer, 2, str(tmp_path), warm="warm_frameworks")
+    assert dense == stock and int8 == other[2] != stock
 
 
 @needs("lightning")
