@@ -60,6 +60,26 @@ def test_the_kernel_s_bytes_are_compared_with_those_of_the_same_steps():
     assert found["runs"][1]["bytes_per_step"]["kernel_to_framed"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1, 4), (2, 8), (4, 8), (4, 12)])
+def test_kernel_and_link_use_of_rounds_are_those_of_whole_rounds(every, steps):
+    """The kernel's count lacks the first step, in which no round ends: 2 rounds in 7 steps, and not in 8."""
+    runs, noted = [], 90_000
+    for name in ("none", "rounds"):
+        run = part(50.0, 2.0, [2.0] * steps, 0.0)
+        for row in run["rows"]:
+            sends = name == "rounds" and row["step"] % every == 0
+            noted += 1514 * sends
+            row |= {"node_bytes": 1448 * sends, "link_tx_bytes": noted, "link_rx_bytes": noted}
+            row["wire_ms"] = 1e3 * 1514 * 8 / 1e6 * sends  # with the whole link
+        run["summary"] |= {"round_steps": every, "wire_ms": row["wire_ms"] / every}
+        runs.append(joined(Entry(name), (), [run], None))
+    measured = report(dense=[(50.0, 2.0)]) | {"runs": runs, "rate_bits_per_s": 1e6, "steps": steps}
+    measure(measured)
+    counts = runs[1]["bytes_per_step"]
+    assert counts["kernel"] == pytest.approx({"tx": 1514 / every, "rx": 1514 / every}, abs=1)  # whole bytes
+    assert (counts["kernel_to_framed"], runs[1]["link_use"]) == pytest.approx((1, 1), rel=1e-3)
+
+
 def test_the_interval_is_student_s():
     assert verdict.interval([1.0]) == (1, 1, 1)
     assert verdict.interval([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - 2.4841, 2 + 2.4841), abs=1e-3)

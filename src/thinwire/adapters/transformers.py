@@ -112,7 +112,7 @@ class ThinwireCallback(TrainerCallback):
         model = self.trainer.model_wrapped
         if self.wire is None or self.wire.engine.model is not getattr(model, "_orig_mod", model):
             if self.wire is not None:
-                # Of DDP. Where memory ran out after a forward pass (auto_find_batch_size), it waits for gradients still,
+                # DDP's. Where memory ran out after a forward pass (auto_find_batch_size), it still waits for gradients,
                 # and would take those of the next DDP around the same parameters.
                 getattr(self.wire.engine.model, "_remove_autograd_hooks", lambda: None)()
                 self.wire.close()

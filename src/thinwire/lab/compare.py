@@ -354,9 +354,15 @@ def measure(report: dict[str, Any]) -> None:
         framed = framing.frames(round(payload), report["mtu"])
         exchanges = run is not silent and payload > 0  # the silent run sends only a flag of a few bytes
         kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])
-        first = source == NOTED  # the kernel is first asked at the end of the first step
-        counted = statistics.fmean(row["node_bytes"] for row in run["parts"][0]["rows"][first:])
+        rows = run["parts"][0]["rows"][source == NOTED :]  # the kernel is first asked at the end of the first step
+        counted = statistics.fmean(row["node_bytes"] for row in rows)
         ratio = kernel.tx / counted if kernel and exchanges and counted else None
+        rounds = ratio is not None and verdict.round_steps(run) > 1  # those steps are no whole rounds
+        busy = (statistics.fmean(row["wire_ms"] for row in rows) if rounds else summary["wire_ms"]) / 1000
+        rate = report["rate_bits_per_s"]
+        run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and exchanges and busy and rate else None
+        if kernel and rounds:
+            kernel = Bytes(*(round(count * payload / counted) for count in kernel))
         run["bytes_per_step"] = {
             "ledger": payload,
             "framed": framed,
@@ -365,9 +371,6 @@ def measure(report: dict[str, Any]) -> None:
             "kernel_to_ledger": ratio,
             "kernel_to_framed": ratio and ratio * framing.efficiency(report["mtu"]),
         }
-        busy = summary["wire_ms"] / 1000
-        rate = report["rate_bits_per_s"]
-        run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and exchanges and busy and rate else None
 
 
 def kernel_bytes(run: Run, silent: Run | None, steps: int) -> tuple[Bytes | None, str]:
