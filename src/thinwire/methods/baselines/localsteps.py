@@ -67,7 +67,7 @@ OWN_NUMBERS = f"{OWN_MOMENT}numbers in groups"
 """Kinds of state in checkpoints that differ by rank between two rounds."""
 START = "start "
 """Prefix of the kinds of state of the method that averages gradients in the start."""
-OWN_KINDS = ("anchor", "outer momentum", OWN_WEIGHT, OWN_MOMENT, "missed", "lost", "due", "merge at", START)
+OWN_KINDS = ("anchor", "outer momentum", OWN_WEIGHT, OWN_MOMENT, "missed", "lost", "due", "merge at", "first", START)
 """First words of the kinds of state that are not the outer method's."""
 
 
@@ -233,7 +233,7 @@ class LocalSteps(Method):
             raise ThinwireError(NO_SCALER.format(name=self.name))
         if self.second_moment == "mean":
             check_adam(self.name, run)
-        self.first = first_step(self.name, "start", self.start, run.steps)
+        self._begin_alone_at(first_step(self.name, "start", self.start, run.steps))
         if run.exchange.comm.elastic and (self.fragments > 1 or self.delay):
             raise ThinwireError(
                 f"{self.name}: fragments and delay are for a fixed number of ranks: leave them out where replicas come "
@@ -258,6 +258,11 @@ class LocalSteps(Method):
         if self.delay and run.exchange.ranks > 1:  # now, or the first ranks to send would wait for the others then
             run.exchange.comm.twin().release()
 
+    def _begin_alone_at(self, first: int) -> None:
+        """Let ranks step alone from the optimizer step ``first`` on."""
+        self.first = first
+        self.__dict__.pop("card", None)  # which says so
+
     # What other parts ask.
 
     def describe(self) -> Card:
@@ -267,7 +272,7 @@ class LocalSteps(Method):
         kinds = {
             "anchor": of_weights, "outer momentum": of_weights,
             OWN_WEIGHT: replace(MEAN if streams else SHARD, own="anchor"), f"{OWN_MOMENT}*": replace(MEAN, own="none"),
-            "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
+            "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL, "first": EQUAL,
         }  # fmt: skip
         of_start = {**start.state_kinds, "*": StateKind()}
         kinds |= {f"{START}{kind}": replace(entry, one_row=start.summed_by_network) for kind, entry in of_start.items()}
@@ -494,6 +499,7 @@ class LocalSteps(Method):
         self._land()
         self.state.keep("missed", "", torch.tensor(self._missed, device="cpu"))
         self.state.keep("lost", "", torch.tensor(self._lost, device="cpu"))
+        self.state.keep("first", "", torch.tensor(self.first, device="cpu"))
         if self.delay:
             self.state.keep("merge at", "", torch.tensor(self._merge_at, device="cpu"))
         for fragment in self._fragments:
@@ -517,6 +523,10 @@ class LocalSteps(Method):
         self._land(forget=True)
         counts = (self.state.get(kind, "") for kind in ("missed", "lost", "merge at"))
         self._missed, self._lost, self._merge_at = (0 if count is None else int(count) for count in counts)
+        # A start that is over is not taken up again where it is a share of a run that is longer now: ranks are apart.
+        first = self.state.get("first", "") if find_entries(self.state, "anchor") else None
+        planned = first_step(self.name, "start", self.start, self.run.steps)
+        self._begin_alone_at(planned if first is None else int(first))
         for kind, name, saved in find_entries(self.state):
             if kind in ("anchor", "outer momentum", OWN_WEIGHT):
                 check_saved_shape(self.run, kind, name, saved)
