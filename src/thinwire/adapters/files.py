@@ -92,6 +92,16 @@ def meet(wire: Wire) -> None:
         wire.reset()
 
 
+def warn_of_evaluation(wire: Wire) -> None:
+    """Warn, on rank 0, of an evaluation now if ranks that step alone hold weights of their own."""
+    if wire.method.card.alone_from is not None and not wire.method.rank_equal and wire.engine.rank == 0:
+        warnings.warn(
+            f"evaluated inside a round of {wire.method}: its loss is a mean over ranks with weights of their own, and "
+            "a checkpoint has those of rank 0. Evaluate where a round ends, every so many rounds (docs/diloco.md)",
+            ThinwireWarning, stacklevel=2,
+        )  # fmt: skip
+
+
 def _agreement(wire: Wire) -> Agreement:
     """Make a passage that all ranks complete, or none."""
     return Agreement(

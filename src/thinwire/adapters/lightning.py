@@ -81,6 +81,11 @@ class _Compressed(ParallelStrategy):
         super().remove_checkpoint(filepath)
         shutil.rmtree(_beside(filepath), ignore_errors=True)  # on every rank: each host has its own folder
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.wire is not None:
+            files.warn_of_evaluation(self.wire)
+
     def on_train_end(self) -> None:
         super().on_train_end()
         if self.wire is not None:

@@ -128,6 +128,10 @@ class ThinwireCallback(TrainerCallback):
         if self.wire is not None:
             files.meet(self.wire)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.wire is not None:
+            files.warn_of_evaluation(self.wire)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.wire is None or logs is None or "loss" not in logs:
             return
