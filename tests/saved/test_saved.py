@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import ranks
 import thinwire
 from breadth import falls_on, spread
-from engines import adamw, build, train
+from engines import adamw, build, same_on_all_ranks, train
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Run
 from thinwire.core.state import find_entries
@@ -223,6 +224,48 @@ def _unlike(rank: int, world: int, kind: str) -> list[str]:
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_ranks_that_loaded_states_of_unlike_steps_are_told_so_before_they_exchange_anything(kind, world):
     for wrong in ranks.run(_unlike, world, kind):
+        assert not wrong, "\n".join(wrong)
+
+
+SHARES = {
+    "radius": {"start": 0.5}, "scape": {"warmup": 0.5, "density": 0.05}, "onebit-adam": {"warmup": 0.5},
+    "local-steps": {"start": 0.5, "every": 2}, "trickle": {"start": 0.5}, "topk": {"start": 0.5},
+    "tagc": {"start": 0.5}, "powersgd": {"start": 0.5}, "sign": {"start": 0.5},
+}  # fmt: skip
+"""Knobs that are a share of the run's steps."""
+
+
+def _of_another_length(rank: int, world: int, kind: str) -> list[str]:
+    """Of every method with such a knob: what is wrong if a run goes on with more steps, or with fewer."""
+    wrong = []
+    for number, (name, knobs) in enumerate(SHARES.items()):
+        cls = type(resolve(name))
+        if kind not in cls.engines or not falls_on(number, kind, cls.engines):
+            continue
+        for before, stop, after in ((8, 2, 20), (8, 6, 20), (20, 2, 8), (20, 6, 8)):
+            state: Any = None
+            for steps in (before, after):
+                model = build(kind, world, net=_shorter)
+                optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+                wire = thinwire.compress(model, optimizer, small(cls, **knobs), steps=steps)
+                said, first = "", 0 if state is None else stop
+                if state is not None:
+                    model.load_state_dict(state[0])
+                    optimizer.load_state_dict(state[1])
+                    said = refusal(wire.load_state_dict, state[2])
+                train(model, optimizer, rank, range(first, 8 if first else stop), wire)
+                if wire.method.rank_equal:  # else the wire's state has this rank's moments
+                    wire.hand_over()
+                state = *map(copy.deepcopy, (model.state_dict(), optimizer.state_dict())), wire.state_dict()
+                wire.close()
+            if said or (kind == "ddp" and wire.method.rank_equal and not same_on_all_ranks(model)):
+                wrong.append(f"{cls.name}, step {stop} of {before}, then {after}: {said or 'ranks drift apart'}")
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_a_run_goes_on_with_more_steps_or_fewer(kind, world):
+    for wrong in ranks.run(_of_another_length, world, kind):
         assert not wrong, "\n".join(wrong)
 
 

@@ -110,7 +110,7 @@ class SCAPE(Method):
         # Masks are sent at the end of the step before their own.
         masked_steps = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         kinds = {
-            "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
+            "residual": StateKind(offloaded=self.offload), "chosen": ANEW, "warm": ANEW,
             "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
         }  # fmt: skip
         return replace(
@@ -226,11 +226,14 @@ class SCAPE(Method):
 
     def finish(self) -> None:
         self._masks.finish()
+        if self.density < 1:
+            self._masks.keep_warm()
 
     def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
         return self._masks.fault_of(saved)
 
     def state_changed(self) -> None:
+        self._masks.state_changed()
         self._gathered.state_changed()
 
     def weight_message(self, shard: Shard, rank: int) -> Message:

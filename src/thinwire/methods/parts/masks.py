@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -110,7 +110,8 @@ class Masks:
     """The masks in use and those to come, of all parameters that are sent. They live in the state of ``method``.
 
     State by parameter: "mask" (R, bytes), row r gathered from its chooser; "chosen", the step whose density the mask
-    has. No mask means all ones. A parameter that takes no part in a step keeps its mask.
+    has. No mask means all ones. A parameter that takes no part in a step keeps its mask. State of the run: "warm", the
+    length of the warm-up that says how dense a step is.
     """
 
     def __init__(
@@ -142,12 +143,12 @@ class Masks:
             return None
         return bucket.once("masks", lambda: self._unpack_masks(bucket, saved_masks), *saved_masks)
 
-    def _sections(self, name: str, step: int) -> Iterator[tuple[Chunk, int, slice]]:
+    def _sections(self, name: str, step: int, schedule: Schedule) -> Iterator[tuple[Chunk, int, slice]]:
         """Yield each chunk of ``name``, the values at its mask in ``step``, and its bytes in a row of the mask."""
         end = 0
         for chunk in self._chunks[name]:
-            begin, end = end, end + self._schedule.mask_bytes(chunk.span, step)
-            yield chunk, self._schedule.k(chunk.span, step), slice(begin, end)
+            begin, end = end, end + schedule.mask_bytes(chunk.span, step)
+            yield chunk, schedule.k(chunk.span, step), slice(begin, end)
 
     def scores(self, segment: Segment, device: torch.device) -> list[tuple[Chunk, Tensor | None]]:
         """List each chunk with the scores (width,) by which this rank chooses its mask; None: another rank chooses."""
@@ -227,8 +228,27 @@ class Masks:
             devices.keep(self._arriving[0])  # with all messages, which nobody else may hold
             self._arriving = []
 
+    def keep_warm(self) -> None:
+        """Put the length of the warm-up into the state."""
+        self._method.state.keep("warm", "", torch.tensor(self._schedule.warm, device="cpu"))
+
+    def state_changed(self) -> None:
+        """Drop the masks of a warm-up of another length, a share of a run that was longer or shorter: of such a mask
+        this run does not know how many values it has. The next step is dense, and chooses anew, as on other ranks."""
+        state, here = self._method.state, self._schedule.warm
+        warm = state.get("warm", "")
+        if warm is None or int(warm) == here:
+            return
+        for name in self._chunks:
+            chosen = state.get("chosen", name)
+            if chosen is not None and int(chosen) < max(int(warm), here):
+                state.keep("mask", name, None)
+                state.keep("chosen", name, None)
+
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
         """Find masks with a wrong number of bits, or a bit beyond their columns: see ``StateKind.fault``."""
+        warm = saved.get(f"{LOOSE}warm/")
+        schedule = self._schedule if warm is None else replace(self._schedule, warm=int(warm))
         for name in self._chunks:
             key, chosen = f"{LOOSE}mask/{name}", saved.get(f"{LOOSE}chosen/{name}")
             if (mask := saved.get(key)) is None:
@@ -236,13 +256,13 @@ class Masks:
             if chosen is None or not 0 <= int(chosen) < 2**31:
                 return f"{key} is there, and when it was chosen is not"
             step = int(chosen)
-            for chunk, k, byte_range in self._sections(name, step):
+            for chunk, k, byte_range in self._sections(name, step, schedule):
                 chunk_mask = mask[:, byte_range].cpu().contiguous()
                 if chunk_mask.shape[1] != byte_range.stop - byte_range.start:
                     return f"{key} has {mask.shape[1]} bytes in a row, and its masks more"
                 words = torch.zeros((len(chunk_mask), chunk.width // WORD), dtype=torch.int64, device="cpu")
                 try:
-                    if self._schedule.listed(step):
+                    if schedule.listed(step):
                         positions = chunk_mask.view(torch.int32)[:, :k].contiguous()
                         masks.from_lists([(positions, slice(0, words.shape[1]))], words)
                     else:
@@ -293,7 +313,8 @@ class Masks:
                 continue
             chosen = self._method.state.get("chosen", segment.name)
             assert chosen is not None  # of every mask: ``fault_of`` refuses others
-            step, sections = int(chosen), list(self._sections(segment.name, int(chosen)))
+            step = int(chosen)
+            sections = list(self._sections(segment.name, step, self._schedule))
             counts.append(sum(k for _, k, _ in sections))
             for chunk, k, byte_range in sections:
                 first = (segment.start + chunk.start) // WORD
