@@ -965,3 +965,37 @@ def test_a_parameter_that_some_ranks_alone_use_is_named_where_ranks_are_compared
     said = ranks.run(_unlike, world, kind)
     assert "rank 0 has w0, w1, another rank has others" in said[0]
     assert "rank 1 has w0, another rank has others" in said[1]
+
+
+def _layer_anew(rank, world, kind):
+    """How often a layer is said to be replaced: drawn anew; in the same way, but the user resets; a little changed."""
+    said = {}
+    for name in dealt(NAMES, kind):
+        if kind not in BY_NAME[name].engines or not BY_NAME[name]().card.keeps_state:
+            continue
+        model, optimizer, wire = begun(kind, world, name)
+        layer = wire._step_loop.weights["head.weight"]
+        told = said[name] = {}
+        for case in ("little", "reset", "anew", "again"):
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                for step in range(2):
+                    loss_of(model, step, rank).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if step == 0:
+                        with torch.no_grad():
+                            layer.mul_(0.9 if case == "little" else 0)
+                        if case == "reset":
+                            wire.reset()
+            told[case] = sum("some weights were replaced" in str(warning.message) for warning in heard)
+        wire.close()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_a_layer_that_begins_anew_is_warned_of_once(kind, world):
+    for said in ranks.run(_layer_anew, world, kind):
+        assert said
+        for name, told in said.items():
+            assert told == {"little": 0, "reset": 0, "anew": 1, "again": 0}, (name, told)

@@ -53,7 +53,8 @@ class WholePlayback(Playback):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, stage=WholeStage)
-        watched = [weight for weight in self.weights.values() if self.method.card.keeps_state]
+        dense = self._road.last.dense if self.method.card.keeps_state else self.weights
+        watched = [weight for name, weight in self.weights.items() if name not in dense]
         self._weight_watch = WeightWatch(self.method.name, watched, lambda: None)
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.Adam):  # what CUDA users take

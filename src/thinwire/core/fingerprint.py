@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,14 +43,21 @@ class Fingerprint:
         """Has any sample changed since ``take``? Waits for the device."""
         return bool(self._differing().any())
 
-    def share_of_weights_changed(self) -> float:
-        """Return the share of the weights of which a sample has changed, 0 to 1. Waits for the device."""
+    def replaced(self) -> Literal["", "some", "most"]:
+        """Say whether samples of "most" weights have changed, or of "some" by half of their norm. Waits for the device.
+
+        A weight decay or a projection of the user's own changes a weight by less.
+        """
         differing = self._differing()
-        if differing.numel() == 0:
-            return 0.0
+        if not bool(differing.any()):
+            return ""
+        assert self._reference is not None
         sizes = [min(SAMPLES, local(weight).numel()) for weight in self._weights()]
         changed = [bool(samples.any()) for samples in differing.cpu().split(sizes) if samples.numel()]
-        return sum(changed) / len(changed)
+        if sum(changed) > 0.5 * len(changed):
+            return "most"
+        pairs = zip(self._samples().float().cpu().split(sizes), self._reference.float().cpu().split(sizes), strict=True)
+        return "some" if any(2 * (new - old).norm() > old.norm() for new, old in pairs) else ""
 
     def _differing(self) -> Tensor:
         """Compare with ``take``: (samples,) bool, empty if nothing was taken or the weights have moved."""
@@ -84,11 +92,11 @@ class WeightWatch:
 
     An lr finder, or a return to better weights, restores model and optimizer, but not what waits, which belongs to the
     replaced weights and would move the restored ones. If both were restored, what waits is dropped. If weights alone
-    changed, they may be averaged ones to go on with: one warning says what to call.
+    changed, they may be averaged ones to go on with, or a layer that begins anew: one warning says what to call.
     """
 
     def __init__(self, method: str, weights: Sequence[Tensor], drop_waiting: Callable[[], None]) -> None:
-        """``method``: its name. ``weights``: empty if nothing ever waits."""
+        """``method``: its name. ``weights``: those for which something may wait."""
         self._method, self._weights, self._drop_waiting = method, weights, drop_waiting
         self._fingerprint = Fingerprint(lambda: weights)
         self._version = -1
@@ -117,14 +125,14 @@ class WeightWatch:
         on_gpu = any(devices.streams(weight.device) is not None for weight in self._weights[:1])
         if on_gpu and self._count_versions() == self._version:
             return
-        if self._fingerprint.share_of_weights_changed() <= 0.5:
+        if not (share := self._fingerprint.replaced()):
             return
         self._fingerprint.forget()
         text = (
-            f"{self._method}: most weights were replaced since the last step"
+            f"{self._method}: {share} weights were replaced since the last step"
             f"{', and the optimizer got another state' * loaded}; the method's unsent values belong to the former ones"
         )
-        if loaded and not alone:
+        if loaded and share == "most" and not alone:
             self._drop_waiting()
             text += (
                 ": they were dropped. To keep them, call wire.load_state_dict() with the state that belongs to the "
@@ -134,7 +142,7 @@ class WeightWatch:
             return
         else:
             self._warned = True
-            text += ": if you restored earlier weights, call wire.reset() or wire.load_state_dict() after that"
+            text += ": if you restored or drew weights, call wire.reset() or wire.load_state_dict() after that"
         warnings.warn(text, ThinwireWarning, stacklevel=2)
 
     def _count_versions(self) -> int:

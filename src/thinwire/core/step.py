@@ -116,7 +116,8 @@ class StepLoop:
         self._scales_wrappers = False  # is it given other objects than the optimizers that compress() has?
         self._knows_scaler = run.scaled or (self.method.rank_equal and not self.method.card.keeps_state)
         self._names = {id(weight): name for name, weight in self.weights.items()}
-        watched = list(self.weights.values()) if self.method.card.keeps_state else []
+        dense = last.dense if self.method.card.keeps_state else self.weights  # for which nothing waits
+        watched = [weight for name, weight in self.weights.items() if name not in dense]
         self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
 
     def attach(self) -> list[RemovableHandle]:
