@@ -66,8 +66,9 @@ class OneBitAdam(Method):
         warmup: length of the warm-up with dense Adam: below 1 a share of the run, else a number of optimizer steps, at
             least one. After it Adam's variance is frozen. Higher => more bytes, and a better estimate of the variance:
             the paper takes 15-20% of the run.
-        warmup_bits: bits of a gradient value in the warm-up: 32 (the engine's own exchange), 8 or 4 (in groups of up to
-            128, with error feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
+        warmup_bits: bits of a gradient value in the warm-up: 32 (fp32, more than dense sends where ``smallest`` admits
+            tensors of fewer than N * group values, which are padded), 8 or 4 (in groups of up to 128, with error
+            feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
         group: values that share a scale, a power of two from 32 to 4096; larger => fewer bytes, more error.
         scale: a group's scale: "mean" of |x| (the smallest error) or "rms" (the authors' code: the norm is kept).
         smallest: tensors of fewer elements stay dense (higher => fewer tensors compressed).
