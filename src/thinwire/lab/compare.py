@@ -321,8 +321,7 @@ def mean(values: Sequence[Any]) -> Any:
 
 def curve(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return for each step: mean, least and largest loss over seeds, mean seconds, and bytes sent so far by a node."""
-    rows = []
-    sent_bytes = 0.0
+    rows, sent_bytes = list[dict[str, Any]](), 0.0
     for step in zip(*(run["rows"] for run in runs), strict=True):
         losses = [row["loss"] for row in step]
         sent_bytes += statistics.fmean(row["node_bytes"] for row in step)
@@ -351,21 +350,20 @@ def measure(report: dict[str, Any]) -> None:
         run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"] if silent else None
         run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
         payload = run["rows"][-1]["sent"] / len(run["rows"])
-        framed = framing.frames(round(payload), report["mtu"])
         exchanges = run is not silent and payload > 0  # the silent run sends only a flag of a few bytes
         kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])
         rows = run["parts"][0]["rows"][source == NOTED :]  # the kernel is first asked at the end of the first step
         counted = statistics.fmean(row["node_bytes"] for row in rows)
         ratio = kernel.tx / counted if kernel and exchanges and counted else None
         rounds = ratio is not None and verdict.round_steps(run) > 1  # those steps are no whole rounds
-        busy = (statistics.fmean(row["wire_ms"] for row in rows) if rounds else summary["wire_ms"]) / 1000
-        rate = report["rate_bits_per_s"]
-        run["link_use"] = kernel.tx * 8 / (busy * rate) if kernel and exchanges and busy and rate else None
+        busy = statistics.fmean(row["wire_ms"] for row in rows) if rounds else summary["wire_ms"]
+        carried = busy / 1000 * (report["rate_bits_per_s"] or 0)  # bits that the link could carry meanwhile
+        run["link_use"] = kernel.tx * 8 / carried if kernel and exchanges and carried else None
         if kernel and rounds:
             kernel = Bytes(*(round(count * payload / counted) for count in kernel))
         run["bytes_per_step"] = {
             "ledger": payload,
-            "framed": framed,
+            "framed": framing.frames(round(payload), report["mtu"]),
             "kernel": kernel._asdict() if kernel else None,
             "kernel_source": source,
             "kernel_to_ledger": ratio,
