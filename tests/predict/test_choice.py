@@ -8,13 +8,17 @@ import functools
 import itertools
 import json
 import math
+import random
 from contextlib import suppress
 from importlib.resources import files
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ranks
 from thinwire.base.errors import ThinwireError
@@ -279,9 +283,9 @@ def _choose_on_ranks(rank, world, clocks, predicted, options):
     wires.predictor = _predictor(predicted, memory)
     choices.Trials._time = _clock(clocks[rank] if isinstance(clocks, list) else clocks)
     task = _Task(rank)
-    before, random = task.state(), torch.get_rng_state()
+    before, numbers = task.state(), torch.get_rng_state()
     wire = thinwire.compress(task.model, task.optimizer, Auto(task.step, **options), steps=800)
-    unchanged = all(map(torch.equal, before, task.state())) and torch.equal(random, torch.get_rng_state())
+    unchanged = all(map(torch.equal, before, task.state())) and torch.equal(numbers, torch.get_rng_state())
     calls, task.count = task.count, 0
     for _ in range(5):
         task.step(wire)
@@ -340,6 +344,116 @@ def test_dense_stays_where_nothing_is_faster_and_memory_counts():
     one, _ = ranks.run(_choose_on_ranks, 2, {}, {"qsdp": 0.0001}, LAX | {"memory": 1e18})
     assert one["choice"].reason == "nothing could be tried"
     assert "MB of memory" in str(one["choice"])
+
+
+class _Drops(nn.Module):
+    """Draws from every stream of random numbers that a program shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 300), nn.LayerNorm(300), nn.Dropout(0.2), nn.Linear(300, 256))
+
+    def forward(self, x):
+        return self.layers(x) * (random.random() + np.random.rand() + float(torch.rand(())))
+
+
+class _Program:
+    """Trains a model with what a program may have beside it.
+
+    That is a second module in the same optimizer, further optimizers, a learning rate that is a tensor which its
+    schedule fills, settings that steps add or change, and gradients from before ``compress()``.
+    """
+
+    def __init__(self, rank, world, engine, several):
+        torch.manual_seed(0)
+        self.net, self.beside = _Drops(), nn.Linear(256, 256)
+        self.rate, self.betas = torch.tensor(1e-2), [0.9, 0.95]
+        if engine == "ddp":
+            self.model = nn.parallel.DistributedDataParallel(self.net)
+        else:
+            shape, names = ((world,), ("shard",)) if engine == "fsdp2" else ((world, 1), ("replicas", "shard"))
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self.model = fully_shard(self.net, mesh=mesh)
+        self.beside.weight.grad = torch.ones(256, 256)
+        groups = [[*self.net.layers[0].parameters()], [*self.net.layers[1:].parameters(), *self.beside.parameters()]]
+        self.optimizers = [
+            torch.optim.AdamW(weights, lr=self.rate, betas=self.betas)
+            for weights in (groups if several else [[*groups[0], *groups[1]]])
+        ]
+        self.schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(self._count)
+        torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
+
+    def _count(self, optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["weight_decay"] = 0.01 * group["count"]
+            group["seen"] = [*group.get("seen", ()), group["count"]]
+
+    def step(self, wire):
+        data = torch.randn(8, 256)
+        with wire.accumulate():
+            (self.beside(self.model(data)) - data).square().mean().backward()
+        wire.clip_grad_norm_(1.0)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+    def state(self):
+        """Give all that the promise is about, as plain values; what the ranks' parts are is each rank's own."""
+        weights = [*self.net.named_parameters(), *self.beside.named_parameters()]
+        tensors = {name: (getattr(w, "to_local", lambda w=w: w)().tolist(), w.grad is None) for name, w in weights}
+        tensors["beside's gradient"] = None if self.beside.weight.grad is None else self.beside.weight.grad.tolist()
+        groups = [
+            {name: str(value) for name, value in group.items() if name != "params"}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        moments = [len(optimizer.state) for optimizer in self.optimizers]
+        numbers = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+        return {"weights": tensors, "settings": groups, "moments": moments, "numbers": numbers, "rate": str(self.rate)}
+
+
+def _leave_nothing_behind(rank, world, engine, several):
+    """Choose by a real prediction; return the method, what moved, and what differs from the run of the method."""
+    import thinwire
+    from thinwire.predict import forecast
+    from thinwire.predict.measure import NOTHING
+
+    forecast.LINKS_S, forecast.KERNELS_S, choices.WORTH = 0.1, 0.3, 1e-9
+    choices.TRIAL_STEPS, forecast.host_cost = 2, lambda *_: NOTHING  # to measure it takes 7 s
+    rows = [row for row in choices.read_measured() if row.method.startswith("trickle")]
+    choices.read_measured = lambda: rows
+    program = _Program(rank, world, engine, several)
+    before = program.state()
+    wire = thinwire.compress(program.model, program.optimizers, Auto(program.step, max_loss=math.inf), steps=400)
+    after, method = program.state(), wire.plan.choice.method
+    program.schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9, last_epoch=0) for optimizer in program.optimizers
+    ]  # the caller's to put back
+    assert all(group["lr"] is program.rate for o in program.optimizers for group in o.param_groups)
+    for _ in range(3):
+        program.step(wire)
+    went_on = program.state()
+    wire.close()
+    named = _Program(rank, world, engine, several)
+    wire = thinwire.compress(named.model, named.optimizers, method, steps=400)
+    for _ in range(3):
+        named.step(wire)
+    as_named = named.state()
+    wire.close()
+    moved = [key for key in before if before[key] != after[key]]
+    return method, moved, [key for key in before if went_on[key] != as_named[key]]
+
+
+@pytest.mark.parametrize(("engine", "several"), [("ddp", False), ("fsdp2", True), ("hsdp", True)])
+def test_a_choice_leaves_nothing_behind_and_goes_on_as_the_method_would(engine, several):
+    """A law over engines. Trials draw, step and schedule; predictions time kernels and run the model's own code."""
+    for method, moved, unlike in ranks.run(_leave_nothing_behind, 2, engine, several):
+        assert method.startswith("trickle")
+        assert not moved and not unlike
 
 
 def _differ(rank, world):

@@ -184,11 +184,13 @@ def test_every_kernel_of_a_recording_is_timed_under_its_name(method: str) -> Non
 @pytest.mark.parametrize("method", [method.name for method in TABLE])
 def test_the_kernels_of_every_method_are_timed_but_of_those_that_refuse_the_engine(method: str, engine: str) -> None:
     model = Decoder(replace(PRESETS["tiny"], layers=1).check())
+    numbers = torch.get_rng_state()
     if engine == "fsdp2" and method in ("local-steps", "none"):
         with pytest.raises(ThinwireError, match=r"FSDP2|fsdp2|DDP"):
             time_kernels(model, method, engine, CPU)
     else:
         assert time_kernels(model, method, engine, CPU)
+    assert torch.equal(numbers, torch.get_rng_state()), "they draw from the run's random numbers"
 
 
 def test_a_kernel_of_two_sizes_has_seconds_and_a_rate() -> None:

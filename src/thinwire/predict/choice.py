@@ -17,6 +17,7 @@ import inspect
 import json
 import math
 import os
+import random
 import re
 import statistics
 import time
@@ -27,11 +28,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from thinwire.base import device as devices
 from thinwire.base.errors import LostRank, ThinwireError, in_words
@@ -66,8 +68,10 @@ class Auto:
     Args:
         step: takes one optimizer step as the training loop does, with the wire that it is given: forward and backward
             pass of a usual batch, ``wire.clip_grad_norm_``, ``optimizer.step()``, ``optimizer.zero_grad()``. It is
-            called 60 to 105 times. Weights, buffers, the optimizers' state and settings, and torch's random numbers are
-            put back each time; what else it moves (a scheduler, a scaler, an iterator) is the caller's to put back.
+            called 60 to 105 times. The model's buffers, all weights that it or ``optimizer`` holds, the optimizers'
+            state and settings, and the random numbers of torch, numpy and Python are put back each time; what else it
+            moves is the caller's to put back: a scheduler, a scaler, an iterator; of a second module beside ``model``
+            the buffers, and weights that ``optimizer`` does not hold.
         max_loss: largest loss above dense's, as a share of it, at the upper end of the 95% interval of any measured run
             of comparable length (lower: fewer candidates); math.inf: any, and runs of any length count.
         cluster: a cluster's name or TOML file, for the predictions. None: the links are measured now.
@@ -226,7 +230,8 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
         return Choice(DENSE, "no method can be taken", str(auto), tuple(listed))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
-    predict = predictor(auto, training, trials, dense)
+    with _same_random_numbers(training.device):  # the model's own code runs once more, to be profiled
+        predict = predictor(auto, training, trials, dense)
     ranked = trials.from_rank_0(
         lambda: [asdict(option) for option in _rank(listed, training, predict, dense, memory_left, ranks)]
     )
@@ -451,28 +456,48 @@ def _mean_over_cycle(card: Card, seconds: Sequence[float]) -> float:
 
 @contextmanager
 def put_back(training: Training) -> Iterator[None]:
-    """Put weights, buffers, the optimizers' state and settings, and torch's random numbers back after the block."""
-    tensors = [local(tensor.detach()) for tensor in (*training.model.parameters(), *training.model.buffers())]
-    values = [tensor.clone() for tensor in tensors]
-    buffers = [(module._buffers, dict(module._buffers)) for module in training.model.modules()]  # some are assigned
+    """Put weights, gradients, buffers, the optimizers' state and settings, and random numbers back after the block.
+
+    Weights are the model's and all others that its optimizers hold. A tensor in a setting (a learning rate that its
+    scheduler fills) stays the same tensor.
+    """
     optimizers = [
         (optimizer, {weight: copy.deepcopy(state) for weight, state in optimizer.state.items()},
-         [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
+         [{name: value if name == "params" else tree_map(lambda leaf: leaf, value) for name, value in group.items()}
+          for group in optimizer.param_groups])  # lists and dicts are copied, what is in them is not
         for optimizer in training.optimizers
     ]  # fmt: skip
-    gpus = [training.device] if training.device.type == "cuda" else []
+    held = [leaf for *_, groups in optimizers for leaf in tree_leaves(groups) if isinstance(leaf, Tensor)]
+    every = {id(tensor): tensor for tensor in (*training.model.parameters(), *training.model.buffers(), *held)}.values()
+    tensors = [local(tensor.detach()) for tensor in every]
+    values = [tensor.clone() for tensor in tensors]
+    gradients = [(tensor, None if tensor.grad is None else tensor.grad.clone()) for tensor in every if tensor.is_leaf]
+    buffers = [(module._buffers, dict(module._buffers)) for module in training.model.modules()]  # some are assigned
     try:
-        with torch.random.fork_rng(gpus):
+        with _same_random_numbers(training.device):
             yield
     finally:
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
         for present, earlier in buffers:
             present.update(earlier)
-        for weight in training.model.parameters():
-            weight.grad = None
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
         for optimizer, state, groups in optimizers:
             optimizer.state.clear()
             optimizer.state.update(state)
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()  # some steps add settings, such as their count
                 group.update(settings)
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Put the random numbers of torch (the CPU's and ``device``'s), Python and numpy back after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -132,7 +132,8 @@ def _play(model: nn.Module, method: str, engine: str, device: torch.device, rank
     play, kernels = Playback(layout, road, run, device, stage=GuardedStage), KernelTimer(device)
     with torch.no_grad():
         longest = max(len(flat) for flat, _, _ in play.buffers)
-        _fill(play, noise := torch.randn(longest, dtype=torch.float32, device=device))
+        own = torch.Generator(device).manual_seed(0)  # the run's random numbers stay as they are
+        _fill(play, noise := torch.randn(longest, generator=own, dtype=torch.float32, device=device))
         play.open()
         for number in steps_of(play.method.card):
             on = kernels if number > play.method.card.steady else nullcontext()
