@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
-from breadth import dealt, spread
+from breadth import dealt, falls_on, spread
 from engines import build, same_on_all_ranks
 from models import flat
-from test_edges import LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
+from test_edges import CASES, LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
 from threaded import entries
 
 OWN_MOMENTUM = ("scape", "onebit-adam", "dgc")
@@ -144,6 +144,139 @@ def test_methods_with_a_momentum_of_their_own_refuse_a_second_exchange(engine):
         return [] if refused else [f"two passes in one step: {what['raised'] or 'taken without a word'}"]
 
     each(ranks.run(_refused_pairs, 2, engine), engine, check)
+
+
+# ------------------------------------------------------------------------- a second pass that DDP does not exchange
+
+
+def _second_pass(model: nn.Module, step: int, rank: int, form: str) -> None:
+    """Two losses. DDP exchanges one backward pass after a forward pass, so what the second one adds stays local."""
+    if form == "one forward":
+        loss = model(_given(step, rank))
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        return
+    losses = [model(_given(2 * step + half, rank)) for half in (0, 1)]
+    if form == "two forwards":
+        for loss in losses:
+            loss.backward()
+    elif form == "summed":
+        sum(losses).backward()
+    else:  # the second is looked at only: nothing is added to .grad
+        losses[0].backward()
+        torch.autograd.grad(losses[1], list(model.parameters()))
+
+
+def _not_exchanged(rank, world):
+    def look(case):
+        found: dict[str, Any] = {}
+        pairs = [(form, first) for form in ("one forward", "two forwards") for first in (0, 2)]
+        for form, first in (pair for pair in pairs if falls_on(CASES.index(case), pair, pairs)):
+            model = build("ddp", world, net=Given)
+            optimizer = case.make(model.parameters())
+            wire = thinwire.compress(model, optimizer, case.method, steps=8)
+            raised = ""
+            for step in range(3):
+                before = flat(model)
+                _second_pass(model, step, rank, form if step == first else ("summed", "looked at")[step % 2])
+                if raised := error_of(optimizer.step):
+                    break
+                optimizer.zero_grad()
+            found[f"{form} in step {first}"] = raised, step, torch.equal(before, flat(model)), wire.step
+            optimizer.zero_grad()
+            _second_pass(model, 3, rank, "summed")
+            optimizer.step()
+            found[f"{form} in step {first}"] += (
+                wire.step - wire.skipped,
+                wire.method.rank_equal,
+                same_on_all_ranks(model),
+            )
+            wire.close()
+        return found
+
+    return findings(on("ddp"), look)
+
+
+def test_gradients_that_ddp_does_not_exchange_go_into_no_step():
+    """They would be added to the mean, on each rank its own: an error on all ranks, and the next step is taken."""
+
+    def check(method, what):
+        wrong = []
+        for label, (raised, step, untouched, taken, then, equal_ranks, same_weights) in (
+            (label, found) for label, found in what.items() if label != "error"
+        ):
+            first = int(label.split()[-1])
+            if method.startswith(("local-steps", "none")):  # each rank goes its own way there, with its own gradients
+                wrong += [f"{label}: {raised}, {then} steps taken"] * (bool(raised) or then != 4)
+                continue
+            named = raised.startswith("ThinwireError: w") and "DDP exchanges one backward pass" in raised
+            wrong += [f"{label}: {raised or 'taken without a word'}"] * (not named)
+            wrong += [f"{label}: stopped in step {step}, after {taken} steps"] * ((step, taken) != (first, first))
+            wrong += [f"{label}: weights moved"] * (not untouched)
+            wrong += [f"{label}: the next step is not taken, {then}"] * (then != first + 1)
+            wrong += [f"{label}: weights differ between ranks"] * (equal_ranks and not same_weights)
+        return wrong
+
+    each(ranks.run(_not_exchanged, 2), "ddp", check)
+
+
+def _harmless(rank, world):
+    """Programs that add local gradients after an exchange, too, but none of them to a step; and one that does."""
+    found: dict[str, Any] = {}
+    for way in ("then exchanged", "dropped", "dropped to zeros", "no_sync", "second optimizer"):
+        model = build("ddp", world, net=Given)
+        optimizers = [torch.optim.SGD(list(model.parameters())[part], lr=0.01) for part in (slice(1), slice(1, 3))]
+        wire = thinwire.compress(model, optimizers, "int8(smallest=0)", steps=8)
+        raised = ""
+        for step in range(3):
+            model(_given(step, rank)).backward()
+            if way == "second optimizer":
+                optimizers[0].step()
+            with contextlib.nullcontext() if "dropped" in way else model.no_sync():
+                loss = model.module(_given(step + 3, rank)) if "dropped" in way else model(_given(step + 3, rank))
+                loss.backward()
+            if "dropped" in way:
+                model.zero_grad(set_to_none=way == "dropped")
+            if way in ("then exchanged", "dropped", "dropped to zeros"):
+                model(_given(step + 6, rank)).backward()
+            for optimizer in optimizers[way == "second optimizer" :]:
+                raised = raised or error_of(optimizer.step)
+            model.zero_grad()
+        found[way] = raised, same_on_all_ranks(model)
+        wire.close()
+    return found
+
+
+def test_local_gradients_are_refused_only_where_a_step_would_take_them():
+    for found in ranks.run(_harmless, 2):
+        for way in ("then exchanged", "dropped", "dropped to zeros"):
+            assert found[way] == ("", True), (way, found[way])
+        for way in ("no_sync", "second optimizer"):
+            assert "none inside no_sync()" in found[way][0], (way, found[way])
+
+
+def _lone_passes(rank, world):
+    """FSDP2 exchanges each backward pass of such programs: with dense they end as without Thinwire."""
+    found = {}
+    for form in ("one forward", "two forwards"):
+        ends = []
+        for compressed in (False, True):
+            model = build("fsdp2", world, net=Given)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            wire = thinwire.compress(model, optimizer, "dense") if compressed else None
+            for step in range(3):
+                _second_pass(model, step, rank, form)
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(flat(model))
+            if wire is not None:
+                wire.close()
+        found[form] = torch.equal(*ends)
+    return found
+
+
+def test_fsdp2_exchanges_both_passes_of_such_programs():
+    assert ranks.run(_lone_passes, 2) == [{"one forward": True, "two forwards": True}] * 2
 
 
 # ------------------------------------------------------------------------------ weights that are not contiguous, on DDP
@@ -310,6 +443,34 @@ def test_a_parameter_without_gradient_on_ddp_is_named_before_weights_move():
         return wrong
 
     each(ranks.run(_unused, 2), "ddp", check)
+
+
+def _named(rank, world):
+    """Causes of a missing or an unwanted exchange: a model that was converted, a forward pass outside the block."""
+    found = {}
+    for dtype in (torch.float64, torch.bfloat16):
+        model = build("ddp", world, net=Given)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        wire = thinwire.compress(model, optimizer, "dense")
+        model.to(dtype)
+        model(_given(0, rank)).backward()
+        found[str(dtype)] = error_of(optimizer.step)
+        wire.close()
+    model = build("ddp", world, net=Given)
+    wire = thinwire.compress(model, torch.optim.SGD(model.parameters(), lr=0.01), "dense")
+    loss = model(_given(0, rank))
+    with wire.accumulate(last=False):
+        found["outside"] = error_of(loss.backward)
+    wire.close()
+    return found
+
+
+def test_a_model_converted_later_and_a_forward_pass_outside_accumulate_are_named():
+    for found in ranks.run(_named, 2):
+        for dtype in ("float64", "bfloat16"):
+            expected = f"w0 was float32 on cpu at compress() and is {dtype} on cpu now"
+            assert expected in found[f"torch.{dtype}"], found
+        assert "the forward pass must be inside the block" in found["outside"], found
 
 
 # ------------------------------------------------------------------------------------------------------- after close()

@@ -48,6 +48,11 @@ _MISSING = (
     "{name} has no gradient in this step, so DDP exchanged neither its bucket nor those after it: use the parameter "
     "in every step, freeze it before wrapping, or use fully_shard, which allows unused parameters"
 )
+_OWN = (
+    "{name} got a gradient after this step's exchange that was not exchanged, so each rank has its own: DDP exchanges "
+    "one backward pass after each forward pass, and none inside no_sync(). Add the losses and call backward() once, or "
+    "put forward and backward pass of each loss into `with wire.accumulate(last=...)`, with last=True for the last one"
+)
 _STRANGER = (
     "{kind} updates {name}, and compress() was not told of it: its steps would be neither guarded nor agreed on by the "
     "ranks. Pass all optimizers to compress(); to change one in mid-run, keep wire.state_dict(), call wire.close(), "
@@ -104,6 +109,9 @@ class StepLoop:
         }
         self._thawed: dict[int, str] = {}  # of those, by id, that the last backward pass differentiated
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
+        self._own: dict[
+            str, None
+        ] = {}  # those of them whose gradient has changed since, in a pass not exchanged so far
         self._written: dict[str, int] | None = None if run.scaled else {}  # writes of each step; None: warned
         self._open: Step | None = None  # begun by one optimizer; others are to follow
         self._part: Step | None = None  # of it, which an optimizer is taking
@@ -116,6 +124,7 @@ class StepLoop:
         self._scales_wrappers = False  # is it given other objects than the optimizers that compress() has?
         self._knows_scaler = run.scaled or (self.method.rank_equal and not self.method.card.keeps_state)
         self._names = {id(weight): name for name, weight in self.weights.items()}
+        self._kinds = {name: _kind(weight) for name, weight in self.weights.items()}
         dense = last.dense if self.method.card.keeps_state else self.weights  # for which nothing waits
         watched = [weight for name, weight in self.weights.items() if name not in dense]
         self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
@@ -155,8 +164,8 @@ class StepLoop:
             raise ThinwireError(ENDED.format(what="gradients were exchanged"))
         if self.closed:
             raise ThinwireError(
-                "gradients were exchanged inside accumulate(last=False), as a pipeline schedule's step() does at its "
-                "end: give all micro-batches of an optimizer step to one schedule.step()"
+                "gradients were exchanged inside accumulate(last=False): on DDP the forward pass must be inside the "
+                "block, too; a pipeline schedule must get all micro-batches of an optimizer step in one step()"
             )
         for name in names:
             if name not in self.weights:
@@ -191,6 +200,13 @@ class StepLoop:
         self._waiting.clear()
         self.norm = self.clip_factor = None
         self._exchanged.update(dict.fromkeys(names))
+        for name in names if self._own else ():
+            self._own.pop(name, None)
+
+    def note_gradient(self, name: str) -> None:
+        """Note that a backward pass has added to the gradient of ``name``; ``enter`` follows if it is exchanged."""
+        if name in self._exchanged:
+            self._own[name] = None
 
     def meet(self) -> None:
         """Compare with all ranks from which step they go on, if none has exchanged anything since a load. Collective.
@@ -449,6 +465,8 @@ class StepLoop:
                 f"{type(optimizer).__name__} steps a second time after one exchange of gradients: each step needs a "
                 "backward pass of its own"
             )
+        if (reason := self._unexchanged(_parameters(optimizer))) is not None:  # since another optimizer has stepped
+            raise ThinwireError(reason)
         self.engine.stepping()
         assert self._open is not None
         named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
@@ -629,6 +647,7 @@ class StepLoop:
 
     def _forget(self) -> None:
         self._exchanged.clear()
+        self._own.clear()
         self._waiting.clear()
         self._written = None if self._written is None else {}
         self._open = self._part = self.norm = self.clip_factor = self._stepped_before = None
@@ -644,6 +663,10 @@ class StepLoop:
         has_gradients = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
         if has_gradients and not self._exchanged and self.engine.exchanges:
             missing = self.engine.missing()
+            for name, weight in self.weights.items():  # DDP's hooks are on what it was before
+                former, now = self._kinds[name], _kind(weight)
+                if now != former:
+                    return f"{name} was {former} at compress() and is {now} now: convert the model before you wrap it"
             return (
                 "optimizer.step() was called before gradients were exchanged, so each rank has its own: the last "
                 "backward pass of a step must not be inside no_sync() or accumulate(last=False)"
@@ -654,7 +677,15 @@ class StepLoop:
             thawed = weight.requires_grad and weight.grad is not None
             if thawed and any(weight is member for optimizer in self.optimizers for member in _parameters(optimizer)):
                 return _LATE.format(name=name)
-        return None
+        return self._unexchanged(self.weights.values())
+
+    def _unexchanged(self, weights: Iterable[Tensor]) -> str | None:
+        """Explain that this rank alone has the gradient of one of ``weights``, which all have exchanged before; None if
+        there is none, or if each rank shall go its own way."""
+        if not self._own or self._alone or not self.method.rank_equal:
+            return None
+        own = {name: weight.grad for weight in weights if (name := self.name_of(weight)) in self._own}
+        return None if all_zero(own.values()) else _OWN.format(name=next(name for name in own if own[name] is not None))
 
     def _look_for_scaler(self) -> None:
         if not self._knows_scaler and _scaler_above() is not None:
@@ -721,6 +752,10 @@ def _back_off(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
         if key == id(optimizer) or id(optimizer) not in states:  # a wrapper's
             for found in state["found_inf_per_device"].values():
                 found.fill_(1.0)
+
+
+def _kind(weight: Tensor) -> str:
+    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
 
 
 def _some(names: Sequence[str]) -> str:

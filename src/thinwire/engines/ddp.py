@@ -108,6 +108,7 @@ class DDP(Engine):
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
         self._watches: list[RemovableHandle] = []
+        self._late_watches: dict[str, RemovableHandle] = {}  # of gradients that have come after an exchange
         self._dropped = False  # were gradients that this step has exchanged thrown away before another backward pass?
         self._inspected = False  # have the values been searched for zeros?
         self._lacks_buckets = False  # did the last backward pass that exchanged any end before the last bucket?
@@ -189,7 +190,16 @@ class DDP(Engine):
 
     def _watch(self, step_loop: StepLoop, weight: Tensor, gradient: Tensor) -> None:
         """Find out, when a gradient of ``weight`` comes, whether those of an earlier backward pass were dropped."""
-        if self._dropped or not step_loop.seen(self.parameters[id(weight)].name):
+        name = self.parameters[id(weight)].name
+        if not step_loop.seen(name):
+            return
+        if name not in self._late_watches:
+            # torch exchanges one backward pass for each forward pass: a second one adds this rank's gradient to the
+            # mean. torch.autograd.grad adds nothing, and comes to the present hook all the same. Most programs never
+            # get here, so they pay for no second hook.
+            note = step_loop.note_gradient
+            self._late_watches[name] = weight.register_post_accumulate_grad_hook(lambda _: note(name))
+        if self._dropped:
             return
         if weight.grad is None:
             self._dropped = all(weight.grad is None for weight in step_loop.exchanged())
@@ -248,7 +258,7 @@ class DDP(Engine):
         return nullcontext() if last else self.model.no_sync()
 
     def close(self) -> None:
-        for watch in self._watches:
+        for watch in (*self._watches, *self._late_watches.values()):
             watch.remove()
         self.worker.close()
         if (hook := CommHook.find(self.model)) is not None:
