@@ -109,9 +109,7 @@ class StepLoop:
         }
         self._thawed: dict[int, str] = {}  # of those, by id, that the last backward pass differentiated
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
-        self._own: dict[
-            str, None
-        ] = {}  # those of them whose gradient has changed since, in a pass not exchanged so far
+        self._own: dict[str, None] = {}  # of them, those whose gradient another pass has changed since, on this rank
         self._written: dict[str, int] | None = None if run.scaled else {}  # writes of each step; None: warned
         self._open: Step | None = None  # begun by one optimizer; others are to follow
         self._part: Step | None = None  # of it, which an optimizer is taking
@@ -165,7 +163,7 @@ class StepLoop:
         if self.closed:
             raise ThinwireError(
                 "gradients were exchanged inside accumulate(last=False): on DDP the forward pass must be inside the "
-                "block, too; a pipeline schedule must get all micro-batches of an optimizer step in one step()"
+                "block, too; with a pipeline, give all micro-batches of an optimizer step to one schedule.step()"
             )
         for name in names:
             if name not in self.weights:
