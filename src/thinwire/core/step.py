@@ -163,7 +163,8 @@ class StepLoop:
         if self.closed:
             raise ThinwireError(
                 "gradients were exchanged inside accumulate(last=False): on DDP the forward pass must be inside the "
-                "block, too; with a pipeline, give all micro-batches of an optimizer step to one schedule.step()"
+                "block, too, and static_graph=True exchanges its first pass always (let it be one with last=True); "
+                "with a pipeline, give all micro-batches of an optimizer step to one schedule.step()"
             )
         for name in names:
             if name not in self.weights:
