@@ -563,7 +563,7 @@ class Wire:
                 f"{self.method.name}: unsent values can only be delivered with an optimizer's step: call "
                 "flush(with_next=True) before the next backward pass"
             )
-        self._step_loop.meet()
+        self._step_loop.compare_start()
         if self._step_maker is None:
             return
         with torch.no_grad():
@@ -608,7 +608,7 @@ class Wire:
             ThinwireError: replicas may come and go; a rank has no moments of a parameter, or they have no mean.
         """
         self._step_loop.finish()
-        self._step_loop.meet()
+        self._step_loop.compare_start()
         if self.method.card.alone(self._road.step) or not self.method.rank_equal:
             self.method.finish()
             with torch.no_grad(), self.ledger.aside(), self._step_loop.inside("wire.hand_over()"):
@@ -632,7 +632,7 @@ class Wire:
         """
         self._step_loop.finish()
         self._refuse_exchanged("wire.reset()")
-        self._step_loop.meet()
+        self._step_loop.compare_start()
         self.method.finish()
         if self.method.card.alone(self._road.step):
             with torch.no_grad(), self._step_loop.inside("wire.reset()"):

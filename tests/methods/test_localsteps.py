@@ -9,6 +9,7 @@ import math
 import warnings
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
@@ -31,7 +32,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Parameter, Step
 from thinwire.methods import LocalSteps, resolve
 from thinwire.methods.parts.fragments import Timetable, split
-from thinwire.methods.parts.own_adam import step_by_mean_moment
+from thinwire.methods.parts.own_adam import OwnNumbers, step_by_mean_moment
 from thinwire.network.comm import local
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank
@@ -740,6 +741,23 @@ class Counter(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is not None:
                     weight.sub_(weight.grad, alpha=group["lr"] / (1 + 0.1 * group["k"] + 1e-3 * group["d"]))
+
+
+def test_numbers_that_a_group_lacks_hold_no_step_up():
+    """torch replaces groups by those of a loaded state, which an earlier version of the optimizer may have saved."""
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = Counter([weight])
+    del optimizer.param_groups[0]["decay"]
+    numbers, step = OwnNumbers(SimpleNamespace(optimizers=[optimizer])), SimpleNamespace(put_back=[])
+    numbers.watch(step)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    for put_back in step.put_back:
+        put_back()
+    saved = numbers.save()
+    optimizer.param_groups[0] |= {"k": 0, "d": 0.0}
+    numbers.restore(saved)
+    assert {key: optimizer.param_groups[0].get(key) for key in ("k", "d", "decay")} == {"k": 1, "d": 3.0, "decay": None}
 
 
 KEEPERS = {"keeper": Keeper, "reader": partial(Keeper, reads=True), "counter": Counter}

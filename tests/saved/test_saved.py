@@ -21,6 +21,7 @@ import ranks
 import thinwire
 from breadth import falls_on, spread
 from engines import adamw, build, same_on_all_ranks, train
+from models import loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core.method import Run
 from thinwire.core.state import find_entries
@@ -267,6 +268,75 @@ def _of_another_length(rank: int, world: int, kind: str) -> list[str]:
 def test_a_run_goes_on_with_more_steps_or_fewer(kind, world):
     for wrong in ranks.run(_of_another_length, world, kind):
         assert not wrong, "\n".join(wrong)
+
+
+def _masks_in_a_shorter_run(rank: int, world: int) -> list[int]:
+    """Bytes of each step of a run of 30 that goes on from a checkpoint of one of 40, and keeps its masks for long."""
+    sent, state = [], None
+    for first, stop, steps in ((0, 16, 40), (16, 20, 30)):
+        model = build("ddp", world, net=_shorter)
+        optimizer = thinwire.AdamS(model.parameters(), lr=1e-3)
+        scape = "scape(density=0.05, smallest=0, warmup=0.5, refresh=50)"
+        wire = thinwire.compress(model, optimizer, scape, steps=steps)
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+            wire.load_state_dict(state[2])
+        for step in range(first, stop):
+            train(model, optimizer, rank, [step], wire)
+            sent.append(sum(wire.ledger.last.bytes.values()))
+        state = *map(copy.deepcopy, (model.state_dict(), optimizer.state_dict())), wire.state_dict()
+        wire.close()
+    return sent[16:]
+
+
+def test_masks_that_are_dropped_are_chosen_in_the_next_step_however_long_they_are_kept():
+    for dense, *masked in ranks.run(_masks_in_a_shorter_run, 2):
+        assert all(2 * sent < dense for sent in masked)
+
+
+def _flush_that_one_rank_skips(rank: int, world: int) -> str:
+    """What is said where ranks go on from one checkpoint of a round in which one rank has skipped its flush."""
+    state: Any = None
+    for first, stop in ((0, 6), (6, 9)):
+        model = build("ddp", world, net=_shorter)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        wire = thinwire.compress(model, optimizer, LocalSteps(every=4, outer=TOPK), steps=40)
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+            wire.load_state_dict(state[2])
+            return refusal(train, model, optimizer, rank, range(first, stop), wire)
+        train(model, optimizer, rank, range(first, stop - 1), wire)
+        wire.flush(with_next=True)
+        train(model, optimizer, rank, [stop - 1], wire, poison=(stop - 1, 1))
+        state = *map(copy.deepcopy, (model.state_dict(), optimizer.state_dict())), wire.state_dict()
+        wire.close()
+    raise AssertionError
+
+
+def test_a_flush_that_one_rank_alone_has_skipped_makes_no_checkpoint_another_one():
+    assert ranks.run(_flush_that_one_rank_skips, 2) == ["", ""]
+
+
+def _node_evaluates(rank: int, world: int, method: str) -> int:
+    """Train after an evaluation of the first node alone, which the others wait for."""
+    model = build("hsdp", world, net=_shorter)
+    wire = thinwire.compress(model, optimizer := adamw(model), method, steps=40)
+    if rank < world // 2:
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 0, 0)
+        model.train()
+    dist.barrier()
+    train(model, optimizer, rank, range(2), wire)
+    wire.close()
+    return wire.step
+
+
+@pytest.mark.parametrize("method", ["qsdp(smallest=100)", "sdp4bit(smallest=100)", "int8(smallest=100)"])
+def test_a_node_of_hsdp_may_evaluate_alone_before_the_first_step(method):
+    assert ranks.run(_node_evaluates, 4, method, seconds=60) == [2, 2, 2, 2]
 
 
 METHODS = {

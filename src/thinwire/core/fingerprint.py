@@ -41,30 +41,33 @@ class Fingerprint:
 
     def differs(self) -> bool:
         """Has any sample changed since ``take``? Waits for the device."""
-        return bool(self._differing().any())
+        return bool(self._differing(self._samples()).any())
 
-    def replaced(self) -> Literal["", "some", "most"]:
+    def replaced(self, *, some: bool) -> Literal["", "some", "most"]:
         """Say whether samples of "most" weights have changed, or of "some" by half of their norm. Waits for the device.
 
-        A weight decay or a projection of the user's own changes a weight by less.
+        A weight decay or a projection of the user's own changes a weight by less. ``some``: is that asked, too?
         """
-        differing = self._differing()
+        actual = self._samples()
+        differing = self._differing(actual)
         if not bool(differing.any()):
             return ""
         assert self._reference is not None
         sizes = [min(SAMPLES, local(weight).numel()) for weight in self._weights()]
-        changed = [bool(samples.any()) for samples in differing.cpu().split(sizes) if samples.numel()]
-        if sum(changed) > 0.5 * len(changed):
+        counted = [index for index, size in enumerate(sizes) if size]
+        parts = differing.cpu().split(sizes)
+        changed = [index for index in counted if bool(parts[index].any())]
+        if len(changed) > 0.5 * len(counted):
             return "most"
-        pairs = zip(self._samples().float().cpu().split(sizes), self._reference.float().cpu().split(sizes), strict=True)
-        return "some" if any(2 * (new - old).norm() > old.norm() for new, old in pairs) else ""
+        new, old = actual.split(sizes), self._reference.split(sizes)
+        moved = (some and 2 * (new[at].float() - old[at].float()).norm() > old[at].float().norm() for at in changed)
+        return "some" if any(moved) else ""
 
-    def _differing(self) -> Tensor:
+    def _differing(self, actual: Tensor) -> Tensor:
         """Compare with ``take``: (samples,) bool, empty if nothing was taken or the weights have moved."""
         expected = self._reference
         if expected is None:
             return torch.zeros(0, dtype=torch.bool, device="cpu")
-        actual = self._samples()
         if actual.shape != expected.shape or actual.device != expected.device:  # moved: no new value
             return torch.zeros(0, dtype=torch.bool, device="cpu")
         return (actual != expected) & ~(actual.isnan() & expected.isnan())
@@ -125,7 +128,7 @@ class WeightWatch:
         on_gpu = any(devices.streams(weight.device) is not None for weight in self._weights[:1])
         if on_gpu and self._count_versions() == self._version:
             return
-        if not (share := self._fingerprint.replaced()):
+        if not (share := self._fingerprint.replaced(some=not self._warned)):
             return
         self._fingerprint.forget()
         text = (

@@ -67,11 +67,7 @@ _BEGAN = (
 
 
 class ReplicaCheck:
-    """Compares the replicas of a model every so many steps. All calls but ``begin`` are collective.
-
-    Attributes:
-        met: have ranks compared from which step they go on?
-    """
+    """Compares the replicas of a model every so many steps. All that compares is collective."""
 
     def __init__(self, engine: Engine, road: Road, weights: Mapping[str, Tensor], every: int | None) -> None:
         """``every``: optimizer steps, skipped ones included; higher => cheaper, differences are noticed later. None:
@@ -82,18 +78,22 @@ class ReplicaCheck:
         self.begin()
 
     def begin(self) -> None:
-        """Let the next step be a first one, before which all ranks ``meet``."""
-        comm, self.met = self._replica_comm, False
+        """Let the next step be a first one, before which all ranks compare where they go on from."""
+        comm, self._groups_compared = self._replica_comm, 0
         self._first = self._every != 0 and comm is not None and comm.size > 1
 
-    def meet(self, start: str) -> None:
-        """Compare ``start``, the step from which ranks go on, in words.
+    def start_is_compared(self, *, gathers: bool) -> bool:
+        """Have ranks compared from which step they go on, or, ``gathers``, those that gather weights together?"""
+        return self._groups_compared >= (1 if gathers else len(self._comms))
+
+    def compare_start(self, start: str, *, gathers: bool) -> None:
+        """Compare ``start``, the step from which ranks go on, in words; ``gathers``: in the engine's first group alone.
 
         Raises:
             ThinwireError: another rank goes on from another step; raised on all ranks.
         """
-        self.met = True
-        if (rows := Agreement(self._comms).collect({"start": start}, {})) is None:
+        compared, self._groups_compared = self._groups_compared, 1 if gathers else len(self._comms)
+        if (rows := Agreement(self._comms[compared : self._groups_compared]).collect({"start": start}, {})) is None:
             return
         difference = find_difference([(rank, facts) for rank, facts, _ in rows])
         assert difference is not None

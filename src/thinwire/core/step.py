@@ -171,7 +171,7 @@ class StepLoop:
                 raise ThinwireError(_LATE.format(name=name))
         if names:
             devices.refuse_capture(self.weights[names[0]].device)
-        self.meet()
+        self.compare_start()
         if not self._exchanged and self._open is None and self.road.step > 0:
             self.weight_watch.look(alone=self._alone or not self.method.rank_equal)
         self._leave()
@@ -207,21 +207,22 @@ class StepLoop:
         if name in self._exchanged:
             self._own[name] = None
 
-    def meet(self) -> None:
+    def compare_start(self, *, gathers: bool = False) -> None:
         """Compare with all ranks from which step they go on, if none has exchanged anything since a load. Collective.
+
+        ``gathers``: with those that gather weights with this rank; the others may evaluate by themselves.
 
         Raises:
             ThinwireError: they have loaded states of unlike steps, or some have loaded none.
         """
-        if self._replica_check is None or self._replica_check.met:
+        if self._replica_check is None or self._replica_check.start_is_compared(gathers=gathers):
             return
         start = f"step {self.number - 1}"
-        if self.skipped and self.method.card.alone_from is None:  # else each rank may have skipped steps of its own
-            start += f", {self.skipped} of them skipped"
-        if self.road.last.flush_at == self.road.step:
-            start += ", with a flush to come"
+        if self.method.card.alone_from is None:  # else each rank may have skipped steps of its own
+            start += f", {self.skipped} of them skipped" if self.skipped else ""
+            start += ", with a flush to come" if self.road.last.flush_at == self.road.step else ""
         with self.inside("the comparison of the steps from which ranks go on"):
-            self._replica_check.meet(start)
+            self._replica_check.compare_start(start, gathers=gathers)
 
     def note_steps(self) -> None:
         """Note how often the gradients were written that hold steps of the weights."""

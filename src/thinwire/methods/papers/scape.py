@@ -164,7 +164,7 @@ class SCAPE(Method):
                     residual_out=next_e,  # l. 11-12: e_n = m~_n off M, 0 on M
                     payload=payload,  # l. 13: m~_n on M, without b1 m
                 ),
-                choose=self._schedule.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
+                choose=self._masks.refreshes(bucket.step + 1),  # l. 15: the scores |m~_n|
             )  # fmt: skip
         put_back(self.state, "residual", bucket)
         exchange.mean(Payload(payload, b, bucket), shared=True)  # l. 13-14: b = mean over n of m~_n on M

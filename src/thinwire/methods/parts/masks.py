@@ -130,6 +130,7 @@ class Masks:
                 self._chunks[name] = cut(size, -(-values // ranks) if shared else size)
         self._slots: tuple[float, Slots, int] | None = None
         self._bit_slots, self._length = self._lay_out(0)  # as bits: one for each score
+        self._anew = False  # masks were dropped, and the next step chooses them
         self._scores: Tensor | None = None  # by which this rank chooses; its chunks side by side
         self._message: Tensor | None = None  # what this rank has chosen for the next step
         self._work: Work | None = None  # everybody's messages, under way
@@ -191,10 +192,15 @@ class Masks:
         positions.sub_(_first_columns(tuple(segments), tuple(ends), scores.device)).clamp_(min=0)
         return self._message[:length]
 
+    def refreshes(self, step: int) -> bool:
+        """Are masks for ``step`` chosen anew?"""
+        return self._anew or self._schedule.refreshes(step)
+
     def gather(self, names: Collection[str], step: int) -> None:
         """Start to gather the masks for ``step``, if it has new ones; put those of ``names`` into use."""
-        if not names or not self._schedule.refreshes(step):
+        if not names or not self.refreshes(step):
             return
+        self._anew = False
         self.finish()
         message = self._choose(step)
         state, (slots, length) = self._method.state, self._slots_of(step)
@@ -237,13 +243,13 @@ class Masks:
         this run does not know how many values it has. The next step is dense, and chooses anew, as on other ranks."""
         state, here = self._method.state, self._schedule.warm
         warm = state.get("warm", "")
-        if warm is None or int(warm) == here:
-            return
+        longest = 0 if warm is None or int(warm) == here else max(int(warm), here)
         for name in self._chunks:
             chosen = state.get("chosen", name)
-            if chosen is not None and int(chosen) < max(int(warm), here):
+            if chosen is not None and int(chosen) < longest:
                 state.keep("mask", name, None)
                 state.keep("chosen", name, None)
+        self._anew = all(state.get("mask", name) is None for name in self._chunks)  # other ranks' too, if resized
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
         """Find masks with a wrong number of bits, or a bit beyond their columns: see ``StateKind.fault``."""

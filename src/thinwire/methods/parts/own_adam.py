@@ -95,8 +95,7 @@ def _places(name: str, holder: Any, prefix: str = "") -> Iterator[tuple[str, Any
 def check_saved(run: Run) -> None:
     """Refuse optimizers that keep what cannot be saved, as soon as a step has shown what they keep."""
     for name in run.weights:
-        for _ in own_moments(run, name):
-            pass
+        list(own_moments(run, name))
 
 
 def own_moments(run: Run, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +127,7 @@ class OwnNumbers:
         self._changed: set[int] = set()
 
     def _read(self) -> list[Any]:
-        return [optimizer.param_groups[number][key] for optimizer, number, key in self._places]
+        return [optimizer.param_groups[number].get(key) for optimizer, number, key in self._places]
 
     def watch(self, step: Step) -> None:
         """Note what the optimizer's own step, which follows, changes."""
@@ -152,8 +151,7 @@ class OwnNumbers:
         self._changed = {index for index, flag in enumerate(saved[1].tolist()) if flag}
         for index in self._changed:
             optimizer, number, key = self._places[index]
-            group = optimizer.param_groups[number]
-            group[key] = type(group[key])(saved[0, index].item())
+            optimizer.param_groups[number][key] = type(optimizer.defaults[key])(saved[0, index].item())
 
 
 def average_moments(run: Run) -> None:
