@@ -6,8 +6,9 @@ The list has a JSON object per line, the most important first. {"stack": {...}}:
 lists "lrs", "beside", "beta1s", "clips", "warmups" and "seeds" (or of those in each of "grids"), all in one batch on
 the GPU (``stacked.py``). They have "model", "text", "ranks", "sequences", "method", "optimizer" and "lengths" in
 common, and what is no knob of the library's method: "owner" (the decay of a momentum of what arrives), "momentum"
-(Muon's), "shared" (after so many steps the ranks take the mean of their Muon's momenta) and "late" (times the densities
-while the rate falls); the bytes of a row are those of the method without them. --together stacks share the GPU.
+(Muon's), "shared" (after so many steps the ranks take the mean of their Muon's momenta), "late" (times the densities
+while the rate falls), and "second", "every" and "beta2" (what Adam's v is a mean of: ``stacked.Way``); the bytes of a
+row are those of the method without them. --together stacks share the GPU.
 {"ladder": "..."}: the words of a ``ladder.py``, on one core; --cores of them run at a time. What has not begun when
 --minutes are over is left out, and what is under way stops.
 
@@ -85,7 +86,8 @@ def play(order: Order, corpora: Path, device: torch.device) -> Iterator[Any]:
     config = first.config(longest)
     train, valid = (regimes.windows_of(corpora, name, config.sequence_length) for name in regimes.TEXTS[first.text])
     members = [stacked.member(job, None) for job in order.jobs]
-    stack = stacked.Stack(config, order.way, members, train, longest, device, (ladder.BETA2, ladder.WEIGHT_DECAY))
+    decays = order.way.beta2 or ladder.BETA2, ladder.WEIGHT_DECAY
+    stack = stacked.Stack(config, order.way, members, train, longest, device, decays)
     number = min(valid.count, held_out.LONGEST // valid.length)
     each = max(number // ladder_tables.STRETCHES, 1)
     indices = held_out.positions(valid, each * min(ladder_tables.STRETCHES, number))
@@ -206,6 +208,9 @@ BESIDES = {
     "momentum": (stacked.MOMENTUM, " + Muon's momentum {:g}"),
     "shared": (0, " + momenta shared every {} steps"),
     "late": (1.0, " + density x {:g} in the decay"),
+    "second": ("own", " + v of {}"),
+    "every": (1, " every {} steps"),
+    "beta2": (0.0, " + beta2 {:g}"),
 }
 """What is no knob of the library's method: its usual value, and what it adds to the name of a row's method."""
 

@@ -52,8 +52,10 @@ class Way:
         density: 0: dense. delivered: the share of Adam's steps that is; delivered_muon: of Muon's. kept: patterns of
             the names of parameters that stay dense. owner: decay of a momentum of what arrives, kept once; 0: none.
             momentum: Muon's decay. shared: after so many steps all ranks take the mean of their Muon's momenta, in
-            float32; 0: never. late: times the densities, of ranks and servers, while the rate falls. These, and owner,
-            are no knobs of the library's method.
+            float32; 0: never. late: times the densities, of ranks and servers, while the rate falls. second: what v
+            of Adam is a mean of: each rank's "own" squared gradients, those of "all" ranks, or the squares of the
+            ranks' "mean" gradient. every: it takes them once in so many steps. beta2: its decay; 0: that of all runs.
+            What v ranks have in common is exchanged in float32. These, and owner, are no knobs of the library's method.
     """
 
     density: float = 0.0
@@ -68,6 +70,9 @@ class Way:
     momentum: float = MOMENTUM
     shared: int = 0
     late: float = 1.0
+    second: str = "own"
+    every: int = 1
+    beta2: float = 0.0
 
     @property
     def decaying(self) -> Way:
@@ -76,18 +81,17 @@ class Way:
         return replace(self, density=density, server_density=server)
 
 
-def way_of(spec: str, owner: float = 0.0, momentum: float = MOMENTUM, shared: int = 0, late: float = 1.0) -> Way:
-    """The way of the library's method ``spec``: dense, or trickle with steps."""
+def way_of(spec: str, **besides: Any) -> Way:
+    """The way of the library's method ``spec``: dense, or trickle with steps. ``besides``: what is no knob of it."""
     method = resolve(spec)
     if method.name == "dense":
-        return Way(momentum=momentum)
+        return Way(**besides)
     if not isinstance(method, Trickle) or method.updates is None or method.start or method.updates.beta1:
         raise ThinwireError(f"no stack plays {spec}: it plays dense, and trickle with steps from the first step on")
     muon = method.updates.delivered_share
     return Way(
         method.density, method.mask == "merged", method.server_density, method.bits, method.group,
-        method.delivered_share, 1.0 if muon is None else muon, tuple(method.dense), owner,
-        momentum, shared, late,
+        method.delivered_share, 1.0 if muon is None else muon, tuple(method.dense), **besides,
     )  # fmt: skip
 
 
@@ -419,12 +423,18 @@ class Stack:
         """g_n -> u_n, (J * N, Q)."""
         v = self.state["v"]
         steps = torch.empty_like(gradients)
-        scale = (r.double() / (1 - self.beta2 ** (self.state["turn"].double() + 1))).float()
+        of_mean, updates = self.way.second == "mean", self.state["turn"] // self.way.every + 1
+        scale = ((1.0 if of_mean else r.double()) / (1 - self.beta2 ** updates.double())).float().expand_as(r)
         scale = self._for_each_rank(scale).view(-1, 1, 1)
         lr = self._for_each_rank(rate).unsqueeze(2)
         for block in self._sent_adam:
             second, g = block.of(v), block.of(gradients)
-            second.mul_(self.beta2).add_((1 - self.beta2) * g * g)
+            taken = self._mean_over_ranks(g) if of_mean else g
+            added = (1 - self.beta2) * taken * taken
+            if self.way.second == "all":
+                added = self._mean_over_ranks(added)
+            due = self.state["turn"] % self.way.every == 0
+            second.copy_(torch.where(due, second * self.beta2 + added, second))
             block.of(steps).copy_(lr * g / ((second * scale).sqrt() + 1e-8))
         share = self._for_each_rank(self.muon_share).unsqueeze(2)
         for block in self._sent_muon:
@@ -439,10 +449,13 @@ class Stack:
 
     def _share(self, momentum: Tensor) -> None:
         """Every so many steps: give each of (J * N, ...) ranks the mean over its run's."""
-        mean = momentum.unflatten(0, (self.runs, self.own)).mean(1, keepdim=True)
-        spread = mean.expand(-1, self.own, *mean.shape[2:]).flatten(0, 1)
         due = (self.state["turn"] + 1) % self.way.shared == 0
-        momentum.copy_(torch.where(due, spread, momentum))
+        momentum.copy_(torch.where(due, self._mean_over_ranks(momentum), momentum))
+
+    def _mean_over_ranks(self, values: Tensor) -> Tensor:
+        """(J * N, ...) -> the mean over each run's ranks, (J * N, ...)."""
+        mean = values.unflatten(0, (self.runs, self.own)).mean(1, keepdim=True)
+        return mean.expand(-1, self.own, *mean.shape[2:]).flatten(0, 1)
 
     def _meet(self, steps: Tensor) -> Tensor:
         """Send the largest of u_n + e_n; what arrives, (J, Q)."""

@@ -119,6 +119,24 @@ def test_ranks_share_their_momenta_when_it_is_due(windows, monkeypatch):
         assert not torch.equal(of_muon[0], of_muon[-1])  # each run has its own
 
 
+@pytest.mark.parametrize(("second", "every"), [("own", 1), ("all", 1), ("mean", 1), ("mean", 2)])
+def test_ranks_have_of_the_second_moment_what_they_should(second, every, windows, monkeypatch):
+    monkeypatch.setattr(ladder, "MODELS", {"smallest": SMALLEST})
+    jobs = [replace(JOB, method="trickle", seed=seed) for seed in (0, 1)]
+    way = stacked.way_of("trickle", second=second, every=every)
+    members = [stacked.member(of, STEPS) for of in jobs]
+    stack = stacked.Stack(jobs[0].config(9), way, members, windows, STEPS, torch.device("cpu"))
+    stack.set_rates([member.rate for member in members])
+    before = stack.state["v"].clone()
+    for turn in range(STEPS):
+        stack.run(turn + 1)
+        v = stack.state["v"]
+        first, others = v.unflatten(0, (2, -1)).tensor_split([1], 1)
+        assert torch.equal(others, first.expand_as(others)) == (second != "own")
+        assert torch.equal(v, before) == (turn % every != 0)
+        before = v.clone()
+
+
 def test_a_fleets_rows_are_the_ladders(tmp_path, monkeypatch, capsys):
     """With branches, by stack and by ``ladder.py``: the same losses; bytes come when rows are added to the data."""
     draw = random.Random(0)
@@ -160,7 +178,7 @@ def test_a_fleets_rows_are_the_ladders(tmp_path, monkeypatch, capsys):
 def test_a_stack_plays_what_it_knows():
     assert stacked.way_of("trickle:muon") == stacked.Way(density=0.03, merged=True, bits=4)
     assert stacked.way_of("trickle(density=0.03)") == stacked.Way(density=0.03, delivered=0.0125 / 0.03)
-    assert stacked.way_of("trickle:merged", 0.5).owner == 0.5
+    assert stacked.way_of("trickle:merged", owner=0.5).owner == 0.5
     late = stacked.way_of("trickle:muon", late=4)
     assert (late.decaying.density, late.decaying.server_density, late.density) == (0.12, 0.4, 0.03)
     assert fleet.named("trickle:muon", late) == "trickle:muon + density x 4 in the decay"
