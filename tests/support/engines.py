@@ -28,7 +28,7 @@ def build(
 ) -> nn.Module:
     """The same initial weights on every rank, wrapped for ``kind``: ddp, fsdp2, fsdp2-keep (no resharding), hsdp."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed seeds devices that are not there, which takes longer
-    model = net().to(device)
+    model = net() if device == "cpu" else net().to(device)
     prepare(model)
     if kind == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})

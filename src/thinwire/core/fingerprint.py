@@ -123,6 +123,8 @@ class WeightWatch:
 
     def look(self, *, alone: bool) -> None:
         """Check whether weights changed since the last step. ``alone``: drop nothing, since ranks could differ."""
+        if not self._weights:
+            return
         loaded, self._optimizer_loaded = self._optimizer_loaded, False
         # The comparison waits for a GPU, so there it happens only if torch has counted a change.
         on_gpu = any(devices.streams(weight.device) is not None for weight in self._weights[:1])

@@ -92,8 +92,8 @@ class ReplicaCheck:
         Raises:
             ThinwireError: another rank goes on from another step; raised on all ranks.
         """
-        compared, self._groups_compared = self._groups_compared, 1 if gathers else len(self._comms)
-        if (rows := Agreement(self._comms[compared : self._groups_compared]).collect({"start": start}, {})) is None:
+        self._groups_compared = 1 if gathers else len(self._comms)
+        if (rows := Agreement(self._comms[: self._groups_compared]).collect({"start": start}, {})) is None:
             return
         difference = find_difference([(rank, facts) for rank, facts, _ in rows])
         assert difference is not None

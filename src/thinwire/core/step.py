@@ -210,7 +210,7 @@ class StepLoop:
     def compare_start(self, *, gathers: bool = False) -> None:
         """Compare with all ranks from which step they go on, if none has exchanged anything since a load. Collective.
 
-        ``gathers``: with those that gather weights with this rank; the others may evaluate by themselves.
+        ``gathers``: with those alone that gather weights with this rank, as a node may evaluate by itself.
 
         Raises:
             ThinwireError: they have loaded states of unlike steps, or some have loaded none.

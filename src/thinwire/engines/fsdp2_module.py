@@ -98,7 +98,7 @@ class ShardedEngine(Engine):
         weights of any have changed. All ranks must evaluate together.
         """
         if self.method.card.encodes_weights:  # as the step says, and the gather is the first exchange after a load
-            link.step_loop.compare_start(gathers=True)
+            link.step_loop.compare_start(gathers=not torch.is_grad_enabled())
         if not self.replicas:
             return
         mode = bool(self.model.training), torch.is_grad_enabled()
