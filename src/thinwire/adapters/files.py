@@ -16,7 +16,7 @@ import torch.distributed as dist
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, ThinwireWarning, first_line
 from thinwire.core.agreement import Agreement
-from thinwire.core.replica_check import digest
+from thinwire.core.replica_check import aside, digest
 from thinwire.network.comm import GroupComm, local
 from thinwire.wire import Wire
 
@@ -104,9 +104,7 @@ def warn_of_evaluation(wire: Wire) -> None:
 
 def _agreement(wire: Wire) -> Agreement:
     """Make a passage that all ranks complete, or none."""
-    return Agreement(
-        [GroupComm.aside(comm.group, comm.device) for comm in wire.engine.comms if isinstance(comm, GroupComm)]
-    )
+    return Agreement([aside(comm) for comm in wire.engine.comms if isinstance(comm, GroupComm)])
 
 
 def _any_rank(wire: Wire, *flags: bool) -> list[bool]:

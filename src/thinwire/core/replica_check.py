@@ -74,7 +74,7 @@ class ReplicaCheck:
         after the first step alone. 0: never. Where ranks go on from is compared in any case."""
         self._engine, self._weights, self._every, self._last = engine, weights, every, 0
         self._method, self._exchange = road.last.method, road.last.exchange
-        self._comms = [_aside(comm) for comm in engine.comms]
+        self._comms = [aside(comm) for comm in engine.comms]
         self.begin()
 
     def begin(self) -> None:
@@ -152,7 +152,7 @@ class ReplicaCheck:
     def _replicas(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
         """Yield the group of ranks that hold the same weights, and these; nothing if none do."""
         if (comm := self._replica_comm) is not None:
-            yield _aside(comm), {f"the weights {name}": local(weight) for name, weight in self._weights.items()}
+            yield aside(comm), {f"the weights {name}": local(weight) for name, weight in self._weights.items()}
 
     def _tensors(self) -> Iterator[tuple[GroupComm, dict[str, Tensor]]]:
         """Yield groups of ranks, and the tensors that must be the same within each."""
@@ -162,10 +162,10 @@ class ReplicaCheck:
             method.finish()
             entries = [entry for kind in kinds for entry in find_entries(method.state, kind)]
             entries.sort(key=lambda entry: entry[:2])
-            yield _aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in entries}
+            yield aside(exchange.comm), {f"{kind} of {name}": value for kind, name, value in entries}
         for replica in getattr(engine, "replicas", ()):
             if replica.resident is not None:
-                yield _aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.resident}
+                yield aside(replica.comm), {f"the gathered weights {replica.shard.names[0]}": replica.resident}
 
 
 def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], words: str) -> str:
@@ -181,6 +181,7 @@ def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], words: str) -> str:
     return words.format(f"{difference.name} on rank {difference.rank} differ from those of {difference.other_ranks}")
 
 
-def _aside(comm: Comm) -> GroupComm:
+def aside(comm: Comm) -> GroupComm:
+    """Return a communicator of the same ranks whose bytes are counted in no step."""
     assert isinstance(comm, GroupComm)
     return GroupComm.aside(comm.group, comm.device)
