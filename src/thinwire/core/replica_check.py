@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
-from thinwire.core.agreement import Agreement, find_difference
+from thinwire.core.agreement import Agreement, Difference, Facts, find_difference
 from thinwire.core.engine import Engine
 from thinwire.core.road import Road
 from thinwire.core.state import find_entries
@@ -93,14 +93,11 @@ class ReplicaCheck:
             ThinwireError: another rank goes on from another step; raised on all ranks.
         """
         self._groups_compared = 1 if gathers else len(self._comms)
-        if (rows := Agreement(self._comms[: self._groups_compared]).collect({"start": start}, {})) is None:
-            return
-        difference = find_difference([(rank, facts) for rank, facts, _ in rows])
-        assert difference is not None
-        raise ThinwireError(
-            f"rank {difference.rank} goes on from {difference.value}, and {difference.other_ranks} from "
-            f"{difference.usual}: load the states of one checkpoint on all ranks"
-        )
+        if difference := _gather_difference(self._comms[: self._groups_compared], {"start": start}):
+            raise ThinwireError(
+                f"rank {difference.rank} goes on from {difference.value}, and {difference.other_ranks} from "
+                f"{difference.usual}: load the states of one checkpoint on all ranks"
+            )
 
     def _is_due(self, number: int) -> bool:
         return bool(self._every) and number - self._last >= self._every  # type: ignore[operator]
@@ -173,12 +170,16 @@ def _compare(comm: GroupComm, tensors: Mapping[str, Tensor], words: str) -> str:
     if not tensors:
         return ""
     hashes = torch.stack([digest(values) for values in tensors.values()]).tolist()
-    rows = Agreement([comm]).collect(dict(zip(tensors, map(str, hashes), strict=True)), {})
-    if rows is None:
+    difference = _gather_difference([comm], dict(zip(tensors, map(str, hashes), strict=True)))
+    if difference is None:
         return ""
-    difference = find_difference([(rank, facts) for rank, facts, _ in rows])
-    assert difference is not None
     return words.format(f"{difference.name} on rank {difference.rank} differ from those of {difference.other_ranks}")
+
+
+def _gather_difference(comms: Sequence[GroupComm], facts: Facts) -> Difference | None:
+    """Find the first of ``facts`` in which the ranks of ``comms`` differ; None: they agree. Collective."""
+    rows = Agreement(comms).collect(facts, {}) or ()
+    return find_difference([(rank, facts_of_rank) for rank, facts_of_rank, _ in rows])
 
 
 def aside(comm: Comm) -> GroupComm:
