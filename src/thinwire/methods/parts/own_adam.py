@@ -131,6 +131,8 @@ class OwnNumbers:
 
     def watch(self, step: Step) -> None:
         """Note what the optimizer's own step, which follows, changes."""
+        if not self._places:
+            return
         before = self._read()
 
         def note() -> None:
