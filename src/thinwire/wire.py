@@ -52,7 +52,7 @@ from thinwire.plan.memory import resident_bytes
 from thinwire.plan.plan import Plan, Report
 from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
-from thinwire.saved.format import Form, Header, choice_in, own_of
+from thinwire.saved.format import Form, Header, any_header, choice_in, own_of
 from thinwire.saved.resize import move
 from thinwire.saved.turnover import Turnover
 
@@ -740,12 +740,18 @@ class Wire:
         """
         if resize not in (None, "flush", "redistribute", "reset"):
             raise ThinwireError(f"resize is 'flush', 'redistribute' or 'reset', got '{resize}'")
-        own_state = state if resize is None else own_of(state, self._about)
-        if own_state is not None:
-            self._restore(self._form.unpack(own_state))
-            return
-        values, dropped = move(state, self._form, self.method, drop=resize == "reset")
-        self._restore(values)
+        own_state, former = state if resize is None else own_of(state, self._about), self._about.steps
+        try:
+            if header := any_header(state):
+                self._count_from(header.steps)
+            if own_state is not None:
+                self._restore(self._form.unpack(own_state))
+                return
+            values, dropped = move(state, self._form, self.method, drop=resize == "reset")
+            self._restore(values)
+        except ThinwireError:
+            self._count_from(former)
+            raise
         if resize == "flush" and self._waits:
             self._stage.flush_at = self._road.step
         if resize == "reset" and self.engine.rank == 0:
@@ -753,6 +759,15 @@ class Wire:
                 f"{self.method.name}: unsent values were dropped, worth a norm of {dropped:.3g} in the next mean; "
                 "resize='redistribute' keeps them", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
+
+    def _count_from(self, began: int | None) -> None:
+        """Let the run be one that ``began`` with so many steps. Raise ThinwireError if it ends inside a start."""
+        if began != self._about.steps:
+            self._about, self._run = replace(self._about, steps=began), replace(self._run, began=began)
+            self.__dict__.pop("_form", None)
+            for method in (stage.method for stage in self._road.stages):
+                method.run = replace(method.run, began=began)
+                method.card = method.describe()
 
     @property
     def _waits(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from breadth import spread
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
-from thinwire.core.method import Parameter, first_step
+from thinwire.core.method import Parameter, Run, first_step
 from thinwire.core.selection import keep_dense
 from thinwire.methods import SEPARATE, TAGC, Radius
 from thinwire.methods.papers import tagc as tagc_module
@@ -96,8 +97,11 @@ def test_limits_are_dense_bit_for_bit(method, topology):
 
 @pytest.mark.parametrize(
     "method",
-    ["separate(ratio=1, block=16, smallest=0, beta=None)", "topk(density=1, smallest=0, feedback='gradients')",
-     "powersgd(rank=13, smallest=0, feedback='gradients')"],
+    [
+        "separate(ratio=1, block=16, smallest=0, beta=None)",
+        "topk(density=1, smallest=0, feedback='gradients')",
+        "powersgd(rank=13, smallest=0, feedback='gradients')",
+    ],
 )
 def test_limits_are_dense_to_rounding(method):
     shapes = {"b.weight": (13, 20)}
@@ -281,11 +285,18 @@ def test_knobs_that_mean_nothing_are_refused(method, message):
 
 
 def test_starts():
-    assert first_step("m", "start", 0.15, 800) == 120 and first_step("m", "start", 7, None) == 7
-    assert first_step("m", "start", 0, None) == 0
-    for value, steps, message in ((0.5, None, "how many there are"), (9, 9, "beyond the end")):
+    def first(start: float, **run: int | None) -> int:
+        return first_step(SimpleNamespace(name="m", start=start, run=Run({}, None, **run)), "start")  # type: ignore[arg-type]
+
+    assert first(0.15, steps=800) == 120 and first(7) == 7 and first(0) == 0
+    assert first(0.15, steps=200, began=800) == 120
+    beyond = "beyond the end of the run of 9 steps"
+    for start, steps, began, message in (
+        (0.5, None, None, "pass compress"), (9, 9, None, f"{beyond}$"),
+        (0.5, 9, 18, rf"{beyond} \(it is step 9, as the run began with 18\)"),
+    ):  # fmt: skip
         with pytest.raises(ThinwireError, match=message):
-            first_step("m", "start", value, steps)
+            first(start, steps=steps, began=began)
 
 
 def test_presets_take_further_knobs():

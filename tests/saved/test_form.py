@@ -18,7 +18,7 @@ from thinwire.core.method import Parameter, Run
 from thinwire.saved.format import Form, Header, check_finite, from_dcp, own_of, split, trim
 
 ABOUT = Header(
-    1, 4, "ddp", False, ((1, 4, False),), "topk", {"density": "0.01", "smallest": "None"}, None, 0, 10.0,
+    1, 4, "ddp", False, ((1, 4, False),), "topk", {"density": "0.01", "smallest": "None"}, None, 100, 0, 10.0,
     {"w": ((3, 4), 12), "v": ((5,), 5)}, ("w",),
 )  # fmt: skip
 OTHERS: dict[str, tuple[Any, str]] = {
@@ -51,7 +51,7 @@ def test_whatever_differs_is_named_and_of_the_same_run_nothing():
         assert (other.unlike_place(ABOUT) is not None, other.unlike_run(ABOUT) is not None) == (place, not place), field
     for parameters, words in PARAMETERS:
         assert dataclasses.replace(ABOUT, parameters=parameters).unlike(ABOUT) == words
-    assert dataclasses.replace(ABOUT, rank=2, across=()).unlike(ABOUT) is None
+    assert dataclasses.replace(ABOUT, rank=2, across=(), steps=200).unlike(ABOUT) is None
 
 
 def test_it_is_read_as_it_was_written_and_nothing_else_is():
@@ -71,7 +71,7 @@ def test_it_is_read_as_it_was_written_and_nothing_else_is():
     for bad in (ABOUT.dump().float(), torch.zeros(4096, dtype=torch.uint8), ABOUT.dump()[:99], ABOUT.dump().int()):
         with pytest.raises(ThinwireError, match="'key' is damaged"):
             Header.load("key", bad)
-    with pytest.raises(ThinwireError, match="the state is in format 9, and this version of Thinwire reads format 1"):
+    with pytest.raises(ThinwireError, match="the state is in format 9, and this version of Thinwire reads format 2"):
         Header.load("key", dataclasses.replace(ABOUT, format=9).dump())
 
 
@@ -85,9 +85,9 @@ def test_what_it_says_of_a_run():
     parameters = {name: Parameter(name, (3, 4), 12, "matrix", torch.float32, 8) for name in "ba"}
     inside = methods.resolve("int8")
     engine: Any = SimpleNamespace(kind="hsdp", levels=None, hops=[hop, hop])
-    run = Run(parameters, hop, weights=weights)
+    run = Run(parameters, hop, 100, weights=weights, began=200)
     about = Header.of_run(2, 8, engine, run, methods.resolve("topk"), inside)
-    assert (about.rank, about.ranks, about.engine, about.levels) == (2, 8, "hsdp", False)
+    assert (about.rank, about.ranks, about.engine, about.levels, about.steps) == (2, 8, "hsdp", False, 200)
     assert about.hops == ((1, 4, True),) * 2 and about.inside == str(inside) and about.across == ("b",)
     assert about.parameters == {"a": ((3, 4), 8), "b": ((3, 4), 8)} and (about.seed, about.bound) == (0, None)
     assert about.method == "topk" and about.knobs["density"] == str(methods.resolve("topk").density)

@@ -706,10 +706,6 @@ def _left_behind(view: View, turn: int) -> list[str]:
     return found
 
 
-SETTINGS = {"=warm/", "=first/"}
-"""Entries of the state that say how the method was set, and come with its first save."""
-
-
 def _difference(where: str, one: Taken, other: Taken, what: str = "mean state") -> list[str]:
     """Of two that should have the same bits. What was never read is as good as zero."""
     found = []
@@ -719,7 +715,7 @@ def _difference(where: str, one: Taken, other: Taken, what: str = "mean state") 
         found.append(f"{where}: {other.bytes} bytes, not {one.bytes}")
     for kind in ("state", "moments", "weights"):
         a, b = getattr(one, kind), getattr(other, kind)
-        for key in sorted({*a, *b} - SETTINGS):
+        for key in sorted({*a, *b}):
             zeros = np.zeros_like(a.get(key, b.get(key)))
             if _bits(a.get(key, zeros)) != _bits(b.get(key, zeros)):
                 found.append(f"{where}: another {key} in {kind}")

@@ -268,8 +268,10 @@ class Run:
         self._calm = 0  # attempts without a fault that are to come
         self._coming: list[tuple[Replica, Replica, int]] = []  # who fetches the state of whom, for how many attempts
 
-    def _new(self) -> Replica:
-        self._born.append(Replica(f"replica {len(self._born) + 1}", self._make, self._optimizer, self._total))
+    def _new(self, *, longer: bool = False) -> Replica:
+        """Make a replica; ``longer``: it has been told of twice as many steps as those that it will join."""
+        total = self._total * (2 if longer else 1)
+        self._born.append(Replica(f"replica {len(self._born) + 1}", self._make, self._optimizer, total))
         return self._born[-1]
 
     def play(self, attempts: int) -> None:
@@ -283,7 +285,7 @@ class Run:
         self.replicas += [replica for number in back for replica in self._away.pop(number, [])]
         self._come(last)
         if not self._quiet and len(self.replicas) + len(self._coming) < 4 and self._draw.random() < 0.4:
-            replica, chance = self._new(), self._chance
+            replica, chance = self._new(longer=all(replica.wire._road.step for replica in self.replicas)), self._chance
             if chance is not None and attempt > 0 and chance.random() < 0.7:
                 source = chance.choice(self.replicas)
                 source.wire.turnover.tape.want(0)
@@ -353,7 +355,7 @@ class Run:
 
     def join(self, fetches: int) -> Replica:
         """Make a replica that follows the first one from its next step on, and joins ``fetches`` steps later."""
-        replica, source = self._new(), self.replicas[0]
+        replica, source = self._new(longer=True), self.replicas[0]
         source.wire.turnover.tape.want(0)
         self._coming.append((replica, source, fetches))
         return replica

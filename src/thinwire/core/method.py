@@ -237,20 +237,22 @@ def drop_waiting(method: Method) -> None:
             method.state.keep(pattern, name, None)
 
 
-def first_step(method: str, knob: str, value: float, steps: int | None) -> int:
-    """Convert ``value`` to an optimizer step: below 1 a share of the run's ``steps``, from 1 on a number of steps.
+def first_step(method: Method, knob: str) -> int:
+    """Convert ``knob`` to an optimizer step: below 1 a share of the run as it began, from 1 on a number of steps.
 
     Raises:
         ThinwireError: the share of an unknown number of steps; a step beyond the end of the run.
     """
-    if 0 < value < 1 and steps is None:
-        raise ThinwireError(
-            f"{method}: {knob}={value} is a share of the run's steps: say how many there are, with compress(..., "
-            "steps=...)"
-        )
-    first = int(value) if value == 0 or value >= 1 else round(value * (steps or 0))
-    if steps is not None and first >= steps:
-        raise ThinwireError(f"{method}: {knob}={value} lies beyond the end of the run of {steps} steps")
+    value, run = getattr(method, knob), getattr(method, "run", None)
+    if run is None:
+        return 0
+    length = run.began or run.steps
+    if 0 < value < 1 and length is None:
+        raise ThinwireError(f"{method.name}: {knob}={value} is a share of the run: pass compress(..., steps=...)")
+    first = int(value) if value == 0 or value >= 1 else round(value * length)
+    if run.steps is not None and first >= run.steps:
+        began = "" if length == run.steps else f" (it is step {first}, as the run began with {length})"
+        raise ThinwireError(f"{method.name}: {knob}={value} lies beyond the end of the run of {run.steps} steps{began}")
     return first
 
 

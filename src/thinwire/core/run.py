@@ -94,6 +94,7 @@ class Run:
             weights (two levels on DDP). None: what the rank holds travels.
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
         gathers: dtypes in which the engine gathers weights that it shards; empty if it shards none.
+        began: the steps with which it began, of which a start or warm-up below 1 is a share; None: ``steps``.
     """
 
     parameters: Mapping[str, Parameter]
@@ -108,6 +109,7 @@ class Run:
     chunk: tuple[int, int] | None = None
     gathers: frozenset[torch.dtype] = frozenset()
     inside: Exchange | None = None
+    began: int | None = None
 
     @property
     def holders(self) -> dict[str, Holder]:

@@ -129,7 +129,6 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
     if not card.keeps_state and not card.encodes_weights:
         return state
     play = Playback(layout, road, run)
-    card = play.method.card  # of this run's length, whatever was loaded
     try:
         with torch.no_grad():
             if card.alone(card.steady):  # its state then includes that of the user's optimizers, which differs by rank

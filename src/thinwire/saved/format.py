@@ -31,7 +31,7 @@ from thinwire.core.method import Method, Run
 from thinwire.core.state import LOOSE
 from thinwire.predict.choice import Choice
 
-FORMAT = 1
+FORMAT = 2
 PAGE = 4096
 """``about`` fills whole pages: a reader that loads in place meets equal sizes, and our checks find the difference."""
 _KEY = re.compile(r"(rank-(\d+)-of-(\d+))/(.+)", re.DOTALL)
@@ -47,6 +47,7 @@ class Header:
         hops: (rank, ranks, does each rank keep one row) of each exchange; the last one is the method's.
         method, knobs: its name and all its settings, its carrier's included. inside: the method of the hop inside the
             node, if any.
+        steps: with which the run began; one that goes on takes them over (``Run.began``).
         seed, bound: ``seed`` and ``safety.outlier_clip`` as given to ``compress()``.
         parameters: name -> (shape, elements on this rank with the engine's padding).
         across: parameters that are sharded along another dimension than the first.
@@ -61,6 +62,7 @@ class Header:
     method: str
     knobs: Mapping[str, str]
     inside: str | None
+    steps: int | None
     seed: int
     bound: float | None
     parameters: Mapping[str, tuple[tuple[int, ...], int]]
@@ -78,7 +80,7 @@ class Header:
         return cls(
             rank, ranks, engine.kind, engine.levels is not None,
             tuple((hop.rank, hop.ranks, hop.owner) for hop in engine.hops), method.name, _knobs(method),
-            None if inside is None else str(inside), run.seed, bound,
+            None if inside is None else str(inside), run.began or run.steps, run.seed, bound,
             {parameter.name: (parameter.shape, parameter.local) for parameter in parameters},
             tuple(sorted(name for name, weight in run.weights.items() if _across(weight))),
         )  # fmt: skip
@@ -307,15 +309,20 @@ def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | N
     return {key: state[key] for key in own_keys.values()}
 
 
+def any_header(state: Mapping[str, Tensor]) -> Header | None:
+    """Read the header of any rank in a saved state; None: there is none."""
+    key = next((key for key in state if key.endswith("/about")), None)
+    return None if key is None else Header.load(key, state[key])
+
+
 def choice_in(state: Mapping[str, Tensor]) -> Choice:
     """Read from a saved state of any rank how its method was chosen. Raise ThinwireError if the user had named it."""
-    key = next((key for key in state if key.endswith("/about")), "")
-    plain = Header.load(key, state[key]).choice if key else ""
-    if not plain:
+    header = any_header(state)
+    if header is None or not header.choice:
         raise ThinwireError(
             "the state to resume from is of a run with a fixed method, not with 'auto': name that method"
         )
-    return Choice.from_plain(json.loads(plain))
+    return Choice.from_plain(json.loads(header.choice))
 
 
 def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Tensor]:

@@ -371,6 +371,7 @@ class Turnover:
             values = regroup(values, self._header, new, self._method)
         else:
             peer = Header.load("about", received["about"])
+            new = replace(new, steps=peer.steps)
             if unlike := new.unlike_run(peer):
                 raise ThinwireError(f"this replica does not fit the run that it wants to join: {unlike}")
             counts = received["counts"]
@@ -385,7 +386,7 @@ class Turnover:
         self._comm.take(membership)
         self._loop.reset()
         self._loop.take_counts(counts)
-        self._run, self._loop.engine.rank = replace(self._run, rank=rank), rank
+        self._run, self._loop.engine.rank = replace(self._run, rank=rank, began=new.steps), rank
         for hop, inner in enumerate(self._loop.road.stages[:-1], 1):
             inner.method.begin(replace(self._run, exchange=inner.exchange, hop=hop, inside=None))
         stage.renew()

@@ -67,7 +67,7 @@ OWN_NUMBERS = f"{OWN_MOMENT}numbers in groups"
 """Kinds of state in checkpoints that differ by rank between two rounds."""
 START = "start "
 """Prefix of the kinds of state of the method that averages gradients in the start."""
-OWN_KINDS = ("anchor", "outer momentum", OWN_WEIGHT, OWN_MOMENT, "missed", "lost", "due", "merge at", "first", START)
+OWN_KINDS = ("anchor", "outer momentum", OWN_WEIGHT, OWN_MOMENT, "missed", "lost", "due", "merge at", START)
 """First words of the kinds of state that are not the outer method's."""
 
 
@@ -188,12 +188,11 @@ class LocalSteps(Method):
         self._outer, self._starter = replace(resolve(self.outer)), replace(resolve(self.start_with))
         self._check_averages("outer", self._outer)
         self._check_averages("start_with", self._starter)
-        if self._starter.card.steady or len(self._starter.card.cycle) > 1:
+        if getattr(self._starter, "start", 0) or self._starter.card.steady or len(self._starter.card.cycle) > 1:
             raise ThinwireError(
-                f"{self.name}: start_with={self._starter.name} does not do the same in each step (it warms up, or "
-                "keeps a mask): choose a method that does, such as int8"
+                f"{self.name}: start_with={self._starter.name} does not do the same in each step (it has a start, "
+                "or keeps a mask): choose a method that does, such as int8"
             )
-        self.first = 0
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._ranks_differ = False  # do the ranks' weights differ?
         self._timetable = Timetable(self.every, self.fragments, self.delay)
@@ -225,15 +224,18 @@ class LocalSteps(Method):
             for fragment in getattr(self, "_fragments", ()):  # one memory: it is saved and taken back together
                 fragment.remember(value)
             self._starter.state = cast(State, _StartState(value))
+        elif name == "run" and self._fragments:
+            for number, fragment in enumerate(self._fragments):
+                fragment.method.run = self._in_rounds(fragment.method.run, number)
 
     def begin(self, run: Run) -> None:
+        self._fragments = []
         super().begin(run)
         refuse_chunks(self.name, run)
         if run.scaled:
             raise ThinwireError(NO_SCALER.format(name=self.name))
         if self.second_moment == "mean":
             check_adam(self.name, run)
-        self._begin_alone_at(first_step(self.name, "start", self.start, run.steps))
         if run.exchange.comm.elastic and (self.fragments > 1 or self.delay):
             raise ThinwireError(
                 f"{self.name}: fragments and delay are for a fixed number of ranks: leave them out where replicas come "
@@ -245,11 +247,10 @@ class LocalSteps(Method):
                 f"{self.name}: fragments={self.fragments} of a model with {len(layers)} layers (modules with trained "
                 f"parameters): take {len(layers)} at most"
             )
-        self._fragments = []
         for number, names in enumerate(layers):
-            rounds = None if run.steps is None else self._timetable.round(number, run.steps - self.first) + 1
             method = self._outer if number == 0 else replace(self._outer)
-            self._fragments.append(Fragment(number, method, run, names, rounds, self.outer_lr, self.outer_momentum))
+            in_rounds = self._in_rounds(run, number)
+            self._fragments.append(Fragment(number, method, in_rounds, names, self.outer_lr, self.outer_momentum))
         if hasattr(self, "state"):
             self.state = self.state  # which the fragments share
         self._starter.begin(replace(run, steps=self.first))
@@ -258,21 +259,24 @@ class LocalSteps(Method):
         if self.delay and run.exchange.ranks > 1:  # now, or the first ranks to send would wait for the others then
             run.exchange.comm.twin().release()
 
-    def _begin_alone_at(self, first: int) -> None:
-        """Let ranks step alone from the optimizer step ``first`` on."""
-        self.first = first
-        self.__dict__.pop("card", None)  # which says so
+    first = property(lambda self: first_step(self, "start"))
+
+    def _in_rounds(self, run: Run, number: int) -> Run:
+        """Give ``run`` the length of this one in rounds of fragment ``number``."""
+        lengths = (self.run.steps, self.run.began)
+        steps, began = (length and self._timetable.round(number, length - self.first) + 1 for length in lengths)
+        return replace(run, steps=steps, began=began)
 
     # What other parts ask.
 
     def describe(self) -> Card:
-        outer, start = self._outer.card, self._starter.card
+        outer, start = self._outer.describe(), self._starter.card
         streams = self.fragments > 1 or self.delay > 0
         of_weights = StateKind(resized="shard", of_weights=True)
         kinds = {
             "anchor": of_weights, "outer momentum": of_weights,
             OWN_WEIGHT: replace(MEAN if streams else SHARD, own="anchor"), f"{OWN_MOMENT}*": replace(MEAN, own="none"),
-            "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL, "first": EQUAL,
+            "missed": EQUAL, "lost": EQUAL, "due": EQUAL, "merge at": EQUAL,
         }  # fmt: skip
         of_start = {**start.state_kinds, "*": StateKind()}
         kinds |= {f"{START}{kind}": replace(entry, one_row=start.summed_by_network) for kind, entry in of_start.items()}
@@ -497,11 +501,8 @@ class LocalSteps(Method):
     def finish(self) -> None:
         """Put this rank's own weights and moments into the state: the model's checkpoint does not hold them."""
         self._land()
-        self.state.keep("missed", "", torch.tensor(self._missed, device="cpu"))
-        self.state.keep("lost", "", torch.tensor(self._lost, device="cpu"))
-        self.state.keep("first", "", torch.tensor(self.first, device="cpu"))
-        if self.delay:
-            self.state.keep("merge at", "", torch.tensor(self._merge_at, device="cpu"))
+        for kind, count in (("missed", self._missed), ("lost", self._lost), ("merge at", self._merge_at)):
+            self.state.keep(kind, "", torch.tensor(count, device="cpu"))
         for fragment in self._fragments:
             fragment.method.finish()
             self.state.keep("due", fragment.label, torch.tensor(int(fragment.deliver_next), device="cpu"))
@@ -523,10 +524,6 @@ class LocalSteps(Method):
         self._land(forget=True)
         counts = (self.state.get(kind, "") for kind in ("missed", "lost", "merge at"))
         self._missed, self._lost, self._merge_at = (0 if count is None else int(count) for count in counts)
-        # A start that is over is not taken up again where it is a share of a run that is longer now: ranks are apart.
-        first = self.state.get("first", "") if find_entries(self.state, "anchor") else None
-        planned = first_step(self.name, "start", self.start, self.run.steps)
-        self._begin_alone_at(planned if first is None else int(first))
         for kind, name, saved in find_entries(self.state):
             if kind in ("anchor", "outer momentum", OWN_WEIGHT):
                 check_saved_shape(self.run, kind, name, saved)

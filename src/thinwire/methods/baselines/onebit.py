@@ -90,7 +90,6 @@ class OneBitAdam(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.first = 0
         self._steps = OwnSteps(self.name)  # of parameters whose ``grad`` is a momentum in this step
 
     def make_codec(self) -> Codec:
@@ -106,6 +105,8 @@ class OneBitAdam(Method):
             state_kinds={**card.state_kinds, "counted": EQUAL, "moment": ANEW},
         )  # fmt: skip
 
+    first = property(lambda self: first_step(self, "warmup"))  # T_w
+
     @property
     def _warmup_codec(self) -> Integers:
         return Integers(min(self.group, 128), self.warmup_bits)
@@ -118,7 +119,6 @@ class OneBitAdam(Method):
     def begin(self, run: Run) -> None:
         super().begin(run)
         refuse_chunks(self.name, run)
-        self.first = first_step(self.name, "warmup", self.warmup, run.steps)  # T_w
         if self.first < 1:
             raise ThinwireError(f"{self.name}: warmup=0 leaves no variance to freeze: warm up for 1 step or more")
         sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]

@@ -45,7 +45,7 @@ from thinwire.base.knobs import Steps
 from thinwire.core.bucket import Bucket, Segment, Shard
 from thinwire.core.card import ANEW, Card, StateKind
 from thinwire.core.exchange import Exchange, Payload, prescale
-from thinwire.core.method import SMALL, Density, Method, Smallest, Start, exempt_small, first_step
+from thinwire.core.method import SMALL, Density, Method, Smallest, Start, exempt_small
 from thinwire.core.promise import EXACT, Promise
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
@@ -99,7 +99,7 @@ class SCAPE(Method):
         self._next_moments: dict[str, Tensor] = {}  # m' of the parameters exchanged in this step
         self._step = 0
         self._encodes_weights = False
-        self._schedule = Schedule(self.density, 0, self.refresh)  # until it is known how long the run is
+        self._schedule = Schedule(self, self.density, self.refresh)
 
     def describe(self) -> Card:
         if self.density == 1:
@@ -110,7 +110,7 @@ class SCAPE(Method):
         # Masks are sent at the end of the step before their own.
         masked_steps = {0: 1 - 1 / self.refresh} if self.refresh > 1 else {}
         kinds = {
-            "residual": StateKind(offloaded=self.offload), "chosen": ANEW, "warm": ANEW,
+            "residual": StateKind(offloaded=self.offload), "chosen": ANEW,
             "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
         }  # fmt: skip
         return replace(
@@ -131,8 +131,6 @@ class SCAPE(Method):
                     f"{type(optimizer).__name__}, or name it in dense="
                 )
         self.beta1 = beta1_of(self.name, run, sent)
-        warm = first_step(self.name, "warmup", self.warmup, run.steps)
-        self._schedule = Schedule(self.density, warm, self.refresh)
         self._masks = Masks(self, run.exchange, [run.parameters[name] for name in sent], self._schedule)
         self._encodes_weights = self.density < 1 and self._gathered.encoded
 
@@ -226,8 +224,6 @@ class SCAPE(Method):
 
     def finish(self) -> None:
         self._masks.finish()
-        if self.density < 1:
-            self._masks.keep_warm()
 
     def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
         return self._masks.fault_of(saved)

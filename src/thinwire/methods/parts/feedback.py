@@ -119,7 +119,6 @@ class Lossy(Method):
     feedback: Gradients | Updates | None = None
 
     def __post_init__(self) -> None:
-        self.first = 0
         self.update_space: UpdateSpace | None = None
         text: Any = self.feedback
         if isinstance(text, str):
@@ -138,12 +137,13 @@ class Lossy(Method):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self.first = first_step(self.name, "start", self.start, run.steps)
         if self.updates is not None:
             sent = [name for name, parameter in run.parameters.items() if keep_dense(self, parameter) is None]
             self.update_space = UpdateSpace(
                 self.name, self.updates, run, sent, read_state=lambda: self.state, instead=lambda: self.for_gradients
             )
+
+    first = property(lambda self: first_step(self, "start"))
 
     @property
     def smallest_sent(self) -> int:

@@ -109,10 +109,8 @@ class Fragment:
             that waits.
     """
 
-    def __init__(
-        self, number: int, method: Method, run: Run, names: Collection[str], rounds: int | None, lr: float, mu: float
-    ) -> None:
-        """``rounds``: of the whole run. ``lr``, ``mu``: of the outer SGD, with Nesterov's momentum."""
+    def __init__(self, number: int, method: Method, run: Run, names: Collection[str], lr: float, mu: float) -> None:
+        """``run``: its steps are rounds. ``lr``, ``mu``: of the outer SGD, with Nesterov's momentum."""
         self.label = str(number) if number else ""
         self.method, self.deliver_next, self._delivers = method, False, False
         # They have no memory of their own until the first local step.
@@ -126,7 +124,7 @@ class Fragment:
         self.sgd = torch.optim.SGD([{"params": list(self.anchors.values())}], lr=lr, momentum=mu, nesterov=mu > 0)
         parameters = {name: parameter for name, parameter in run.parameters.items() if name in names}
         self._trained = run.weights
-        self._run = replace(run, parameters=parameters, steps=rounds, optimizers=(self.sgd,), weights=self.anchors)
+        self._run = replace(run, parameters=parameters, optimizers=(self.sgd,), weights=self.anchors)
         method.begin(self._run)
         self._buckets: list[tuple[Method, Bucket, slice]] = []
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from thinwire.base.alignment import padded
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket, Segment
 from thinwire.core.exchange import Exchange, bucket_rows
-from thinwire.core.method import Method, Parameter, count_of
+from thinwire.core.method import Method, Parameter, count_of, first_step
 from thinwire.core.state import LOOSE
 from thinwire.methods.parts.atmask import BucketMasks
 from thinwire.network.comm import Work
@@ -71,12 +71,14 @@ class Schedule:
     """A schedule of how many values each step sends, and of the steps that have a new mask.
 
     Attributes:
-        density: share of values once warm. warm: steps of the warm-up. refresh: steps that share a mask once warm.
+        method: has the knob ``warmup``. density: share of values once warm. refresh: steps that share a mask once warm.
     """
 
+    method: Method
     density: float
-    warm: int
     refresh: int
+
+    warm = property(lambda self: first_step(self.method, "warmup"))
 
     @property
     def steady(self) -> int:
@@ -110,8 +112,7 @@ class Masks:
     """The masks in use and those to come, of all parameters that are sent. They live in the state of ``method``.
 
     State by parameter: "mask" (R, bytes), row r gathered from its chooser; "chosen", the step whose density the mask
-    has. No mask means all ones. A parameter that takes no part in a step keeps its mask. State of the run: "warm", the
-    length of the warm-up that says how dense a step is.
+    has. No mask means all ones. A parameter that takes no part in a step keeps its mask.
     """
 
     def __init__(
@@ -144,9 +145,9 @@ class Masks:
             return None
         return bucket.once("masks", lambda: self._unpack_masks(bucket, saved_masks), *saved_masks)
 
-    def _sections(self, name: str, step: int, schedule: Schedule) -> Iterator[tuple[Chunk, int, slice]]:
+    def _sections(self, name: str, step: int) -> Iterator[tuple[Chunk, int, slice]]:
         """Yield each chunk of ``name``, the values at its mask in ``step``, and its bytes in a row of the mask."""
-        end = 0
+        end, schedule = 0, self._schedule
         for chunk in self._chunks[name]:
             begin, end = end, end + schedule.mask_bytes(chunk.span, step)
             yield chunk, schedule.k(chunk.span, step), slice(begin, end)
@@ -234,27 +235,12 @@ class Masks:
             devices.keep(self._arriving[0])  # with all messages, which nobody else may hold
             self._arriving = []
 
-    def keep_warm(self) -> None:
-        """Put the length of the warm-up into the state."""
-        self._method.state.keep("warm", "", torch.tensor(self._schedule.warm, device="cpu"))
-
     def state_changed(self) -> None:
-        """Drop the masks of a warm-up of another length, a share of a run that was longer or shorter: of such a mask
-        this run does not know how many values it has. The next step is dense, and chooses anew, as on other ranks."""
-        state, here = self._method.state, self._schedule.warm
-        warm = state.get("warm", "")
-        longest = 0 if warm is None or int(warm) == here else max(int(warm), here)
-        for name in self._chunks:
-            chosen = state.get("chosen", name)
-            if chosen is not None and int(chosen) < longest:
-                state.keep("mask", name, None)
-                state.keep("chosen", name, None)
-        self._anew = all(state.get("mask", name) is None for name in self._chunks)  # other ranks' too, if resized
+        """Choose masks in the next step, which is dense, if there are none, as on other ranks than before."""
+        self._anew = all(self._method.state.get("mask", name) is None for name in self._chunks)
 
     def fault_of(self, saved: Mapping[str, Tensor]) -> str:
         """Find masks with a wrong number of bits, or a bit beyond their columns: see ``StateKind.fault``."""
-        warm = saved.get(f"{LOOSE}warm/")
-        schedule = self._schedule if warm is None else replace(self._schedule, warm=int(warm))
         for name in self._chunks:
             key, chosen = f"{LOOSE}mask/{name}", saved.get(f"{LOOSE}chosen/{name}")
             if (mask := saved.get(key)) is None:
@@ -262,13 +248,13 @@ class Masks:
             if chosen is None or not 0 <= int(chosen) < 2**31:
                 return f"{key} is there, and when it was chosen is not"
             step = int(chosen)
-            for chunk, k, byte_range in self._sections(name, step, schedule):
+            for chunk, k, byte_range in self._sections(name, step):
                 chunk_mask = mask[:, byte_range].cpu().contiguous()
                 if chunk_mask.shape[1] != byte_range.stop - byte_range.start:
                     return f"{key} has {mask.shape[1]} bytes in a row, and its masks more"
                 words = torch.zeros((len(chunk_mask), chunk.width // WORD), dtype=torch.int64, device="cpu")
                 try:
-                    if schedule.listed(step):
+                    if self._schedule.listed(step):
                         positions = chunk_mask.view(torch.int32)[:, :k].contiguous()
                         masks.from_lists([(positions, slice(0, words.shape[1]))], words)
                     else:
@@ -320,7 +306,7 @@ class Masks:
             chosen = self._method.state.get("chosen", segment.name)
             assert chosen is not None  # of every mask: ``fault_of`` refuses others
             step = int(chosen)
-            sections = list(self._sections(segment.name, step, self._schedule))
+            sections = list(self._sections(segment.name, step))
             counts.append(sum(k for _, k, _ in sections))
             for chunk, k, byte_range in sections:
                 first = (segment.start + chunk.start) // WORD
