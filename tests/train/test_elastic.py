@@ -118,7 +118,7 @@ def test_machines_of_one_run_share_its_folder_and_others_do_not(tmp_path):
         assert not (tmp_path / "metrics.jsonl").exists()
 
 
-STEP = '{"step": 1, "loss": 5.5}\n'
+OLD, STEP = '{"wall_s": 1}\n', '{"step": 1, "loss": 5.5, "wall_s": 2}\n'
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -126,14 +126,16 @@ def test_overwrite_removes_a_run_only_when_the_new_one_has_begun(begins, tmp_pat
     """An input that cannot be used, which replicas find out, must not cost the run that was there."""
     (tmp_path / "checkpoints/step-000007").mkdir(parents=True)
     for name in ("metrics.jsonl", "summary.json", "checkpoints/step-000007/model.safetensors"):
-        (tmp_path / name).write_text("old")
+        (tmp_path / name).write_text(OLD)
     with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
         assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name[0] != ".") == [REPLICAS]
         settle_previous(tmp_path, over=False)
-        (tmp_path / "metrics.jsonl").write_text(new := STEP if begins else '{"step": 0, "valid_loss": 5.5}\n')
+        (tmp_path / "metrics.jsonl").write_text(
+            new := STEP if begins else '{"step": 0, "valid_loss": 5.5, "wall_s": 0}\n'
+        )
         settle_previous(tmp_path, over=False)
         assert (tmp_path / ".previous").exists() is not begins
-    assert (tmp_path / "metrics.jsonl").read_text() == (new if begins else "old")
+    assert (tmp_path / "metrics.jsonl").read_text() == (new if begins else OLD)
     assert (tmp_path / "checkpoints/step-000007/model.safetensors").exists() is not begins
     assert not (tmp_path / ".previous").exists() and (tmp_path / REPLICAS).exists() is begins
 
@@ -141,16 +143,16 @@ def test_overwrite_removes_a_run_only_when_the_new_one_has_begun(begins, tmp_pat
 def test_a_run_that_was_set_aside_in_part_comes_back(tmp_path):
     """A launcher was killed between two of its renames: before all was aside, or before all was back."""
     (tmp_path / ".previous/checkpoints/step-000007").mkdir(parents=True)
-    (tmp_path / "metrics.jsonl").write_text("old")
+    (tmp_path / "metrics.jsonl").write_text(OLD)
     with hold_run_folder(tmp_path, None, anew=False, goes_on=True):
-        assert (tmp_path / "checkpoints/step-000007").exists() and (tmp_path / "metrics.jsonl").read_text() == "old"
+        assert (tmp_path / "checkpoints/step-000007").exists() and (tmp_path / "metrics.jsonl").read_text() == OLD
     (tmp_path / ".previous").mkdir()
     (tmp_path / "metrics.jsonl").rename(tmp_path / ".previous/metrics.jsonl")
     (tmp_path / "metrics.jsonl").write_text("half")
     (tmp_path / "..previous.01234567.old").mkdir()  # and a removal that was cut short
     with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
         pass
-    assert (tmp_path / "checkpoints/step-000007").exists() and (tmp_path / "metrics.jsonl").read_text() == "old"
+    assert (tmp_path / "checkpoints/step-000007").exists() and (tmp_path / "metrics.jsonl").read_text() == OLD
     assert not (tmp_path / "..previous.01234567.old").exists() and not (tmp_path / ".previous").exists()
 
 
@@ -161,18 +163,18 @@ def test_what_tells_why_a_run_never_began_stays(tmp_path):
 
 
 def test_a_run_is_not_put_back_under_another_machine(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("old")
+    (tmp_path / "metrics.jsonl").write_text(OLD)
     url = "http://10.0.0.1:29510"
     with hold_run_folder(tmp_path, url, anew=True, goes_on=False):
         with hold_run_folder(tmp_path, url, anew=True, goes_on=False):
             pass  # a second machine comes and goes
         assert (tmp_path / REPLICAS).exists() and not (tmp_path / "metrics.jsonl").exists()
-    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+    assert (tmp_path / "metrics.jsonl").read_text() == OLD
 
 
 def test_what_another_launcher_has_removed_already_is_no_error(tmp_path, monkeypatch):
     """Both see that the new run has begun, and remove the one that was set aside."""
-    (tmp_path / "metrics.jsonl").write_text("old")
+    (tmp_path / "metrics.jsonl").write_text(OLD)
     with hold_run_folder(tmp_path, None, anew=True, goes_on=False):
         (tmp_path / "metrics.jsonl").write_text(STEP)
         twice = lambda path: (files.remove(path), files.remove(path))  # noqa: E731

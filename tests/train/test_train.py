@@ -591,9 +591,9 @@ def test_the_plan_says_which_optimizer_was_chosen(tmp_path, text):
 def test_ranks_refuse_what_only_they_can_see(tmp_path, text, words, line):
     """In a folder that holds a run, whose tokenizer belongs to its checkpoints (``train`` looks)."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/tokenizer-bpe-300.json").write_text("old")
     if "--overwrite" in words:
-        (tmp_path / "run/metrics.jsonl").write_text("old")
+        (tmp_path / "run/tokenizer-bpe-300.json").write_text("old")
+        (tmp_path / "run/metrics.jsonl").write_text('{"wall_s": 1}')
     common = ["--preset", "tiny", "--corpus", str(text), "--tokenizer", "bpe:300", "--out", f"{tmp_path}/run"]
     assert refused(train(2, *common, *words), line)
 

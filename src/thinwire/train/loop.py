@@ -88,7 +88,7 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
         else:
             start.checkpoints.go_on()
             folder.remove_results()
-        folder.do_once(lambda: start.inputs.save(config, folder.path))
+        folder.begin(lambda: start.inputs.save(config, folder.path))
         return trainer.run(folder.settle)
 
 

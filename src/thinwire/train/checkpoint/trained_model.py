@@ -57,8 +57,10 @@ class TrainedModel:
         """Write the model as a Hugging Face folder. ``adapter``: write only the adapter of a run with --lora.
 
         Raises:
-            ThinwireError: ``folder`` holds a model already, or the model cannot be exported.
+            ThinwireError: ``folder`` is not empty, or the model cannot be exported.
         """
+        if folder.exists() and any(folder.iterdir()):
+            raise ThinwireError(f"{folder} holds files already: name another folder")
         if self.shape is None:
             pretrained.export(self.model(), self.run, folder, adapter=adapter)
         elif adapter:

@@ -95,6 +95,11 @@ class RunFolder:
         if names := sorted(set().union(*self.collective.share(starts))):
             self.do_once(lambda: write(self.path / _JOB, "\n".join(names)))
 
+    def begin(self, work: Callable[[], object]) -> None:
+        """Do ``work()``, which writes a run's first files, once it shows that they are a run's. Collective."""
+        self.do_once((self.path / "metrics.jsonl").touch)
+        self.do_once(work)
+
     def make_room(self) -> None:
         """Set an earlier run aside for a new one; it comes back unless ``settle`` is called. Collective."""
         self.do_once(lambda: _make_room(self.path))
@@ -120,10 +125,12 @@ def refuse(path: Path, *, anew: bool, goes_on: bool) -> None:
     ``anew``: --overwrite. ``goes_on``: --resume.
 
     Raises:
-        ThinwireError: ``path`` is a file, or holds a run that has ended and is neither to be removed nor to go on.
+        ThinwireError: ``path`` is a file, holds files that are no run's, or holds a run that has ended and is neither
+            to be removed nor to go on.
     """
     with contextlib.suppress(OSError):  # a name that is too long, a folder that may not be read: the ranks say it
         _check_folder(path)
+        _check_files(path)
         if not (anew or goes_on) and _holds_run(path) and not _is_in_use(path):
             raise ThinwireError(_HOLDS_RUN.format(path=path))
 
@@ -156,6 +163,22 @@ def _check_folder(path: Path) -> None:
         raise ThinwireError(f"--out {path} is a file: name a folder")
 
 
+def _check_files(path: Path) -> None:
+    """Raise ThinwireError if a run would replace files in ``path`` that none has written.
+
+    Its first is metrics.jsonl, or, of replicas, which may end before they have metrics and settings, elastic.json.
+    """
+    row, launched = "?", (path / ELASTIC).exists()
+    with contextlib.suppress(FileNotFoundError), (path / "metrics.jsonl").open(errors="replace") as rows:
+        row = rows.readline()
+    if not row or '"wall_s"' in row or (path / _PREVIOUS).exists() or any(path.glob("checkpoints/step-*/meta.json")):
+        return
+    names = ("checkpoints", *_RUN_FILES[:-2]) if launched else _OF_A_RUN
+    there = {found.name for name in names for found in path.glob(name) if not found.is_dir() or any(found.iterdir())}
+    if others := ", ".join(sorted(there - {_JOB})):
+        raise ThinwireError(f"--out {path} holds {others}, which no run has written: name another, or move them")
+
+
 def _holds_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or any((path / "checkpoints").glob("step-*"))
 
@@ -175,8 +198,8 @@ def _of_a_run(path: Path) -> list[Path]:
 
 def _make_room(path: Path) -> None:
     """Move the run in ``path``, if it holds one, to ``_PREVIOUS``, whose mark then says that all of it is there."""
-    if not _holds_run(path):  # a tokenizer may be the user's
-        _remove(path / name for name in (*_RUN_FILES, REPLICAS, "checkpoints"))
+    if not _holds_run(path):  # a tokenizer may be kept for the replicas
+        _remove(path / name for name in (*_RUN_FILES, REPLICAS))
         return
     previous = path / _PREVIOUS
     previous.mkdir(exist_ok=True)
@@ -235,7 +258,7 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
     ``anew``: --overwrite, which removes an earlier run only once the new one has begun. ``goes_on``: --resume.
 
     Raises:
-        ThinwireError: it cannot be written to, another run is using it, or it holds one.
+        ThinwireError: it cannot be written to, another run is using it, or it holds one, or files that are no run's.
     """
     _check_folder(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -245,6 +268,7 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
         if first:
             _sweep(path)
             settle_previous(path, over=True)  # of a launcher that was killed
+            _check_files(path)
             if not anew and not goes_on and _holds_run(path):
                 raise ThinwireError(_HOLDS_RUN.format(path=path))
             if not (goes_on and any((path / "checkpoints").glob("step-*"))):
@@ -271,13 +295,14 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
     """Lock ``path`` for this run until the end of the block, or of this process. Collective.
 
     Raises:
-        ThinwireError: it cannot be written to, or another run is using it.
+        ThinwireError: it cannot be written to, another run is using it, or it holds files that are no run's.
     """
     folder = RunFolder(path, tuple(_find_homes(path, collective)), collective)
     with contextlib.ExitStack() as stack:
         folder.do_once(lambda: stack.enter_context(_lock(path)[0]))
         folder.do_once(lambda: _sweep(path))
         folder.do_once(lambda: settle_previous(path, over=True))  # of a run that was killed
+        folder.do_once(lambda: _check_files(path))
         if folder.is_keeper:
             stack.callback(settle_previous, path, over=True)
         yield folder

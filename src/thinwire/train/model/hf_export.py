@@ -25,11 +25,9 @@ def export(shape: ModelConfig, weights: dict[str, Tensor], tokenizer: Any, folde
     """Write the model to ``folder``, from ``Decoder.named_parameters()`` and its ``tokenizers.Tokenizer``.
 
     Raises:
-        ThinwireError: ``folder`` holds a model already, or transformers has no such architecture.
+        ThinwireError: transformers has no such architecture.
     """
     shape = shape.check()
-    if (folder / "config.json").exists():
-        raise ThinwireError(f"{folder} holds a model already: name another folder")
     if shape.family == "gpt" and shape.kv_heads != shape.heads:
         raise ThinwireError("GPT-2 has no grouped-query attention: only the family llama is exported with it")
     contiguous = {name: weight.contiguous() for name, weight in _rename(weights, shape.family).items()}

@@ -184,14 +184,11 @@ def export(model: Pretrained, run: Path, folder: Path, *, adapter: bool) -> None
     """Write ``model``, with adapters merged into its weights, or only the ``adapter``; and its tokenizer.
 
     Raises:
-        ThinwireError: ``folder`` holds a model already, or there is no adapter.
+        ThinwireError: there is no adapter.
     """
     merges = hasattr(model.hub, "merge_and_unload")
     if adapter and not merges:
         raise ThinwireError("--adapter is for runs with --lora: this run trained all weights")
-    for name in ("config.json", "adapter_config.json"):
-        if (folder / name).exists():
-            raise ThinwireError(f"{folder} holds a model already: name another folder")
     with _quiet(f"cannot write to {folder}"):
         whole = model.hub if adapter or not merges else model.hub.merge_and_unload()
         whole.save_pretrained(folder)
