@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
+from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning, Unsavable
 from thinwire.base.extras import load
 from thinwire.base.version import __version__, torch_warning
 from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts
@@ -807,7 +807,7 @@ class Wire:
                 "wire.hand_over() on all ranks before, which gives all the mean of weights and moments",
                 ThinwireWarning, stacklevel=2,
             )  # fmt: skip
-        with suppress(LostRank):  # ranks that are still there have sent what is under way
+        with suppress(LostRank, Unsavable):  # ranks that are there have sent what is under way; nothing is to be saved
             try:
                 self._step_loop.close()
                 self.method.finish()

@@ -855,15 +855,16 @@ def test_of_an_optimizers_groups_only_what_its_steps_change_is_put_back():
 
 
 def _unsaved(rank: int, world: int, kind: str) -> list[tuple[int, str]]:
-    """In which local step an optimizer is refused whose state no checkpoint could hold."""
+    """In which local step an optimizer is refused whose state no checkpoint could hold; closing says no more."""
     found = []
     for make in (Early, Late):
         model = build(kind, world)
         optimizer = make(model.parameters(), lr=1e-2)
-        thinwire.compress(model, optimizer, LocalSteps(every=4), steps=20)
+        wire = thinwire.compress(model, optimizer, LocalSteps(every=4), steps=20)
         with pytest.raises(ThinwireError) as refused:
             for step in range(9):
                 train(model, optimizer, rank, range(step, step + 1))
+        wire.close()
         found.append((step, str(refused.value)))
     return found
 

@@ -22,6 +22,10 @@ class Unanswered(ThinwireError):
     status = 1
 
 
+class Unsavable(ThinwireError):
+    """A checkpoint cannot hold what an optimizer keeps."""
+
+
 class FailedExchange(ThinwireError):
     """An exchange with other ranks has failed.
 

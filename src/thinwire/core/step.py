@@ -221,7 +221,7 @@ class StepLoop:
         if self.method.card.alone_from is None:  # else each rank may have skipped steps of its own
             start += f", {self.skipped} of them skipped" if self.skipped else ""
             start += ", with a flush to come" if self.road.last.flush_at == self.road.step else ""
-        with self.inside("the comparison of the steps from which ranks go on"):
+        with self.inside("the comparison of the steps from which ranks go on (all must load, or none)"):
             self._replica_check.compare_start(start, gathers=gathers)
 
     def note_steps(self) -> None:

@@ -53,7 +53,6 @@ from thinwire.methods.parts.fragments import Fragment, Timetable, split
 from thinwire.methods.parts.own_adam import (
     OwnNumbers,
     check_adam,
-    check_saved,
     check_saved_shape,
     own_moments,
     restore_moment,
@@ -347,7 +346,8 @@ class LocalSteps(Method):
 
     def after_step(self, step: Step) -> None:
         if step.number in (self.first, self.first + 1):  # some optimizers add to their state behind all hooks
-            check_saved(self.run)
+            for name in self.run.weights:
+                list(own_moments(self.run, name))  # refuses what cannot be saved
         if step.number >= self.first:
             self._count_step(step)
 

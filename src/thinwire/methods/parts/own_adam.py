@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, Unsavable
 from thinwire.core.agreement import Agreement
 from thinwire.core.run import Run, Step
 from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
@@ -86,16 +86,10 @@ def _places(name: str, holder: Any, prefix: str = "") -> Iterator[tuple[str, Any
         elif isinstance(value, Tensor | int | float):
             yield kind if isinstance(value, Tensor) else f"{kind}{_NUMBER}", holder, key
         elif value is not None and not isinstance(value, str):
-            raise ThinwireError(
+            raise Unsavable(
                 f"the optimizer keeps a {type(value).__name__} as '{kind}' of {name}, which differs by rank and cannot "
                 "be saved: use an optimizer that keeps tensors, numbers, and lists and dicts of these"
             )
-
-
-def check_saved(run: Run) -> None:
-    """Refuse optimizers that keep what cannot be saved, as soon as a step has shown what they keep."""
-    for name in run.weights:
-        list(own_moments(run, name))
 
 
 def own_moments(run: Run, name: str) -> Iterator[tuple[str, Tensor]]:
