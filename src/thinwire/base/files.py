@@ -23,11 +23,17 @@ def remove(path: Path) -> None:
 def write(path: Path, text: str) -> None:
     """Write ``text`` so that ``path`` always holds all of it or what it held before."""
     partial = path.with_name(f".{path.name}.partial")
-    with naming(path), partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with naming(path), partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        error.filename = str(path)
+        raise
     sync(path.parent)
 
 

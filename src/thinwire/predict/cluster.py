@@ -130,16 +130,16 @@ def read_cluster(name: str | Path) -> Cluster:
     if path.suffix == ".toml" or path.parent != Path("."):
         if not path.is_file():
             raise ThinwireError(f"there is no cluster file {path}: `thinwire doctor` writes one")
-        text = path.read_text()
+        text = path.read_bytes()
     elif str(name) in cluster_names():
-        text = files("thinwire.predict").joinpath("clusters", f"{name}.toml").read_text()
+        text = files("thinwire.predict").joinpath("clusters", f"{name}.toml").read_bytes()
     else:
         raise ThinwireError(
             f"there is no cluster '{name}': write a file's path (.toml), or one of {', '.join(cluster_names())}"
         )
     try:
-        return _from_table(tomllib.loads(text), str(name))
-    except tomllib.TOMLDecodeError as error:
+        return _from_table(tomllib.loads(text.decode()), str(name))
+    except ValueError as error:  # no TOML, or no UTF-8
         raise ThinwireError(f"{name}: {error}") from None
 
 

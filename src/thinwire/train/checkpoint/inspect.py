@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from math import inf, isnan
 from pathlib import Path
 
 import torch
@@ -116,13 +117,13 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
         rank_label = "" if name.startswith("model") else f"{name.partition('.')[0]}: "
         try:
             for key, distance, relative in _distances(first.path / name, second.path / name):
-                if distance == 0:
+                if distance is None:
                     equal += 1
                 else:
                     differ.append((relative, rank_label + key, distance))
         except Damaged as error:
             differ.append((float("inf"), str(error), float("nan")))
-    for relative, key, distance in sorted(differ, reverse=True)[:MOST_TENSORS]:
+    for relative, key, distance in sorted(differ, key=lambda row: -inf if isnan(row[0]) else -row[0])[:MOST_TENSORS]:
         table.add_row(key, f"{distance:.4g}", f"{relative:.4g}")
     if differ:
         console.print(table)
@@ -131,15 +132,16 @@ def show_differences(first: Checkpoint, second: Checkpoint, console: Console) ->
     return int(bool(differ or changed))
 
 
-def _distances(first: Path, second: Path) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, largest difference, norm of the difference / norm of the first) per tensor; inf: no counterpart."""
+def _distances(first: Path, second: Path) -> Iterator[tuple[str, float | None, float]]:
+    """Yield (name, largest difference, norm of the difference / norm of the first) per tensor; inf: no counterpart,
+    None: equal bit for bit (0: but for the signs of zeros)."""
     tensors = dict(read_tensors(first))
     for key, other_tensor in read_tensors(second):
         tensor = tensors.pop(key, None)
         if tensor is None or (tensor.shape, tensor.dtype) != (other_tensor.shape, other_tensor.dtype):
             yield key, float("inf"), float("inf")
         elif torch.equal(tensor.reshape(-1).view(torch.uint8), other_tensor.reshape(-1).view(torch.uint8)):
-            yield key, 0.0, 0.0
+            yield key, None, 0.0
         else:
             difference = (tensor.double() - other_tensor.double()).abs()
             yield key, float(difference.max()), float(difference.norm() / tensor.double().norm())

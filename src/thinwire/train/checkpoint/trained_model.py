@@ -16,7 +16,7 @@ from thinwire.base.options import read_options
 from thinwire.base.terminal import say
 from thinwire.train.checkpoint.format import Checkpoint, read_newest
 from thinwire.train.checkpoint.state import read_whole_tensors
-from thinwire.train.config import Config, from_yaml, run_of
+from thinwire.train.config import LARGEST_SEED, Config, from_yaml, run_of
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.model import pretrained
 from thinwire.train.model.decoder import Decoder
@@ -155,8 +155,14 @@ def generate(
 
 def sample_main(argv: list[str]) -> int:
     options: Any = read_options(SampleOptions, argv, "thinwire sample")
-    if options.tokens < 0 or options.temperature < 0 or options.top_k < 0:
-        raise ThinwireError("--tokens, --temperature and --top-k must not be negative")
+    if options.tokens < 0 or options.top_k < 0:
+        raise ThinwireError("--tokens and --top-k must not be negative")
+    if not (options.temperature == 0 or 1e-6 <= options.temperature <= 1e6):
+        raise ThinwireError(f"--temperature is 0 or from 1e-6 to 1e6, got {options.temperature:g}")
+    if abs(options.seed) > LARGEST_SEED:
+        raise ThinwireError(f"--seed is a whole number up to {LARGEST_SEED:,} in size, got {options.seed}")
+    if any("\ud800" <= letter <= "\udfff" for letter in options.prompt):  # so Python reads bytes that are no UTF-8
+        raise ThinwireError("--prompt is not UTF-8 text")
     trained = read(options.run)
     tokenizer = trained.tokenizer
     prompt = tokenizer.encode(options.prompt)

@@ -162,7 +162,7 @@ def split_spans(text: Iterable[str]) -> Iterator[tuple[bool, str]]:
     text = spans(text)
     start = list(itertools.islice(text, HELD_OUT))
     size = sum(map(len, start))
-    if size <= (HELD_OUT - 1) * SPAN:
+    if size < HELD_OUT * SPAN:
         whole, cut = "".join(start), size - size // HELD_OUT
         yield from ((False, span) for span in spans([whole[:cut]]))
         yield from ((True, span) for span in spans([whole[cut:]]))
