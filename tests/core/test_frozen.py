@@ -1,4 +1,7 @@
-"""A parameter that is frozen in mid-run keeps its bits, or is refused: neither what waits of it nor moments move it."""
+"""A parameter that is frozen in mid-run keeps its bits, or is refused: neither what waits of it nor moments move it.
+
+The same if it is frozen by its optimizer's groups: moved to one whose lr is 0, or taken out of all.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,63 @@ def test_a_parameter_that_is_frozen_in_mid_run_rests_or_is_refused(engine, world
         return ["a frozen parameter moved"] * (not what["kept"]) + ["nothing else moved"] * (not what["moved"])
 
     each(ranks.run(_freeze, world, engine), engine, check)
+
+
+MOVED = [case for case in CASES if case.name not in ("none", "local-steps")]
+"""All methods whose ranks step as one: the groups are the exchanging optimizer's."""
+REGROUPED_AT, BACK_AT = 3, 5
+
+
+def _move(optimizer, how: str) -> None:
+    """Let the first two groups change their members, or take the first group's out."""
+    (first, second, _), (w0, w1) = optimizer.param_groups, [group["params"][0] for group in optimizer.param_groups[:2]]
+    if how == "in place":
+        first["params"][:], second["params"][:] = [w1], [w0]
+    elif how == "new lists":
+        first["params"], second["params"] = [w1], [w0]
+    else:
+        first["params"].clear()
+
+
+def _regroup(rank, world, engine):
+    def run(case, how):
+        model = build(engine, world, net=Given)
+        optimizer = case.make(model.parameters())
+        (group,) = optimizer.param_groups
+        weights = parts(model)
+        group["params"][:] = [weights["w0"]]
+        optimizer.add_param_group({"params": [weights["w1"]], "lr": 0.0})
+        optimizer.add_param_group({"params": [weights["w2"]]})
+        wire = thinwire.compress(model, optimizer, case.method, steps=STEPS)
+        generator, seen = torch.Generator().manual_seed(100 + rank), []
+        for step in range(STEPS):
+            if step == REGROUPED_AT:
+                _move(optimizer, how)
+            if step == BACK_AT and how == "out":
+                optimizer.param_groups[0]["params"].append(weights["w0"])
+            model({name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}).backward()
+            optimizer.step()
+            model.zero_grad()  # the optimizer does not clear what it does not have
+            seen.append(full(weights["w0"]).clone())
+        wire.close()
+        return seen, flat(model)
+
+    def look(case):
+        (seen, in_place), (_, replaced), (out, _) = (run(case, how) for how in ("in place", "new lists", "out"))
+        return {
+            "alike": torch.equal(in_place, replaced),
+            "rests": torch.equal(seen[REGROUPED_AT - 1], seen[-1]),
+            "rests outside": torch.equal(out[REGROUPED_AT - 1], out[BACK_AT - 1]),
+            "goes on": not torch.equal(out[BACK_AT - 1], out[-1]),
+        }
+
+    return findings(on(engine, MOVED, ("ddp", "fsdp2", "hsdp")), look)
+
+
+@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_a_parameter_follows_its_optimizers_groups_and_rests_while_none_has_it(engine, world):
+    each(
+        ranks.run(_regroup, world, engine),
+        engine,
+        lambda _, what: [fact for fact, holds in what.items() if not holds and fact != "error"],
+    )

@@ -55,20 +55,25 @@ def find_holders(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[s
 
 
 class HolderCache:
-    """Caches ``find_holders`` until an optimizer's groups change."""
+    """Caches ``find_holders`` until an optimizer's groups change.
+
+    A weight that was taken out of its optimizer keeps its former holder, with lr 0: it rests until it is added again.
+    """
 
     def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
         self._optimizers, self._weights = optimizers, weights
-        self._key: list[tuple[int, int, int]] = []
-        self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []  # alive, so that no new one has their address
+        self._key: list[list[int]] = []
+        self._groups: list[dict[str, Any]] = []  # alive, so that no new one has their address
         self._cached: dict[str, Holder] = {}
 
     def look(self) -> dict[str, Holder]:
-        groups = [(group, group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
-        key = [(id(group), id(members), len(members)) for group, members in groups]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        key = [[id(group), *map(id, group["params"])] for group in groups]
         if key != self._key:
             self._key, self._groups = key, groups
-            self._cached = find_holders(self._optimizers, self._weights)
+            held = find_holders(self._optimizers, self._weights)
+            rest = {name: Holder(last.optimizer, {**last.group, "lr": 0.0}) for name, last in self._cached.items()}
+            self._cached = rest | held
         return self._cached
 
 
@@ -116,7 +121,7 @@ class Run:
         """The optimizer that steps each of ``weights``, and the group there as it is now.
 
         Do not keep a group over a step: ``optimizer.load_state_dict()`` replaces the groups' dicts, and schedulers
-        change the new ones.
+        change the new ones. Looking takes as long as there are weights: look once for many of them.
         """
         return self._holders.look()
 

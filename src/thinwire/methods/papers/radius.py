@@ -117,7 +117,7 @@ class Radius(Lossy):
         if not self._resamples(step.number):  # l. 22
             return
         for name, weight in step.weights.items():
-            if self._is_sent(name):
+            if self._is_sent(name) and name in step.holders:  # else it rests, with the mask that it has
                 self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23-24
         self._former_weights.clear()
         self.state.put("resampled", "", torch.tensor(step.number, device="cpu"))

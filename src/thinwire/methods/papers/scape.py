@@ -42,12 +42,12 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Steps
-from thinwire.core.bucket import Bucket, Segment, Shard
+from thinwire.core.bucket import Bucket, Shard
 from thinwire.core.card import ANEW, Card, StateKind
 from thinwire.core.exchange import Exchange, Payload, prescale
 from thinwire.core.method import SMALL, Density, Method, Smallest, Start, exempt_small
 from thinwire.core.promise import EXACT, Promise
-from thinwire.core.run import Parameter, Run, Step
+from thinwire.core.run import Holder, Parameter, Run, Step
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import put_back
 from thinwire.core.weights import Message
@@ -186,7 +186,8 @@ class SCAPE(Method):
 
     def _first_moments(self, bucket: Bucket) -> moments.Moments:
         """Find m of all of the bucket's parameters, and the memory of the scores by which this rank chooses masks."""
-        first_moments = [self._first_moment(segment) for segment in bucket.segments]
+        holders = self.run.holders
+        first_moments = [self._first_moment(segment.name, holders) for segment in bucket.segments]
 
         def moment_segments() -> Iterator[moments.MomentSegment]:
             for segment, moment in zip(bucket.segments, first_moments, strict=True):
@@ -196,10 +197,10 @@ class SCAPE(Method):
         addresses = (moment.data_ptr() for moment in first_moments)
         return bucket.once("moments", lambda: moments.Moments(tuple(moment_segments()), bucket.device), *addresses)
 
-    def _first_moment(self, segment: Segment) -> Tensor:
-        """Return this rank's part of m, (numel,) float32; zeros before the first step."""
-        weight = self.run.weights[segment.name]
-        exp_avg = self.run.holders[segment.name].optimizer.state.get(weight, {}).get("exp_avg")
+    def _first_moment(self, name: str, holders: Mapping[str, Holder]) -> Tensor:
+        """Return this rank's part of m of ``name``, (numel,) float32; zeros before the first step."""
+        weight = self.run.weights[name]
+        exp_avg = holders[name].optimizer.state.get(weight, {}).get("exp_avg")
         if exp_avg is None:
             return torch.zeros(local(weight).numel(), dtype=torch.float32, device=local(weight).device)
         return local(exp_avg).reshape(-1).float()

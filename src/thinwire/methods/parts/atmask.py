@@ -97,7 +97,7 @@ class WeightsAtMask:
         for name, weight in step.weights.items():
             if name not in moved or weight.grad is None:  # without a gradient it does not decay either
                 self._used.pop(name, None)
-        for name, (_, group) in step.holders.items():
+        for name, (_, group) in self._run.holders.items():
             self._keep[name] = 1 - float(group["lr"]) * group["weight_decay"]
 
     def state_changed(self) -> None:

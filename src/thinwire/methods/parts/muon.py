@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,12 +74,15 @@ class Orthogonal:
                 )
         self._run = run
 
-    def take(self, name: str, gradients: Tensor, momentum: Tensor, momentum_out: Tensor, span: int) -> None:
+    def take(
+        self, name: str, group: Mapping[str, Any], gradients: Tensor, momentum: Tensor, momentum_out: Tensor, span: int
+    ) -> None:
         """Replace g in ``gradients`` by u, and write M' to ``momentum_out``; ``momentum`` M is zeros at first.
 
-        All are (R, w): this rank's part of the matrix ``name`` in rows of ``span`` values and padding.
+        All are (R, w): this rank's part of the matrix ``name`` of the optimizer's ``group``, in rows of ``span`` values
+        and padding.
         """
-        group, parameter = self._run.holders[name].group, self._run.parameters[name]
+        parameter = self._run.parameters[name]
         mu = float(group["momentum"])
         torch.lerp(gradients, momentum, mu, out=momentum_out)
         ahead = momentum_out

@@ -317,12 +317,13 @@ class UpdateSpace:
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
-        factors = self._factors_on(bucket.device)
+        factors, holders = self._factors_on(bucket.device), self._run.holders if self.matrices else {}
         for segment in bucket.segments:
             self._state.put(self._counter(segment.name), segment.name, factors.counts[segment.name])
             if segment.name in self.matrices:
                 gradients, old, new = (tensor[:, segment.columns] for tensor in (values, second, second_out))
-                self._orthogonal.take(segment.name, gradients, old, new, segment.span)
+                group = holders[segment.name].group
+                self._orthogonal.take(segment.name, group, gradients, old, new, segment.span)
         segments = bucket.once("directions", lambda: self._directions(bucket, factors), factors.knobs)
         if as_encoded and first is None and len(segments) == len(bucket.segments):
             bucket.adam = Adam(second, second_out, segments, factors.lrs, factors.unbias, r)
