@@ -720,6 +720,9 @@ def test_other_data_need_a_word_and_other_rates_are_told():
     assert run_settings.compare(described(), described()) == ""
     with pytest.raises(ThinwireError, match="layers"):
         run_settings.compare(described(), described(layers=1), resume_anyway=True)
+    llamas = (described(preset="llama-tiny", seq_len=length) for length in (64, 32))  # whose shape is the same
+    with pytest.raises(ThinwireError, match=r"does not fit this run: sequence was 64 and is 32 now$"):
+        run_settings.compare(*llamas, resume_anyway=True, resize="flush")
     same = {"method": "topk(density=0.01 )"}, {"method": "topk( density=0.01)"}
     assert run_settings.compare(*(described(**written) for written in same)) == ""
     assert from_arguments([]).resize == "redistribute"  # what delivers all at once does harm in mid-run (docs/state.md)

@@ -14,7 +14,7 @@ from thinwire.methods import AUTO, resolve
 from thinwire.train.config import SHAPE, Config
 from thinwire.train.model.shapes import ModelConfig
 
-FITS = "fits"  # weights, moments or the method's state would not fit: always refused
+FITS = "fits"  # weights, moments, the method's state or the counts would not fit: always refused
 DATA = "data"  # the run would silently train on other data or in another order: refused without --resume-anyway
 EXACT = "exact"  # the run resumes, but is not bit for bit what it would have been: a warning
 
@@ -30,11 +30,11 @@ TABLE: dict[str, tuple[str, str]] = {
     "two_level": (FITS, "which ranks keep the method's state"),
     "intra": (FITS, "the method inside a node"),
     "optimizer": (FITS, "which moments exist"),
+    "sequence": (FITS, "tokens per sequence: tokens, and the place in the text, are counted in sequences"),
     "elastic": (FITS, "replicas that come and go: their checkpoints lack a part of the method's state"),
     "seed": (DATA, "the order of the data, and all random numbers"),
     "text": (DATA, "hash of the training tokens"),
     "order": (DATA, "how an epoch is shuffled: at once, or, if it is very long, by a function"),
-    "sequence": (DATA, "tokens per sequence"),
     "batch_size": (DATA, "sequences per rank and micro-batch"),
     "accumulate": (DATA, "micro-batches per step"),
     "valid_text": (EXACT, "hash of the validation tokens"),
