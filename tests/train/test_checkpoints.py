@@ -188,12 +188,13 @@ def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
     for name in (".metrics.jsonl", ".summary.json", ".tokenizer-bpe-300.json", "checkpoints/.latest"):
         (tmp_path / f"{name}.partial").touch()
     (tmp_path / f".rank-{'a' * 32}-3").touch()
+    (tmp_path / "metrics.jsonl").touch()  # of a run, as its first file says
 
     def body(ranks: Collective) -> list[str]:
         with open_run_folder(tmp_path, ranks):
             return [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
 
-    assert {*on(1, body)[0]} == {".lock", *mine}
+    assert {*on(1, body)[0]} == {".lock", "metrics.jsonl", *mine}
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -515,6 +516,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
 def test_damage_is_named_and_the_newest_whole_checkpoint_taken(tmp_path, harm):
     run_on([tmp_path] * 2, lambda run: run.save(4, 8))
     path = tmp_path / "checkpoints/step-000008"
+    (tmp_path / "metrics.jsonl").touch()  # as in the folder of every run
     HARMS[harm](path)
     latest = harm.startswith("latest")
 

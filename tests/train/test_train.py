@@ -509,6 +509,7 @@ def test_bad_input_gets_one_line_and_a_status(tmp_path, text):
     """As the shell sees it, where one rank says so and the others wait for it; what all see, and what is seen before
     there are ranks, is tried below without a program of its own."""
     (tmp_path / "run/checkpoints/step-000001").mkdir(parents=True)
+    (tmp_path / "run/metrics.jsonl").touch()  # of a run, as its first file says
     (tmp_path / "run/tokenizer-bpe-300.json").write_text("{}")  # which rank 0 reads, and hands to the others
     done = thinwire(
         "train", "--preset", "tiny", "--ranks", "2", "--corpus", str(text), "--out", f"{tmp_path}/run",
