@@ -329,6 +329,7 @@ class Config:
             if not tokens:
                 corpus.check_there((*(self.data or self.corpus), *self.valid))
                 tokenizer.check_tokenizer(self.tokenizer, self.goes_on_from)
+            corpus.check_apart(self.data or self.corpus, self.valid)
 
     def check_methods(self) -> None:
         """Check what only the methods, and so torch, can say."""

@@ -7,6 +7,7 @@ import glob
 import gzip
 import itertools
 import lzma
+import os
 import sysconfig
 import warnings
 import zlib
@@ -85,6 +86,34 @@ def check_there(names: Sequence[str]) -> None:
             path = match_paths(name)[0]
             with reading(path), path.open("rb"):
                 pass
+
+
+def check_apart(names: Sequence[str], valid: Sequence[str]) -> None:
+    """Refuse text that would be trained on and evaluated on; the hub's has its own held-out splits.
+
+    Raises:
+        ThinwireError: a text is of both ``names`` and ``valid``, or, without ``valid``, twice in ``names``.
+    """
+    held_out = {source for source in _sources(valid) if not source.startswith("hub:")}
+    seen: set[str] = set()
+    for source in _sources(names):
+        if source in held_out:
+            raise ThinwireError(f"{source} is in --valid and would be trained on, too: leave it out of one of them")
+        if source in seen and not valid:
+            raise ThinwireError(
+                f"{source} is there twice, and what is held out of it would be trained on: name it once, or beside a "
+                "--valid of its own"
+            )
+        seen.add(source)
+
+
+def _sources(names: Sequence[str]) -> Iterator[str]:
+    """Name each file, with no link on its way, and what is no file."""
+    for name in names:
+        if name == "stdlib" or name.startswith("hub:"):
+            yield name
+        else:
+            yield from map(os.path.realpath, match_paths(name))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
-from thinwire.train.data.corpus import HELD_OUT, match_paths, read_pieces, reading, split_spans
+from thinwire.train.data.corpus import HELD_OUT, check_apart, match_paths, read_pieces, reading, split_spans
 from thinwire.train.data.tokenizer import Tokenizer, tokenizer_file
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     Raises:
         ThinwireError: the text cannot be read or is empty, the folder cannot be written to, or holds such files.
     """
+    check_apart(corpus, ())
     kept = tokenizer_file(tokenizer, folder)
     ours = [folder / META, *(folder / f"{side}.bin" for side in SIDES), *([kept] if kept else [])]
     for path in ours:

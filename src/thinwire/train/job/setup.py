@@ -29,7 +29,7 @@ from thinwire.network.ledger import Ledger
 from thinwire.optim import AdamS
 from thinwire.plan.plan import plan_of
 from thinwire.train.config import Config
-from thinwire.train.data.corpus import read_corpus, spans, split
+from thinwire.train.data.corpus import check_apart, read_corpus, spans, split
 from thinwire.train.data.instruction_rows import read_rows
 from thinwire.train.data.token_files import find_token_files
 from thinwire.train.data.tokenizer import Tokenizer, is_kept
@@ -226,6 +226,7 @@ def read_inputs(config: Config, collective: Collective, earlier: Path | None) ->
 
     ``earlier``: the folder of a run with the same tokenizer, which need not be made again if it is there.
     """
+    collective.do(lambda: check_apart(config.data or config.corpus, config.valid))
     if init := config.init:
         model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
         if (length := config.sequence_length) > model.context and not config.data:  # rows are mostly shorter
