@@ -167,6 +167,19 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
         load_model(str(file), 32)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("longest", [128, 4096])
+def test_no_sequence_is_longer_than_a_model_takes(kind: str, longest: int, tmp_path: Path) -> None:
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": longest, "vocab_size": 32}
+    config = CONFIG | {"max_position_embeddings": longest} if kind == "llama" else {"model_type": kind} | shape
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(str(tmp_path), None)[2] == min(longest, 2048)
+    assert load_model(str(tmp_path), longest)[2] == longest
+    with pytest.raises(ThinwireError, match=f"--sequence {longest + 1} is longer than the {longest} tokens that "):
+        load_model(str(tmp_path), longest + 1)
+
+
 def test_without_transformers_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]
     assert isinstance(sys.modules["thinwire"], ModuleType)

@@ -61,7 +61,8 @@ class SimulateOptions:
     ranks: int | None = None
     """Number of ranks in all, in place of --nodes."""
     sequence: int | None = None
-    """Tokens per sequence. Default: the preset's context; 2048 for a config.json; a function's own inputs."""
+    """Tokens per sequence. Default: the preset's context; a function's own inputs; for a config.json 2048, or fewer if
+    its model takes no more."""
     tokens: int | None = None
     """Tokens per rank and step. Default: 8 sequences in each micro-batch."""
     micro_batches: int = 1
@@ -175,9 +176,14 @@ def load_model(text: str, sequence: int | None) -> tuple[nn.Module, Sequence[Ten
     if text in PRESETS:
         length = sequence or PRESETS[text].context
         with torch.device("meta"), _Uninitialized():
-            model: nn.Module = Decoder(replace(PRESETS[text], context=max(length, PRESETS[text].context)))
+            model: Decoder | Pretrained = Decoder(replace(PRESETS[text], context=max(length, PRESETS[text].context)))
     elif text.endswith(".json") or Path(text).is_dir():
-        length, model = sequence or 2048, _hub_model(Path(text))
+        model = _hub_model(Path(text))
+        length = sequence or min(2048, model.context)
+        if length > model.context:
+            raise ThinwireError(
+                f"--sequence {length} is longer than the {model.context} tokens that {text} is made for"
+            )
     else:
         raise ThinwireError(
             f"there is no model '{text}': write a Hugging Face config.json, your file.py:function, or one of "
@@ -187,7 +193,7 @@ def load_model(text: str, sequence: int | None) -> tuple[nn.Module, Sequence[Ten
     return model, (tokens, tokens), length
 
 
-def _hub_model(path: Path) -> nn.Module:
+def _hub_model(path: Path) -> Pretrained:
     transformers = extras.load("transformers")
     transformers.utils.logging.set_verbosity_error()
     try:
