@@ -33,7 +33,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "sequence": (FITS, "tokens per sequence: tokens, and the place in the text, are counted in sequences"),
     "elastic": (FITS, "replicas that come and go: their checkpoints lack a part of the method's state"),
     "seed": (DATA, "the order of the data, and all random numbers"),
-    "text": (DATA, "hash of the training tokens"),
+    "text": (DATA, "hash of the training tokens (of `thinwire tokenize`: as they were when it wrote them)"),
     "order": (DATA, "how an epoch is shuffled: at once, or, if it is very long, by a function"),
     "batch_size": (DATA, "sequences per rank and micro-batch"),
     "accumulate": (DATA, "micro-batches per step"),
