@@ -165,6 +165,14 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
     with pytest.raises(ThinwireError, match="cannot make a causal language model of"):
         file.write_text("{}")
         load_model(str(file), 32)
+    with pytest.raises(ThinwireError, match=r"^there is no file nowhere/config\.json$"):
+        load_model("nowhere/config.json", None)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_node_is_called_so(by_hand: None, count: int, capsys) -> None:
+    assert main(["simulate", *SMALL, "--method", "int8", "--nodes", str(count)]) == 0
+    assert (" 1 node x 1 " if count == 1 else " 2 nodes x 1 ") in capsys.readouterr().out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")

@@ -195,6 +195,8 @@ def load_model(text: str, sequence: int | None) -> tuple[nn.Module, Sequence[Ten
 
 def _hub_model(path: Path) -> Pretrained:
     transformers = extras.load("transformers")
+    if not path.exists():  # transformers would take its name for one of the hub's
+        raise ThinwireError(f"there is no file {path}")
     transformers.utils.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)

@@ -128,7 +128,8 @@ def _lines(methods: Collection[str]) -> dict[str, dict[str, Any]]:
 
 def _subtitle(job: Job, *, nodes: bool = True) -> tuple[str, str]:
     cluster = job.cluster
-    count = f"{job.ranks // job.per_node} nodes x {job.per_node} " if nodes else f"nodes of {job.per_node} "
+    number = job.ranks // job.per_node
+    count = f"{number} node{'s' * (number > 1)} x {job.per_node} " if nodes else f"nodes of {job.per_node} "
     return (
         f"{job.name}, {job.profile.parameters / 1e6:,.4g} million parameters, {job.engine}, on {count}{cluster.device}",
         f"({cluster.name}), {job.sequences * job.micro_batches:g} sequences per rank and step; predicted",

@@ -91,8 +91,9 @@ class Job:
         nodes, cluster = self.ranks // self.per_node, self.cluster
         batches = f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (
-            f"{self.name} ({self.profile.parameters / 1e6:,.4g} million parameters) on {self.engine}, {nodes} nodes x "
-            f"{self.per_node} {cluster.device} ({cluster.name}: {bits(cluster.inter_rate.value)} a node), "
+            f"{self.name} ({self.profile.parameters / 1e6:,.4g} million parameters) on {self.engine}, "
+            f"{nodes} node{'s' * (nodes > 1)} x {self.per_node} {cluster.device} "
+            f"({cluster.name}: {bits(cluster.inter_rate.value)} a node), "
             f"{self.sequences * self.micro_batches:g} sequences per rank and step{batches}"
         )
 

@@ -476,8 +476,8 @@ class Trainer(Stepper):
         )
 
     def _ranks_in_words(self) -> str:
-        nodes = self.ranks.nodes
-        return f"{self.ranks.comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
+        ranks, nodes = self.ranks.comm.size, self.ranks.nodes
+        return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
 
     def _row(self, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
         """Return the step's row of metrics.jsonl, whose loss is not known yet."""
