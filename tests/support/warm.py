@@ -6,11 +6,10 @@ forked, and what they hold stays held).
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from types import ModuleType
 
 import torch
 from numba.core.dispatcher import Dispatcher
@@ -18,9 +17,10 @@ from numba.core.dispatcher import Dispatcher
 from thinwire import ops
 
 LIBRARIES = (
-    "numpy.ma", "pytest", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp",
+    "http.server", "hypothesis", "numpy.ma", "pytest", "torch._dynamo", "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.launcher",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "rich.console", "rich.table",
-    "thinwire.proof.ranks", "thinwire.train.loop", "thinwire.wire",
+    "thinwire.adapters.transport", "thinwire.proof.record", "thinwire.train.loop", "thinwire.wire",
 )  # fmt: skip
 
 torch.set_num_threads(1)
@@ -28,18 +28,14 @@ for name in LIBRARIES:
     importlib.import_module(name)
 
 
-def kernels_of(module: ModuleType) -> Iterator[Dispatcher]:
-    for value in vars(module).values():
-        for kernel in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(kernel, Dispatcher) and hasattr(kernel._cache, "_cache_file"):
-                yield kernel
-
-
 for family in iter_modules(ops.__path__, f"{ops.__name__}."):
     if not family.ispkg:
         continue
     importlib.import_module(f"{family.name}.reference")
     if find_spec(f"{family.name}.cpu"):
-        for kernel in kernels_of(importlib.import_module(f"{family.name}.cpu")):
-            for signature, *_ in kernel._cache._cache_file._load_index():
-                kernel.compile(signature)
+        importlib.import_module(f"{family.name}.cpu")
+
+for kernel in gc.get_objects():  # wherever it is held: most are in the closure of what hands it a bucket's rows
+    if issubclass(type(kernel), Dispatcher) and hasattr(kernel._cache, "_cache_file"):
+        for signature, *_ in kernel._cache._cache_file._load_index():
+            kernel.compile(signature)
