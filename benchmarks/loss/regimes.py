@@ -291,10 +291,13 @@ def on_processes(config: Config, text: str, out: Path) -> tuple[list[float], dic
 
 
 def arguments(config: Config, text: str, out: Path) -> list[str]:
-    """Of ``thinwire train``, for the run that ``config`` is here."""
+    """Of ``thinwire train``, for the run that ``config`` is here, which trains on all of ``text``."""
+    valid = out.with_name(f"{out.name}-valid.txt")  # else a part of the text were held out; nobody reads its loss
+    valid.parent.mkdir(parents=True, exist_ok=True)
+    valid.write_text("held out " * 1000)
     given = {name: getattr(config, name) for name in SHAPE if getattr(config, name) is not None} | {
         "seq_len": config.sequence_length, "ranks_per_node": 1, "eval_sequences": 0, "checkpoint_every": config.steps,
-        "corpus": text, "valid": text, "device": "cpu", "out": out,
+        "corpus": text, "valid": valid, "device": "cpu", "out": out,
     }  # fmt: skip
     words = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
     return ["--betas", *map(str, config.betas), *words]

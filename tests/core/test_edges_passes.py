@@ -346,6 +346,24 @@ def _unsynced(model: nn.Module, engine: str):
     return off()
 
 
+def _inside_nodes(rank, world):
+    model = build("hsdp", 4, net=Given)
+    optimizer = torch.optim.AdamW(model.parameters())
+    wire = thinwire.compress(model, optimizer, "int8(smallest=0)")
+    model.set_requires_all_reduce(False)
+    try:
+        model(_given(0, rank)).backward()
+    except thinwire.ThinwireError as error:
+        return str(error)
+    finally:
+        wire.close()
+    return "nothing is refused"
+
+
+def test_a_sum_inside_nodes_alone_is_refused_by_name():
+    assert all("set_requires_all_reduce(False)" in said for said in ranks.run(_inside_nodes, 4))
+
+
 UNEXCHANGED = [
     Case("dense"), Case("int8(smallest=0)"), Case("topk(feedback='gradients', smallest=0, density=0.1)"),
     Case("scape(smallest=0, density=0.1, warmup=2)", "", "adams"),

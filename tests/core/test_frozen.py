@@ -5,6 +5,8 @@ The same if it is frozen by its optimizer's groups: moved to one whose lr is 0, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,10 @@ import thinwire
 from engines import build
 from models import flat
 from test_edges import CASES, SHAPES, Case, Given, each, findings, full, on, parts
+from thinwire.core.exchange import AllReduce
+from thinwire.core.run import Run
+from thinwire.network.comm import CountingComm
+from thinwire.network.ledger import Ledger
 
 FREEZING = [*(case for case in CASES if case.name != "none"), Case("local-steps(every=2)")]
 """All methods but the one whose ranks differ; the last one's outer momentum is not 0, and a round ends at FROZEN_AT."""
@@ -117,3 +123,12 @@ def test_a_parameter_follows_its_optimizers_groups_and_rests_while_none_has_it(e
         engine,
         lambda _, what: [fact for fact, holds in what.items() if not holds and fact != "error"],
     )
+
+
+def test_a_parameter_that_no_group_has_rests_in_a_copy_of_the_run_too():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weight, torch.nn.Parameter(torch.zeros(2))])
+    run = Run({}, AllReduce(CountingComm(0, [0], Ledger())), optimizers=(optimizer,), weights={"w": weight})
+    assert run.holders["w"].group["lr"] > 0
+    del optimizer.param_groups[0]["params"][0]
+    assert replace(run, began=5).holders["w"].group["lr"] == 0

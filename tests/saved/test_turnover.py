@@ -333,7 +333,7 @@ def test_shards_keep_what_waits(inside: int) -> None:
 
     def header(ranks: int) -> Header:
         hops = (inside, 2, True), (0, ranks, False)
-        return Header(inside, 2 * ranks, "hsdp", False, hops, "int8", {}, None, 0, None, {"a": ((6, 4), 12)})
+        return Header(inside, 2 * ranks, "hsdp", False, hops, "int8", {}, None, None, 0, None, {"a": ((6, 4), 12)})
 
     waiting = torch.arange(12.0).view(2, 6)
     moved = regroup({"residual/a": waiting}, header(2), header(5), resolve("int8(feedback='gradients')"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -60,18 +61,21 @@ class HolderCache:
     A weight that was taken out of its optimizer keeps its former holder, with lr 0: it rests until it is added again.
     """
 
-    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
-        self._optimizers, self._weights = optimizers, weights
-        self._key: list[list[int]] = []
-        self._groups: list[dict[str, Any]] = []  # alive, so that no new one has their address
+    def __init__(self) -> None:
+        self._seen: list[object] = []  # groups and their members, alive, so that no new one has their address
         self._cached: dict[str, Holder] = {}
 
-    def look(self) -> dict[str, Holder]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        key = [[id(group), *map(id, group["params"])] for group in groups]
-        if key != self._key:
-            self._key, self._groups = key, groups
-            held = find_holders(self._optimizers, self._weights)
+    def look(
+        self, optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor]
+    ) -> dict[str, Holder]:
+        seen: list[object] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                seen.append(group)
+                seen.extend(group["params"])
+        if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+            self._seen = seen
+            held = find_holders(optimizers, weights)
             rest = {name: Holder(last.optimizer, {**last.group, "lr": 0.0}) for name, last in self._cached.items()}
             self._cached = rest | held
         return self._cached
@@ -100,6 +104,7 @@ class Run:
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
         gathers: dtypes in which the engine gathers weights that it shards; empty if it shards none.
         began: the steps with which it began, of which a start or warm-up below 1 is a share; None: ``steps``.
+        cache: of ``holders``; a run of other weights or optimizers needs another one.
     """
 
     parameters: Mapping[str, Parameter]
@@ -115,6 +120,7 @@ class Run:
     gathers: frozenset[torch.dtype] = frozenset()
     inside: Exchange | None = None
     began: int | None = None
+    cache: HolderCache = field(default_factory=HolderCache, compare=False, repr=False)
 
     @property
     def holders(self) -> dict[str, Holder]:
@@ -123,11 +129,7 @@ class Run:
         Do not keep a group over a step: ``optimizer.load_state_dict()`` replaces the groups' dicts, and schedulers
         change the new ones. Looking takes as long as there are weights: look once for many of them.
         """
-        return self._holders.look()
-
-    @functools.cached_property
-    def _holders(self) -> HolderCache:
-        return HolderCache(self.optimizers, self.weights)
+        return self.cache.look(self.optimizers, self.weights)
 
     def travels(self, name: str, values: Tensor) -> Tensor:
         """Select those of this rank's ``values`` (1-D) of parameter ``name`` that travel here: see ``chunk``."""

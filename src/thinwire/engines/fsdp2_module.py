@@ -346,6 +346,11 @@ class GroupLink:
         """Make the hook that averages this rank's shard across nodes, after the reduce-scatter inside the node."""
 
         def hook(shard: Tensor) -> None:
+            if not self.group.all_reduce_grads:  # torch asks for it only where it sums across nodes by itself
+                raise ThinwireError(
+                    "set_requires_all_reduce(False) would have no effect, as Thinwire sums across nodes: put "
+                    "wire.accumulate(last=...) around each micro-batch"
+                )
             devices.keep(shard)  # torch 2.11 to 2.13 release the buffer while this stream still reads it
             inter = shard_of(self.pieces)
             if self._ranks == 1:  # torch skips the reduce-scatter if one rank has the whole shard

@@ -25,6 +25,7 @@ from thinwire.core.card import Card
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.road import Road, Stage
+from thinwire.core.run import HolderCache
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.core.weights import EarlySender, Replica
@@ -164,7 +165,8 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         return
     smallest = [smallest_by_choice[sent] for sent in (True, False) if sent in smallest_by_choice]
     weights = {parameter.name: run.weights[parameter.name] for parameter in smallest}
-    small_run = replace(run, parameters={parameter.name: parameter for parameter in smallest}, weights=weights)
+    small = {parameter.name: parameter for parameter in smallest}
+    small_run = replace(run, parameters=small, weights=weights, cache=HolderCache())
 
     def lone(comm: Comm) -> Comm:
         """Make a group of one rank, because several would have to choose masks and scales that fit together."""
@@ -378,7 +380,8 @@ class Playback:
             method.state = CountedState(method.card.offloaded_kinds, None if on_cpu else self._watch)
             inside = stages[0].exchange if stages else None
             method.begin(replace(
-                run, exchange=exchange, weights=self.weights, optimizers=self.optimizers, hop=hop, inside=inside
+                run, exchange=exchange, weights=self.weights, optimizers=self.optimizers, hop=hop, inside=inside,
+                cache=HolderCache(),
             ))  # fmt: skip
             stages.append(self._stage(method, stage.dense, exchange, Guard([], False), self.ledger))
         return Road(stages, None if road.levels is None else road.levels.on(self._comm))

@@ -3,8 +3,9 @@
 Candidates are the methods whose loss was measured in runs of comparable length (:mod:`thinwire.plan.measured`) and is,
 with its 95% interval, as low as is asked for, and that this engine, this optimizer and this memory take. The ranks run
 dense; rank 0 predicts each candidate's step; the ranks run the two that are predicted to be fastest. Weights, moments
-and random numbers are put back after each, so that what follows is bit for bit the run of the method that was chosen,
-had the user named it.
+and random numbers are put back after each, so that what follows is the run of the method that was chosen, had the user
+named it: bit for bit, but that DDP has rebuilt its buckets by then, each of which begins with an r of its own where
+steps are sent (``methods/parts/updates.py``).
 
 No rank chooses from its own clock: a trial's time is that of its slowest rank, and rank 0 hands out the choice.
 """

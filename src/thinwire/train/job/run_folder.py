@@ -168,15 +168,18 @@ def _check_files(path: Path) -> None:
 
     Its first is metrics.jsonl, or, of replicas, which may end before they have metrics and settings, elastic.json.
     """
-    row, launched = "?", (path / ELASTIC).exists()
+    row, launched = "?\n", (path / ELASTIC).exists()
     with contextlib.suppress(FileNotFoundError), (path / "metrics.jsonl").open(errors="replace") as rows:
         row = rows.readline()
-    if not row or '"wall_s"' in row or (path / _PREVIOUS).exists() or any(path.glob("checkpoints/step-*/meta.json")):
+    whole = row.endswith("\n")  # a disk may have been full
+    if not whole or '"wall_s"' in row or (path / _PREVIOUS).exists() or any(path.glob("checkpoints/step-*/meta.json")):
         return
     names = ("checkpoints", *_RUN_FILES[:-2]) if launched else _OF_A_RUN
     there = {found.name for name in names for found in path.glob(name) if not found.is_dir() or any(found.iterdir())}
     if others := ", ".join(sorted(there - {_JOB})):
-        raise ThinwireError(f"--out {path} holds {others}, which no run has written: name another, or move them")
+        raise ThinwireError(
+            f"--out {path} holds {others}, and no metrics.jsonl or checkpoint of a run: name another, or move them"
+        )
 
 
 def _holds_run(path: Path) -> bool:
