@@ -346,8 +346,7 @@ class LocalSteps(Method):
 
     def after_step(self, step: Step) -> None:
         if step.number in (self.first, self.first + 1):  # some optimizers add to their state behind all hooks
-            for name in self.run.weights:
-                list(own_moments(self.run, name))  # refuses what cannot be saved
+            list(own_moments(self.run))  # refuses what cannot be saved
         if step.number >= self.first:
             self._count_step(step)
 
@@ -510,8 +509,8 @@ class LocalSteps(Method):
             return
         for name, weight in self.run.weights.items():
             self.state.keep(OWN_WEIGHT, name, local(weight.detach()))
-            for kind, value in own_moments(self.run, name):
-                self.state.keep(f"{OWN_MOMENT}{kind}", name, value)
+        for kind, name, value in own_moments(self.run):
+            self.state.keep(f"{OWN_MOMENT}{kind}", name, value)
         self.state.keep(OWN_NUMBERS, "", self._numbers.save())
 
     def _drop_saved(self) -> None:
@@ -542,9 +541,10 @@ class LocalSteps(Method):
         for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
             self._ranks_differ |= not torch.equal(saved, anchors[name].detach().to(saved.dtype))
+        holders = self.run.holders
         for kind, name, saved in find_entries(self.state, OWN_MOMENT):
             if kind == OWN_NUMBERS:
                 self._numbers.restore(saved)
                 continue
-            restore_moment(self.run, kind.removeprefix(OWN_MOMENT), name, saved)
+            restore_moment(self.run.weights[name], holders[name], kind.removeprefix(OWN_MOMENT), name, saved)
         self._drop_saved()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, Unsavable
 from thinwire.core.agreement import Agreement
-from thinwire.core.run import Run, Step
+from thinwire.core.run import Holder, Run, Step
 from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
 from thinwire.network.comm import GroupComm, local
 
@@ -92,15 +92,17 @@ def _places(name: str, holder: Any, prefix: str = "") -> Iterator[tuple[str, Any
             )
 
 
-def own_moments(run: Run, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer's state of parameter ``name`` by kind; numbers as 0-dim tensors, int64 or float64."""
-    for kind, holder, key in _places(name, run.holders[name].optimizer.state.get(run.weights[name], {})):
-        value = holder[key]
-        if isinstance(value, Tensor):
-            yield kind, local(value.detach())
-        else:
-            dtype = torch.float64 if isinstance(value, float) else torch.int64
-            yield kind, torch.tensor(value, dtype=dtype, device="cpu")
+def own_moments(run: Run) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (kind, parameter's name, value) of the optimizers' state; numbers as 0-dim tensors, int64 or float64."""
+    holders = run.holders
+    for name, weight in run.weights.items():
+        for kind, holder, key in _places(name, holders[name].optimizer.state.get(weight, {})):
+            value = holder[key]
+            if isinstance(value, Tensor):
+                yield kind, name, local(value.detach())
+            else:
+                dtype = torch.float64 if isinstance(value, float) else torch.int64
+                yield kind, name, torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class OwnNumbers:
@@ -159,34 +161,33 @@ def average_moments(run: Run) -> None:
     comm, held = run.exchange.comm, dict[str, Tensor]()
     assert isinstance(comm, GroupComm)
     with Agreement([GroupComm.aside(comm.group, comm.device)]) as agreement:
-        for name in run.weights:
-            for kind, value in own_moments(run, name):
-                if value.is_floating_point() and not kind.endswith(_NUMBER):
-                    held[f"{kind} of {name}"] = value
-                elif value.dim():
-                    raise ThinwireError(
-                        f"wire.hand_over(): {kind} of {name} is {value.dtype}, and has no mean over the ranks: make a "
-                        f"new {type(run.holders[name].optimizer).__name__} for what follows"
-                    )
+        for kind, name, value in own_moments(run):
+            if value.is_floating_point() and not kind.endswith(_NUMBER):
+                held[f"{kind} of {name}"] = value
+            elif value.dim():
+                raise ThinwireError(
+                    f"wire.hand_over(): {kind} of {name} is {value.dtype}, and has no mean over the ranks: make a "
+                    f"new {type(run.holders[name].optimizer).__name__} for what follows"
+                )
         agreement.compare({f"its optimizer's {key}": str(tuple(value.shape)) for key, value in held.items()})
     for value in held.values():
         mean = comm.all_reduce(value.to(comm.device, torch.float64)).div_(comm.size)
         value.copy_(mean)
 
 
-def restore_moment(run: Run, kind: str, name: str, saved: Tensor) -> None:
-    """Make ``saved`` the ``kind`` of the optimizer's state of parameter ``name``; lists and dicts must be there."""
-    weight, (optimizer, group) = run.weights[name], run.holders[name]
+def restore_moment(weight: Tensor, holder: Holder, kind: str, name: str, saved: Tensor) -> None:
+    """Make ``saved`` the ``kind`` of the state of ``weight``, whose name is ``name``; lists and dicts must be there."""
+    optimizer, group = holder
     moments = optimizer.state[weight]
-    places = {label: (holder, key) for label, holder, key in _places(name, moments)}
+    places = {label: (owner, key) for label, owner, key in _places(name, moments)}
     if "[" in kind and kind not in places:
         raise ThinwireError(
             f"the optimizer's state of {name} has no '{kind.removesuffix(_NUMBER)}': load the optimizer's own state "
             "before the wire's"
         )
-    holder, key = places.get(kind, (moments, kind.removesuffix(_NUMBER)))
+    owner, key = places.get(kind, (moments, kind.removesuffix(_NUMBER)))
     if kind.endswith(_NUMBER):
-        holder[key] = type(holder[key])(saved.item()) if kind in places else saved.item()
+        owner[key] = type(owner[key])(saved.item()) if kind in places else saved.item()
         return
     if kind not in places:
         on_device = saved.dim() > 0 or group.get("capturable") or group.get("fused")
@@ -194,4 +195,4 @@ def restore_moment(run: Run, kind: str, name: str, saved: Tensor) -> None:
             moments[kind] = torch.zeros_like(weight, dtype=saved.dtype, requires_grad=False)
         else:
             moments[kind] = saved.clone() if on_device else saved.cpu()
-    local(holder[key]).copy_(saved)
+    local(owner[key]).copy_(saved)
