@@ -728,7 +728,7 @@ class Wire:
 
         Args:
             state: this rank's state; with ``resize``, the states of all ranks that saved, merged in one mapping. Each
-                value of it is looked up once.
+                value of it is looked up once, but for headers ("about").
             resize: how to treat what waits if another number of ranks, or another engine, saved the state.
                 "redistribute": every rank takes the mean of it, which contributes as much to the next mean as before.
                 "flush": the same, and the next step is dense and delivers it (:meth:`flush`). "reset": it is dropped,
