@@ -411,9 +411,8 @@ class Wire:
     def plan(self) -> Plan:
         engine, guard = self.engine, self._guard
         return Plan(
-            self._road, self._run, engine.kind, engine.wire_dtype, layout=engine.layout,
-            guards=guard.comms if guard.enabled else (),
-        )  # fmt: skip
+            self._road, self._run, engine.kind, layout=engine.layout, guards=guard.comms if guard.enabled else ()
+        )
 
     def _renew(self, header: Header, run: Run) -> None:
         """Go on in another membership."""

@@ -284,7 +284,7 @@ def test_a_road_gives_the_mean_and_counts_what_dense_would_send(topology, size, 
             mean = road.reduce(flat, engine.pieces, out)
             if mean is not (flat if out is None else out):
                 wrong.append("returned")
-            sent = sum(road.dense_bytes(of, dtype) for of in engine.parameters.values())
+            sent = sum(road.dense_bytes(replace(of, dtype=dtype)) for of in engine.parameters.values())
             if engine.ledger.current.dense_bytes != pytest.approx(sent) or not sent:
                 wrong.append(f"{dtype}: counted {engine.ledger.current.dense_bytes}, not {sent}")
             engine.ledger.close_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import warnings
@@ -19,10 +20,12 @@ import thinwire
 from breadth import dealt, spread
 from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
+from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.core.road import Stage
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.network.comm import GroupComm
+from thinwire.proof.record import small
 from threaded import entries
 
 METHODS = [
@@ -232,6 +235,47 @@ def test_bf16_models_and_mixed_precision(kind, world):
             assert apart < 0.03, method  # one bf16 rounding of the logits
             if method == "dense":
                 assert identical
+
+
+def _unlike_policies(rank, world, kind):
+    """Blocks and root of unlike dtypes: what the plan says, what is sent, and the dtypes of the buffers."""
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reduce, found = Stage.reduce, []
+    # The others send more or less in some steps than in others (TAGC by its sketch's buckets).
+    alike = [cls for cls in methods.TABLE if kind in cls.engines and small(cls).card.steady_steps == {0: 1.0}]
+    alike = [cls for cls in alike if cls.name != "tagc"]
+    cases = itertools.product(alike, ((narrow, wide), (wide, narrow), (narrow, MixedPrecisionPolicy())))
+    for cls, (blocks, root) in dealt(cases, kind, ("fsdp2", "hsdp", "")):
+        model = build(kind, world, policy=blocks, root=root, reshard_after_forward=False)
+        optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+        wire = thinwire.compress(model, optimizer, small(cls), steps=60)
+        handed = {}
+
+        def spy(stage, flat, pieces, out, handed=handed):
+            handed.update((piece.name, flat.dtype) for piece in pieces)
+            reduce(stage, flat, pieces, out)
+
+        with mock.patch.object(Stage, "reduce", spy):
+            train(model, optimizer, rank, [0], wire)
+            wire.reset_stats()  # the first step of a method that keeps state may send more
+            train(model, optimizer, rank, [1, 2], wire)
+        plan, layout, stats = wire.plan, wire.engine.layout(), wire.ledger.stats()
+        laid = {p.name: dtype for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True) for p in pieces}
+        sent = sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"]
+        more = sent - plan.wire_bytes, stats["dense_bytes_per_step"] - plan.dense_weight_bytes - plan.dense_bytes
+        found.append((cls.name, *more, laid == handed, len({*laid.values()})))
+        wire.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+def test_modules_of_unlike_policies_are_planned_and_laid_out_as_they_are_sent(kind, world):
+    for found in ranks.run(_unlike_policies, world, kind):
+        assert len(found) > 5
+        for method, more, more_dense, as_laid, dtypes in found:
+            assert abs(more) < 1e-6 and abs(more_dense) < 1e-6, method
+            assert as_laid and dtypes == 2, method
 
 
 def _accumulate(rank, world, kind):

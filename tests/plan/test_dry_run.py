@@ -34,7 +34,7 @@ def run_dry(method: Method, kind: str, size: int, watch: Watch | None = None) ->
     parameters = parameters_for(exchange, SHAPES).values()
     run = stand_in_run(method, parameters, exchange)
     road = road_of(method, parameters, exchange)
-    return dry_run(separate_buffers(parameters, road, None), road, run, watch=watch)
+    return dry_run(separate_buffers(parameters, road), road, run, watch=watch)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,11 +22,15 @@ def build(
     *,
     net: Callable[[], nn.Module] = lambda: Net(layers=1),
     policy: MixedPrecisionPolicy | None = None,
+    root: MixedPrecisionPolicy | None = None,
     prepare: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
     **options,
 ) -> nn.Module:
-    """The same initial weights on every rank, wrapped for ``kind``: ddp, fsdp2, fsdp2-keep (no resharding), hsdp."""
+    """The same initial weights on every rank, wrapped for ``kind``: ddp, fsdp2, fsdp2-keep (no resharding), hsdp.
+
+    ``policy``: of all modules; ``root``: of the root module, if another.
+    """
     torch.default_generator.manual_seed(0)  # torch.manual_seed seeds devices that are not there, which takes longer
     model = net() if device == "cpu" else net().to(device)
     prepare(model)
@@ -43,7 +47,7 @@ def build(
         options["mp_policy"] = policy
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **(options if root is None else {**options, "mp_policy": root}))
 
 
 def adamw(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:

@@ -53,7 +53,6 @@ class Engine:
         comms: the groups on which ranks agree whether a step counts. beside: those of them whose ranks hold other parts
             of the parameters for another reason than data parallelism.
         rank: this process's number among the data-parallel ones.
-        wire_dtype: the dtype of the engine's buffers; None: that of the parameters.
         gathers: dtypes in which sharded weights are gathered; empty where they are not sharded.
         exchanges: False where torch leaves out what a single rank would exchange with itself, so we are never called.
         void: has the step under way failed, as a replica was lost?
@@ -68,7 +67,6 @@ class Engine:
     comms: list[Comm]
     beside: Sequence[GroupComm] = ()
     rank: int
-    wire_dtype: torch.dtype | None = None
     gathers: frozenset[torch.dtype] = frozenset()
     exchanges = True
     void = False

@@ -298,12 +298,13 @@ class Road:
             return Piece(parameter.name, 0, parameter.local * entry.ranks, entry.ranks, parameter.local)
         return Piece(parameter.name, 0, math.prod(parameter.rank_shape))
 
-    def dense_bytes(self, parameter: Parameter, dtype: torch.dtype) -> float:
+    def dense_bytes(self, parameter: Parameter) -> float:
         """Count the bytes that the engine without us would send of ``parameter``."""
         if self.levels is not None:
-            return dense_bytes(self.levels.stock, self.piece(parameter).numel, dtype)
+            return dense_bytes(self.levels.stock, self.piece(parameter).numel, parameter.dtype)
         hops = [stage.exchange for stage in self.stages]
-        return sum(dense_bytes(hop, parameter.local * (hop.ranks if hop.owner else 1), dtype) for hop in hops)
+        numels = (parameter.local * (hop.ranks if hop.owner else 1) for hop in hops)
+        return sum(dense_bytes(hop, numel, parameter.dtype) for hop, numel in zip(hops, numels, strict=True))
 
 
 def shard_of(pieces: Pieces) -> Pieces:

@@ -19,6 +19,7 @@ from thinwire.core.exchange import Exchange
 class Parameter:
     """A trained parameter.
 
+    ``dtype`` is that of the engine's buffer in which its gradient travels.
     ``local`` is the number of elements of its shard with the engine's padding (``numel`` if nothing is sharded).
     ``rank_shape`` is its shape on this rank before data parallelism shards it: ``shape``, or a tensor-parallel part.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -107,9 +108,14 @@ class FSDP2(ShardedEngine):
             id(fsdp_param.sharded_param): (tuple(fsdp_param._orig_size), tuple(fsdp_param.padded_sharded_param_size))
             for fsdp_param in self.fsdp_params
         }
-        self.parameters = describe(self.model, shards)
+        dtypes = {
+            id(fsdp_param.sharded_param): self._reduce_dtype(group) or fsdp_param.sharded_param.dtype
+            for _, group in self.groups
+            for fsdp_param in group.fsdp_params
+        }
+        described = describe(self.model, shards)
+        self.parameters = {key: replace(parameter, dtype=dtypes[key]) for key, parameter in described.items()}
         info = self.groups[0][1].mesh_info
-        self.wire_dtype = self._reduce_dtype(self.groups[0][1])
         shard = self.comm(info.shard_process_group)
         if shard.device.type == "cuda" and shard.size > 1 and shard.reduce_scatter_is_all_reduce:  # by gloo
             raise ThinwireError(
@@ -231,7 +237,7 @@ class FSDP2(ShardedEngine):
             params = link.in_order()
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
                 buffers.append(link.pieces_of(trained))
-                dtypes.append(self.wire_dtype or trained[0].sharded_param.dtype)
+                dtypes.append(self.parameters[id(trained[0].sharded_param)].dtype)
             dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
             shards.append(link.shard(dtype))
         sizes = [sum(of.numel for of in pieces) * dtype.itemsize for pieces, dtype in zip(buffers, dtypes, strict=True)]

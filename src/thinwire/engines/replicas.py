@@ -86,8 +86,8 @@ class Replicas(Engine):
         self._watches: list[RemovableHandle] = []
         self._joins_round = False  # was this replica away, and are the others at the end of a round?
         self._buffers: list[tuple[torch.dtype, list[Tensor], tuple[Piece, ...]]] = []
-        for dtype in dict.fromkeys(self.wire_dtype or weight.dtype for weight in self._weights):
-            weights = [weight for weight in self._weights if (self.wire_dtype or weight.dtype) == dtype]
+        for dtype in dict.fromkeys(self.parameters[id(weight)].dtype for weight in self._weights):
+            weights = [weight for weight in self._weights if self.parameters[id(weight)].dtype == dtype]
             described = [self.parameters[id(weight)] for weight in weights]
             *offsets, _ = itertools.accumulate((parameter.local for parameter in described), initial=0)
             pieces = [Piece(of.name, start, of.local) for of, start in zip(described, offsets, strict=True)]

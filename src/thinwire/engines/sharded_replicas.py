@@ -41,7 +41,7 @@ class ShardedReplicas(Replicas):
         self.sharded = FSDP2(model, method, ledger, two_level=False, meet=meet)
         self.model, self.members, self.across = model, members, across
         self.parameters, self.rank = self.sharded.parameters, self.sharded.rank
-        self.wire_dtype, self.gathers = self.sharded.wire_dtype, self.sharded.gathers
+        self.gathers = self.sharded.gathers
         self.inside, self.comms = self.sharded.comms, [*self.sharded.comms, across]
         self.hops = (*self.sharded.hops, AllReduce(across, divide="after"))
         self._prepare()

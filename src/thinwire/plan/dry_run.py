@@ -224,8 +224,8 @@ def _move(device: torch.device) -> None:
         bucket.copies.unpack(rows, flat)
 
 
-def separate_buffers(parameters: Collection[Parameter], road: Road, dtype: torch.dtype | None) -> Layout:
-    """Make a layout with one buffer for each of ``parameters``. ``dtype``: of all buffers; None: as the parameters."""
+def separate_buffers(parameters: Collection[Parameter], road: Road, dtype: torch.dtype | None = None) -> Layout:
+    """Make a layout with one buffer for each of ``parameters``, in ``dtype``; None: in each parameter's own."""
     buffers = [(road.piece(parameter),) for parameter in parameters]
     return Layout(buffers, [dtype or parameter.dtype for parameter in parameters])
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import columns, fold
@@ -87,7 +85,6 @@ class Plan:
         road: Road,
         run: Run,
         engine: str = "ddp",
-        wire_dtype: torch.dtype | None = None,
         *,
         layout: Callable[[], Layout] | None = None,
         guards: Sequence[Comm] = (),
@@ -95,13 +92,13 @@ class Plan:
         """Make the plan. A dry run finds out bytes and memory when they are first read.
 
         Args:
-            run: of the method. wire_dtype: of the engine's buffers; None: as the parameters.
+            run: of the method.
             layout: of the engine; None: the plan knows neither memory nor bytes for weights.
             guards: the groups on which ranks agree whether a step counts.
         """
         method = road.last.method
         self.method, self.engine = str(method), engine
-        self._road, self._run, self._wire_dtype, self._layout, self._guards = road, run, wire_dtype, layout, guards
+        self._road, self._run, self._layout, self._guards = road, run, layout, guards
         self.ranks = math.prod(stage.exchange.ranks for stage in road.stages)
         self._parameters = list(run.parameters.values())
         self._values = max(sum(parameter.numel for parameter in self._parameters), 1)
@@ -118,10 +115,7 @@ class Plan:
     def rows(self) -> list[Row]:
         """A row for each trainable parameter."""
         sent = self._by_parameter.parameters
-        return [
-            Row(p, self._reasons[p.name], sent[p.name], self._road.dense_bytes(p, self._wire_dtype or p.dtype))
-            for p in self._parameters
-        ]
+        return [Row(p, self._reasons[p.name], sent[p.name], self._road.dense_bytes(p)) for p in self._parameters]
 
     @functools.cached_property
     def wire_bytes(self) -> float:
@@ -140,7 +134,7 @@ class Plan:
     def bucket_cap_mb(self) -> float | None:
         if self.engine != "ddp" or self.compressed is None or not self._road.last.method.rank_equal:
             return None
-        gradients = sum(p.numel * (self._wire_dtype or p.dtype).itemsize for p in self._parameters)
+        gradients = sum(p.numel * p.dtype.itemsize for p in self._parameters)
         minimum = MIN_SENT * gradients / self.wire_bytes if self.wire_bytes else math.inf
         return max(round(min(max(gradients / BUCKETS, minimum) / MB, MAX_MB), 1), 0.1)
 
@@ -166,7 +160,7 @@ class Plan:
 
     @functools.cached_property
     def _by_parameter(self) -> DryRun:
-        layout = separate_buffers(self._parameters, self._road, self._wire_dtype)
+        layout = separate_buffers(self._parameters, self._road)
         return dry_run(layout, self._road, self._run, self._guards)
 
     @functools.cached_property
@@ -180,7 +174,7 @@ class Plan:
         if not (last.method.card.grows_with_ranks and sent and replicates):
             return None
         largest, ranks = max(sent, key=lambda parameter: parameter.numel), self.ranks
-        layout = separate_buffers([largest], self._road, self._wire_dtype)
+        layout = separate_buffers([largest], self._road)
 
         def largest_bytes(size: int) -> float:
             exchange = on_comm(last.exchange, CountingComm(0, range(size), Ledger()))
@@ -188,7 +182,7 @@ class Plan:
             return dry.parameters[largest.name] * size / (size - 1)
 
         single, double = largest_bytes(ranks), largest_bytes(2 * ranks)
-        dense = self._road.dense_bytes(largest, self._wire_dtype or largest.dtype) * ranks / (ranks - 1)
+        dense = self._road.dense_bytes(largest) * ranks / (ranks - 1)
         return max(int((dense - 2 * single + double) / (double - single) * ranks) + 1, 2)
 
     @property
