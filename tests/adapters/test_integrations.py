@@ -209,7 +209,8 @@ def _stopped_in_trainer(rank: int, world: int, folder: str) -> tuple[list[float]
     return flat(trainer.model).tolist(), [str(word.message) for word in caught if word.category is ThinwireWarning]
 
 
-def _stopped_in_lightning(rank: int, world: int, folder: str) -> tuple[list[float], list[str]]:
+def _stopped_in_lightning(rank: int, world: int, folder: str, averages: bool = False) -> tuple[list[float], list[str]]:
+    """``averages``: to the run's end, where a callback puts each rank's own average in place of the weights."""
     launched(rank, world)
     import lightning.pytorch as pl
 
@@ -221,7 +222,7 @@ def _stopped_in_lightning(rank: int, world: int, folder: str) -> tuple[list[floa
             self.net = net()
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            self.trainer.should_stop = index == 5
+            self.trainer.should_stop = index == 5 and not averages
             return loss_of(self.net, index, self.global_rank)
 
         def validation_step(self, batch: Tensor, index: int) -> Tensor:
@@ -230,9 +231,22 @@ def _stopped_in_lightning(rank: int, world: int, folder: str) -> tuple[list[floa
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
+    class Average(pl.Callback):
+        """As EMAWeightAveraging, and as StochasticWeightAveraging, do it."""
+
+        def __init__(self) -> None:
+            self.average: Any = None
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: object) -> None:
+            self.average = self.average or torch.optim.swa_utils.AveragedModel(module)
+            self.average.update_parameters(module)
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            module.load_state_dict(self.average.module.state_dict())
+
     trainer = pl.Trainer(
         accelerator="cpu", devices=world, strategy=(strategy := ThinwireStrategy("local-steps(every=4)")),
-        max_steps=STEPS, val_check_interval=2, limit_val_batches=1,
+        max_steps=STEPS, val_check_interval=2, limit_val_batches=1, callbacks=[Average()] if averages else [],
         logger=False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, default_root_dir=folder,
     )  # fmt: skip
@@ -240,7 +254,7 @@ def _stopped_in_lightning(rank: int, world: int, folder: str) -> tuple[list[floa
         warnings.simplefilter("always")
         data = torch.utils.data.DataLoader(Batches(), batch_size=1)
         trainer.fit(module := Module(), data, data)
-    assert strategy.wire.step == 6
+    assert strategy.wire.step == (STEPS if averages else 6)
     said = [str(word.message) for word in caught if word.category is ThinwireWarning]
     return flat(module).tolist(), said
 
@@ -258,6 +272,12 @@ def test_ranks_that_step_alone_meet_where_a_framework_stops_inside_a_round(tmp_p
     assert not silent
     # Of steps 2, 4 and 6, and at the end: 4 ends a round.
     assert len(said) == 2 and all("evaluated inside a round of local-steps" in line for line in said)
+
+
+@needs("lightning")
+def test_a_callback_that_averages_the_weights_of_ranks_that_step_alone_leaves_them_equal(tmp_path):
+    (one, _), (other, _) = ranks.run(_stopped_in_lightning, 2, str(tmp_path), True, warm="warm_frameworks")
+    assert one == other
 
 
 def _fsdp1(rank: int, world: int) -> tuple[str, list[str]]:

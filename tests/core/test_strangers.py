@@ -968,7 +968,8 @@ def test_a_parameter_that_some_ranks_alone_use_is_named_where_ranks_are_compared
 
 
 def _layer_anew(rank, world, kind):
-    """How often a layer is said to be replaced: drawn anew; in the same way, but the user resets; a little changed."""
+    """How often weights are said to be replaced: a layer drawn anew; in the same way, but the user resets; a little
+    changed; all weights there and back again, as ScheduleFree's eval and train take them."""
     said = {}
     for name in dealt(NAMES, kind):
         if kind not in BY_NAME[name].engines or not BY_NAME[name]().card.keeps_state:
@@ -976,7 +977,7 @@ def _layer_anew(rank, world, kind):
         model, optimizer, wire = begun(kind, world, name)
         layer = wire._step_loop.weights["head.weight"]
         told = said[name] = {}
-        for case in ("little", "reset", "anew", "again"):
+        for case in ("little", "reset", "back", "anew", "again"):
             with warnings.catch_warnings(record=True) as heard:
                 warnings.simplefilter("always")
                 for step in range(2):
@@ -985,10 +986,14 @@ def _layer_anew(rank, world, kind):
                     optimizer.zero_grad()
                     if step == 0:
                         with torch.no_grad():
-                            layer.mul_(0.9 if case == "little" else 0)
+                            if case == "back":
+                                for weight in model.parameters():
+                                    weight.mul_(1.1).mul_(1 / 1.1)
+                            else:
+                                layer.mul_(0.9 if case == "little" else 0)
                         if case == "reset":
                             wire.reset()
-            told[case] = sum("some weights were replaced" in str(warning.message) for warning in heard)
+            told[case] = sum("weights were replaced" in str(warning.message) for warning in heard)
         wire.close()
     return said
 
@@ -998,4 +1003,4 @@ def test_a_layer_that_begins_anew_is_warned_of_once(kind, world):
     for said in ranks.run(_layer_anew, world, kind):
         assert said
         for name, told in said.items():
-            assert told == {"little": 0, "reset": 0, "anew": 1, "again": 0}, (name, told)
+            assert told == {"little": 0, "reset": 0, "back": 0, "anew": 1, "again": 0}, (name, told)

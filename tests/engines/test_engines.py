@@ -577,7 +577,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
 def _divided(rank, world, kind, method):
     """The loss of a step divided by all of its tokens, and the gradients summed: torchtitan trains so."""
     found = []
-    for factor in (None, 1.0, 4.0):
+    for factor in (None, 1.0, 4.0, 3.0):
         model = build(kind, world)
         if factor is not None:
             for module in model.modules():
@@ -588,10 +588,11 @@ def _divided(rank, world, kind, method):
         train(model, optimizer, rank, range(4), wire, loss=lambda *of, f=factor: loss_of(*of) * ((f or world) / world))
         found.append(flat(model))
         wire.close()
-    return [torch.equal(of, found[0]) for of in found]
+    *exact, rounded = [float((weights - found[0]).abs().max()) for weights in found]
+    return [apart == 0 for apart in exact] + [rounded < 1e-3]  # where int8 rounds a value the other way
 
 
-@pytest.mark.parametrize(("kind", "world"), spread(2, [("fsdp2", 2), ("hsdp-1", 2), ("hsdp", 4)]))
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp-1", 2), ("hsdp", 4)])
 def test_the_sum_may_be_divided_by_any_number(kind, world):
     """By a power of two nothing is rounded."""
     assert all(all(equal) for equal in ranks.run(_divided, world, kind, "int8(smallest=100, feedback='gradients')"))

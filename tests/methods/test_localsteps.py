@@ -940,12 +940,21 @@ def test_on_another_number_of_ranks_each_goes_on_from_the_mean_of_their_weights(
         assert np.abs(resumed - mean).max() < 1e-6 and equal
 
 
+class TwoModes(torch.optim.AdamW):
+    """As ScheduleFree: what is evaluated is made of the weights and of the optimizer's state."""
+
+    def eval(self) -> None: ...
+
+
 def _refused(rank: int, world: int) -> list[str]:
     found = []
-    for kind, options in (("fsdp2", {}), ("ddp", {"two_level": True}), ("ddp", {"scaler": torch.amp.GradScaler("cpu")}),
-                          ("ddp", {"sgd": True})):  # fmt: skip
+    for kind, optimizer_class, options in (
+        ("fsdp2", torch.optim.AdamW, {}), ("ddp", torch.optim.AdamW, {"two_level": True}),
+        ("ddp", torch.optim.AdamW, {"scaler": torch.amp.GradScaler("cpu")}), ("ddp", torch.optim.SGD, {}),
+        ("ddp", TwoModes, {}),
+    ):  # fmt: skip
         model = build(kind, world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if options.pop("sgd", False) else adam(model)
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
         try:
             thinwire.compress(model, optimizer, method_of(second_moment="mean"), **options)
         except ThinwireError as error:
@@ -954,10 +963,11 @@ def _refused(rank: int, world: int) -> list[str]:
 
 
 def test_what_an_engine_cannot_do_is_refused_by_name():
-    fsdp2, levels, scaler, adamless = ranks.run(_refused, 4, LOCAL_WORLD_SIZE="2")[0]
+    fsdp2, levels, scaler, adamless, modes = ranks.run(_refused, 4, LOCAL_WORLD_SIZE="2")[0]
     assert "fsdp2" in fsdp2 and "('replicate', 'shard') mesh (HSDP)" in fsdp2
     assert "works on one level only" in levels and "bfloat16" in scaler and "AdamW" in adamless
-    assert all("\n" not in line for line in (fsdp2, levels, scaler, adamless))
+    assert "TwoModes.eval() makes the weights" in modes
+    assert all("\n" not in line for line in (fsdp2, levels, scaler, adamless, modes))
 
 
 def _closed(rank, world, kind):

@@ -192,3 +192,19 @@ def test_the_double_of_an_optimizer_with_a_schedule_steps_in_its_place():
     step_once(double, {})
     assert not stepped and not optimizer.state and weight.tolist() == [1.0] * 3
     assert set(double.state[twin]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fast_beta2_is_named_where_each_rank_divides_its_steps_by_its_own_second_moments(name):
+    method, exchange = resolve(name), exchange_of("ddp", 4)
+    parameters = list(parameters_for(exchange, {"w": (512, 512)}).values())
+    for beta2 in (0.95, 0.99):
+        run = stand_in_run(method, parameters, exchange)
+        for group in run.optimizers[0].param_groups:
+            if "betas" in group:
+                group["betas"] = (0.9, beta2)
+        method.begin(run)
+        own = method.card.step_maker is not None and "betas" in run.holders["w"].group
+        named = "beta2 0.95 each rank's own" in " ".join(str(plan_of(method, parameters, exchange)).split())
+        assert named == (own and beta2 == 0.95)
+    assert own or name not in ("trickle", "topk", "powersgd", "tagc")

@@ -866,9 +866,14 @@ def _ranks_of(launcher: int) -> list[int]:
 
 SLEEPING = """
 import sys
+from thinwire.cli import program
 from thinwire.train.cli import start_ranks
+
 sys.executable = sys.argv[1]
-sys.exit(start_ranks([], 2, 2))
+sleep = lambda arguments: start_ranks([], 2, 2)
+sys.modules["sleep"] = sys.modules["__main__"]
+program.COMMANDS["sleep"] = ("sleep:sleep", "")
+sys.exit(program.main(["sleep"]))
 """
 
 
@@ -876,7 +881,7 @@ def _all_sleep(ranks: list[int]) -> bool:
     return len(ranks) == 2 and all(Path(f"/proc/{rank}/comm").read_text() == "sleep\n" for rank in ranks)
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL", "rank dies"])
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGTERM twice", "SIGKILL", "rank dies"])
 def test_nothing_is_left_behind(tmp_path, text, how):
     """The program itself where its own handling of Ctrl-C matters; elsewhere ranks that only sleep, under
     the same launcher: three processes need not import torch for that."""
@@ -887,12 +892,13 @@ def test_nothing_is_left_behind(tmp_path, text, how):
     ]  # fmt: skip
     if not real:
         rank = tmp_path / "rank"
-        rank.write_text("#!/bin/sh\nexec sleep 600 >/dev/null 2>&1\n")
+        ignores = "trap '' TERM\n" if how == "SIGTERM twice" else ""
+        rank.write_text(f"#!/bin/sh\n{ignores}exec sleep 600 >/dev/null 2>&1\n")
         rank.chmod(0o755)
         words = ["-c", SLEEPING, str(rank)]
     launcher = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if how == "SIGTERM" else signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if "SIGTERM" in how else signal.SIG_DFL),
     )  # fmt: skip
     try:
         metrics = tmp_path / "run/metrics.jsonl"
@@ -907,9 +913,14 @@ def test_nothing_is_left_behind(tmp_path, text, how):
         if how == "rank dies":
             os.kill(ranks[1], signal.SIGKILL)
         else:
-            launcher.send_signal(getattr(signal, how))
+            launcher.send_signal(getattr(signal, how.removesuffix(" twice")))
+        if how == "SIGTERM twice":
+            with pytest.raises(subprocess.TimeoutExpired):
+                launcher.wait(timeout=0.5)
+            launcher.send_signal(signal.SIGTERM)
         status = launcher.wait(timeout=60 * PATIENCE)
-        assert status == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9, "rank dies": status or 1}[how]
+        statuses = {"SIGINT": 130, "SIGTERM": 143, "SIGTERM twice": 143, "SIGKILL": -9, "rank dies": status or 1}
+        assert status == statuses[how]
         assert (tmp_path / "run/checkpoints/latest").exists() == (how == "SIGINT")
         deadline = time.monotonic() + 60 * PATIENCE
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):

@@ -84,11 +84,12 @@ def load(wire: Wire, folder: Path) -> None:
 
 
 def meet(wire: Wire) -> None:
-    """Give ranks that step alone the mean of their weights, unless the run's last step has done so. Collective.
+    """Give ranks that step alone the mean of their weights. Collective.
 
-    A framework may stop inside a round, and keeps the weights of rank 0.
+    A framework may stop inside a round, or its callbacks put averages of each rank's own in place of the weights with
+    which the last round ended; and it keeps the weights of rank 0.
     """
-    if wire.method.card.alone(wire._road.step) and wire.step != wire._run.steps:
+    if wire.method.card.alone(wire._road.step):
         wire.reset()
 
 

@@ -70,10 +70,11 @@ def _run(argv: list[str]) -> int:
             raise
         say(f"thinwire: {in_one_line(error)}", sys.stderr)
         return getattr(error, "status", ThinwireError.status)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        number = signal.Signals(*stop.args[:1] or [signal.SIGINT])
         begin_line(sys.stderr)
-        say("thinwire: interrupted", sys.stderr)
-        return 128 + signal.SIGINT
+        say("thinwire: interrupted" + f" by {number.name}" * (number != signal.SIGINT), sys.stderr)
+        return 128 + number
 
 
 def run_command(argv: list[str]) -> int:

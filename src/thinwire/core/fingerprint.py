@@ -19,6 +19,8 @@ from thinwire.network.comm import local
 
 SAMPLES = 64
 """The number of values of a weight that are compared."""
+ROUNDINGS = 2e-6
+"""A change of a sample by less than this share of its weight's largest is rounding: some units in fp32's last place."""
 
 
 class Fingerprint:
@@ -46,22 +48,19 @@ class Fingerprint:
     def replaced(self, *, some: bool) -> Literal["", "some", "most"]:
         """Say whether samples of "most" weights have changed, or of "some" by half of their norm. Waits for the device.
 
-        A weight decay or a projection of the user's own changes a weight by less. ``some``: is that asked, too?
+        A weight decay or a projection of the user's own changes a weight by less, and a way to other weights and back
+        (ScheduleFree's eval and train) by some roundings. ``some``: is that asked, too?
         """
-        actual = self._samples()
-        differing = self._differing(actual)
-        if not bool(differing.any()):
+        actual, expected = self._samples(), self._reference
+        if expected is None or not bool(self._differing(actual).any()):
             return ""
-        assert self._reference is not None
         sizes = [min(SAMPLES, local(weight).numel()) for weight in self._weights()]
-        counted = [index for index, size in enumerate(sizes) if size]
-        parts = differing.cpu().split(sizes)
-        changed = [index for index in counted if bool(parts[index].any())]
-        if len(changed) > 0.5 * len(counted):
+        new, old = actual.cpu().float().split(sizes), expected.cpu().float().split(sizes)
+        pairs = [(before, after - before) for before, after in zip(old, new, strict=True) if len(before)]
+        moved = [(old, by) for old, by in pairs if not bool(by.abs().max() <= ROUNDINGS * old.abs().max())]  # NaN has
+        if len(moved) > 0.5 * len(pairs):
             return "most"
-        new, old = actual.split(sizes), self._reference.split(sizes)
-        moved = (some and 2 * (new[at].float() - old[at].float()).norm() > old[at].float().norm() for at in changed)
-        return "some" if any(moved) else ""
+        return "some" if some and any(2 * by.norm() > old.norm() for old, by in moved) else ""
 
     def _differing(self, actual: Tensor) -> Tensor:
         """Compare with ``take``: (samples,) bool, empty if nothing was taken or the weights have moved."""

@@ -324,8 +324,11 @@ class GroupLink:
         name = self.engine.names.get(id(fsdp_param.sharded_param))
         return clean_name(fsdp_param._param_fqn) if name is None else name  # torch's name if the object was replaced
 
-    def verify(self, flat: Tensor) -> tuple[Piece, ...]:
-        """Return the pieces of ``flat``. For a set of parameters that is new, check where the values lie."""
+    def verify(self, flat: Tensor, divisor: float = 1.0) -> tuple[Piece, ...]:
+        """Return the pieces of ``flat``. For a set of parameters that is new, check where the values lie.
+
+        ``divisor``: ``flat`` holds the gradients divided by it.
+        """
         expected, self._expected = self._expected, None
         pieces, ranks = self.pieces, self._ranks
         if sum(piece.numel for piece in pieces) != flat.numel():
@@ -338,7 +341,8 @@ class GroupLink:
             if gradient.dim() == 0 or fsdp_param.fsdp_placement.dim != 0:
                 continue
             block = rows[:, piece.offset : piece.offset + piece.numel // ranks].reshape(-1)[: gradient.numel()]
-            if not torch.equal(block.nan_to_num(), gradient.reshape(-1).to(flat.dtype).nan_to_num()):
+            divided = gradient.reshape(-1).to(flat.dtype) / divisor
+            if not torch.equal(block.nan_to_num(), divided.nan_to_num()):
                 raise ThinwireError(f"FSDP2 stores {piece.name} in a layout that Thinwire does not know")
         return pieces
 
@@ -354,11 +358,9 @@ class GroupLink:
             devices.keep(shard)  # torch 2.11 to 2.13 release the buffer while this stream still reads it
             inter = shard_of(self.pieces)
             if self._ranks == 1:  # torch skips the reduce-scatter if one rank has the whole shard
-                if self.divisor is not None:  # torch has already divided
-                    shard.mul_(self.divisor)
-                self.verify(shard)
+                self.verify(shard, self.divisor or 1.0)  # by which torch has already divided
                 if self.divisor is not None:
-                    shard.mul_(self.engine.ranks / self.divisor)
+                    shard.mul_(self.engine.ranks)
                 self.step_loop.enter([piece.name for piece in inter])
             self.exchange(inter, lambda: stage.reduce(shard, inter, shard), shard)
 

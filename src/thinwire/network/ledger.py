@@ -224,8 +224,8 @@ class Ledger:
     def stats(self, *, last: bool = False, round_steps: int = 1) -> dict:
         """Report mean bytes and median times per step since the last :meth:`reset`, or of the ``last`` step alone.
 
-        Medians, over at most ``WINDOW`` steps, because the first step also compiles kernels and fills caches. They are
-        of the means of rounds of ``round_steps`` steps. Of stages that were not measured in the ``last`` step, times
+        Medians, over at most ``WINDOW`` steps without the first two, which compile kernels and fill caches. They are of
+        the means of rounds of ``round_steps`` steps. Of stages that were not measured in the ``last`` step, times
         are of the last step in which they were.
         """
         total, steps = (self.last, [self.last]) if last else (self.total, list(self.steps))
@@ -233,16 +233,14 @@ class Ledger:
         for step in [*steps, *timed]:
             step.read_events(wait=True)
         divisor = max(total.steps, 1)
+        seconds = {kind: [step.seconds[kind] for step in (steps if kind == "exposed" else timed)] for kind in KINDS}
         return {
             "steps": total.steps,
             "skipped": total.skipped,
             "wire_bytes_per_step": {link: total.bytes[link] / divisor for link in LINKS},
             "weight_bytes_per_step": total.weight_bytes / divisor,
             "dense_bytes_per_step": total.dense_bytes / divisor,
-            **{
-                f"{kind}_ms": 1e3 * statistics.median(whole_rounds([step.seconds[kind] for step in kept], round_steps))
-                for kind, kept in zip(KINDS, (timed, timed, timed, steps), strict=True)
-            },
+            **{f"{kind}_ms": 1e3 * statistics.median(settled_rounds(seconds[kind], round_steps)) for kind in KINDS},
         }
 
 

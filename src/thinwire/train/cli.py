@@ -161,7 +161,7 @@ class Children:
     def pass_on(self, number: int, frame: object) -> None:
         """Pass a first signal on to the ranks; end this process, and so them, at a second one."""
         if self.number:
-            raise KeyboardInterrupt  # the ranks are ended on the way out
+            raise KeyboardInterrupt(number)  # the ranks are ended on the way out
         self.number, self._came = number, time.monotonic()
         begin_line(sys.stderr)
         for process in self.processes:

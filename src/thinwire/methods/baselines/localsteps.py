@@ -235,6 +235,12 @@ class LocalSteps(Method):
             raise ThinwireError(NO_SCALER.format(name=self.name))
         if self.second_moment == "mean":
             check_adam(self.name, run)
+        for optimizer in run.optimizers:
+            if callable(getattr(optimizer, "eval", None)):
+                raise ThinwireError(
+                    f"{self.name}: {type(optimizer).__name__}.eval() makes the weights to evaluate and to save from a "
+                    "state that each rank would have of its own: take AdamW and a schedule, or another method"
+                )
         if run.exchange.comm.elastic and (self.fragments > 1 or self.delay):
             raise ThinwireError(
                 f"{self.name}: fragments and delay are for a fixed number of ranks: leave them out where replicas come "
