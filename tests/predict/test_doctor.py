@@ -281,10 +281,11 @@ def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
     )  # fmt: skip
     doctor_of_one = object.__new__(examination.Examination)
     doctor_of_one._ranks = None
-    for seconds, first in ((0.65, 0.02), (0.1, 0.6)):
+    for seconds, told in ((0.65, 0), (0.1, 1)):  # also where it took longer than there was time
+        doctor_of_one.notes = []
         taken = iter(StepTimes(step, 0.0, step, 0.0) for step in (0.6, *[0.02] * 100))
         found = doctor_of_one._steps(trial_of_one, "none", seconds)
-        assert found.issuing == first and set(found.steps) == {first}
+        assert found.issuing == 0.02 and set(found.steps) == {0.02} and len(doctor_of_one.notes) == told
 
 
 def test_a_job_that_compiles_its_model_is_measured_compiled(monkeypatch):

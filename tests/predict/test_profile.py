@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+import pretrained_models
 from thinwire.base.errors import ThinwireError
-from thinwire.predict.profile import profile_of
+from thinwire.cli.simulate import load_model
+from thinwire.predict.forecast import on_meta
+from thinwire.predict.profile import MORE_FLOPS, profile_of
 from thinwire.train.model.decoder import Decoder
+from thinwire.train.model.pretrained import load
 from thinwire.train.model.shapes import PRESETS, ModelConfig
 
 BATCH, WIDTH, HIDDEN = 3, 16, 40
@@ -155,6 +163,18 @@ def test_what_cannot_be_profiled_is_one_line() -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(ThinwireError, match="nothing that Linear returns depends on a trained parameter"):
         profile_of(meta(lambda: nn.Linear(2, 2).requires_grad_(False)), (torch.zeros(1, 2, device="meta"),))
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "deepseek"])
+def test_a_pretrained_model_costs_what_its_steps_do_by_its_config_and_by_its_double(kind: str, tmp_path: Path) -> None:
+    """``simulate`` makes it of its config.json; the doctor and ``auto`` make a double of the one that they train."""
+    loaded, (ids, _) = load(str(pretrained_models.make(tmp_path, kind)), None), load_model("tiny", 16)[1]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=MORE_FLOPS) as count:
+        loaded(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long)).backward()
+    for model in (on_meta(loaded, set(), {}), load_model(str(tmp_path), 16)[0]):
+        modules = profile_of(model, (ids, ids)).modules
+        assert sum(module.forward_flops + module.backward_flops for module in modules) == count.get_total_flops()
 
 
 def test_seven_billion_parameters_take_seconds() -> None:

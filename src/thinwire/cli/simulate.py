@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
@@ -201,7 +200,7 @@ def _hub_model(path: Path) -> Pretrained:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"), _Uninitialized():
-            return _Masked(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+            return Pretrained(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ThinwireError(f"cannot make a causal language model of {path}: {first_line(error)}") from None
 
@@ -229,15 +228,6 @@ def _own_model(path: Path, function: str, sequence: int | None) -> tuple[nn.Modu
             tokens = inputs[0].ndim > 1 and not inputs[0].is_floating_point()
             return model, tuple(inputs), inputs[0].shape[1] if tokens else 1
     raise ThinwireError(f"{path}:{function} must return a module and a tuple of example inputs, the first a tensor")
-
-
-class _Masked(Pretrained):
-    """Hugging Face's model with a ready mask: to make its own, it would read positions."""
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
-        logits = self.hub(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), (tokens if targets is None else targets).flatten())
 
 
 class _Uninitialized(TorchFunctionMode):

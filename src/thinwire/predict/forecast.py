@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.names import clean_name
 from thinwire.engines.fsdp2 import param_groups
 from thinwire.network.comm import GroupComm
@@ -73,8 +74,13 @@ class Forecast:
         sharded = training.engine != "ddp"
         self._gathers = param_groups(training.model)[0][1].mp_policy.param_dtype if sharded else None
         self._sequences, profile = 1.0, _by_size(self.double)
-        with suppress(ThinwireError):  # a model that reads values is taken by its parameters
+        try:
             profile = profile_of(self.double, trials.inputs, self._gathers)
+        except ThinwireError as error:
+            if trials.comm.rank == 0:
+                text = f"'auto' predicts the time of computing by the numbers of parameters alone: {error}"
+                warnings.warn(text, ThinwireWarning, stacklevel=2)
+        else:
             tensors = (leaf for leaf in tree_leaves(trials.inputs) if isinstance(leaf, torch.Tensor))
             self._sequences = next((float(tensor.shape[0]) for tensor in tensors if tensor.ndim), 1.0)
         modules = (replace(module, parameters=tuple(map(clean_name, module.parameters))) for module in profile.modules)

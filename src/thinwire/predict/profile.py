@@ -174,7 +174,12 @@ class _Count(TorchFunctionMode):
         self._stack.close()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let attention keep what fused kernels keep, though it takes the other path on the meta device."""
+        """Let attention keep what fused kernels keep, though it takes the other path on the meta device.
+
+        Let experts' matrices be of any dtype, as elsewhere: one expert that takes all rows has the figures of many.
+        """
+        if function is torch._grouped_mm and (args[0].ndim, args[1].ndim) == (2, 3):
+            return args[0] @ args[1][0]
         if function is not F.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

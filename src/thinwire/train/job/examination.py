@@ -69,9 +69,12 @@ class Examination:
         self._tell("measuring the computing, and steps without any exchange")
         trial = Trial(replace(config, engine="ddp"), self._ranks, inputs)  # "none" is DDP's alone
         self.dtype = torch.bfloat16 if self._ranks.computes_in_bf16(config) else torch.float32
+        model, dense = on_meta(trial.net, set(), {}), None
+        tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64, device="meta")
+        # One that cannot be profiled is refused before steps take their time.
+        self._profile = collective.do(lambda: profile_of(model, (tokens, tokens), self.dtype))
         device = measure_device(job, self.dtype, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
-        model, dense = on_meta(trial.net, set(), {}), None
         if job.size > 1:
             if config.engine != "ddp":
                 del trial
@@ -102,12 +105,13 @@ class Examination:
         return max(sample.message.nbytes / sample.seconds for sample in crosses or self.samples)
 
     def _steps(self, trial: Trial, method: str, seconds: float) -> Steps:
-        """Time steps with ``method`` for about so many seconds, one at least. Collective."""
+        """Time steps with ``method`` for about so many seconds, one after the first at least. Collective."""
         trial.begin(method)
-        # The first also compiles and fills caches: on a GPU it takes many times as long as the others.
-        first = slowest(self._ranks, [trial.time_step()])
-        second = slowest(self._ranks, [trial.time_step()]) if first[0].step < seconds else first
+        # The first also compiles and fills caches: it may take many times as long as the others, and never counts.
+        first, second = (slowest(self._ranks, [trial.time_step()]) for _ in range(2))
         count = min(STEPS, int((seconds - first[0].step) / second[0].step) - 1)
+        if count < 1:
+            self.notes.append(f"one step alone was timed with {method}, after its first: allow more --seconds")
         times = slowest(self._ranks, [trial.time_step() for _ in range(count)]) or second
         apart = slowest(self._ranks, [trial.time_step(apart=True) for _ in range(count // 4)]) or times
         stats = trial.wire.stats()
@@ -140,11 +144,9 @@ class Examination:
     def _conclude(self, model: nn.Module, device: Device, none: Steps, dense: Steps | None) -> None:
         """Fit the constants, predict, write and print."""
         config, size = self.config, self._job.size
-        tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64, device="meta")
         cluster = doctor.cluster_of(self.out.stem, device, self.per_node, *fit_links(self.samples))
         job = Job(
-            config.init or config.preset, model, profile_of(model, (tokens, tokens), self.dtype), cluster,
-            config.engine, size,
+            config.init or config.preset, model, self._profile, cluster, config.engine, size,
             config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra,
         )  # fmt: skip
         job = doctor.calibrated(job, none, dense)

@@ -45,7 +45,8 @@ class Pretrained(nn.Module):
         self.hub, self.digest = hub, digest
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = self.hub(input_ids=tokens, use_cache=False).logits
+        # Without a cache, models read the positions of their tokens, whose values a profile's do not have.
+        logits = self.hub(input_ids=tokens, use_cache=tokens.is_meta).logits
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
