@@ -288,6 +288,17 @@ def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
         assert found.issuing == 0.02 and set(found.steps) == {0.02} and len(doctor_of_one.notes) == told
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp"])
+def test_the_engine_s_own_work_is_said_to_be_in_the_network_s_part(job: Job, engine: str) -> None:
+    doctor_of_two = object.__new__(examination.Examination)
+    doctor_of_two._job, doctor_of_two.out, doctor_of_two.command = SimpleNamespace(size=2), Path("c.toml"), "train"
+    doctor_of_two.samples, doctor_of_two.notes = [], []
+    for dense, told in ((Steps([0.08]), engine != "ddp"), (None, False)):  # a predicted one has no such work
+        simulation = simulated(replace(job, engine=engine))
+        lines = [*doctor_of_two._report(simulation, simulation.job, Steps([0.01]), dense)]
+        assert any(line.startswith(f"steps without any exchange are DDP's: what {engine}") for line in lines) == told
+
+
 def test_a_job_that_compiles_its_model_is_measured_compiled(monkeypatch):
     monkeypatch.setattr(trial, "compress", lambda *given, **named: None)
     monkeypatch.setattr(torch, "compile", lambda model: f"compiled {model}")

@@ -35,6 +35,7 @@ NOT_ALONE = (
     "one rank cannot know: links, what an exchange takes from computing, what compression would do. Start it on the "
     "job's ranks: torchrun --nnodes N --nproc-per-node L -m thinwire doctor"
 )
+DDP_ALONE = "steps without any exchange are DDP's: what {} itself adds to a step counts as the network's"
 NOT_ACROSS = "one node cannot know what its NICs carry: the rate and latency between nodes are assumed"
 
 
@@ -169,6 +170,8 @@ class Examination:
             yield NOT_ALONE
         elif job.ranks == job.per_node:
             yield NOT_ACROSS
+        if dense is not None and job.engine != "ddp":
+            yield DDP_ALONE.format(job.engine)
         yield from self.notes
         yield from curves(self.samples)
         if fall := fall_with_nodes(self.samples):
