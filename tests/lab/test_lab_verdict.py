@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,9 @@ from thinwire.base.errors import ThinwireError
 from thinwire.cli.compare import compare_main
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
-from thinwire.lab.compare import Entry, joined, measure
+from thinwire.lab.compare import SILENT, Comparison, Entry, joined, measure
 from thinwire.plan.plan import in_text
+from thinwire.train.config import from_arguments
 
 
 def part(ms: float, loss: float, curve: list[float], spread: float) -> dict:
@@ -244,6 +246,13 @@ def test_an_entry_has_a_method_and_flags_of_its_own():
     assert Entry("scape").own_flags([]) == ["--optimizer", "adams"] and Entry("dgc").own_flags([])[1] == "sgd"
     assert Entry("scape", ("--optimizer", "sgd")).own_flags([]) == ["--optimizer", "sgd"]
     assert Entry("scape").own_flags(["--optimizer=adams"]) == []
+
+
+@pytest.mark.parametrize("extra", ["--engine fsdp2", "--engine hsdp --shard-size 2", "--engine hsdp --intra bf16"])
+def test_the_run_that_exchanges_nothing_takes_the_flags_of_all_engines(extra):
+    settings = Comparison(extra=tuple(extra.split()))
+    for method, engine in ((SILENT, "ddp"), ("dense", settings.extra[1])):
+        assert from_arguments(settings.flags(Entry.parse(method), None, Path("run"))).check().engine == engine
 
 
 @pytest.mark.parametrize(

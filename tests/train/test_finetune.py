@@ -221,6 +221,14 @@ def test_sequences_longer_than_the_model_is_made_for_are_refused(place, tmp_path
 
 
 @needs_hub
+def test_rows_longer_than_the_model_is_made_for_are_cut(place, tmp_path):
+    rows = tmp_path / "long.jsonl"
+    rows.write_text(f"{json.dumps({'prompt': '3 times 3 is ', 'completion': '9 ' * 200})}\n" * 30)
+    words = ["--init", str(place / "gpt2"), "--data", str(rows), "--steps", "1", "--batch-size", "2"]
+    assert "are longer than 64 tokens" in train(1, *words, "--out", f"{tmp_path}/run")
+
+
+@needs_hub
 def test_the_settings_that_a_run_leaves_repeat_it(place, tmp_path):
     words = ["--init", str(place / "llama"), "--data", str(place / "rows.jsonl"), *SMALL, "--steps", "1"]
     train(1, *words, "--out", f"{tmp_path}/first")
@@ -356,7 +364,7 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     long = {"prompt": "7 times 7 is " * 9, "completion": "49"}
     with pytest.warns(UserWarning) as told:
         assert rows(plain, long, length=20).count == 1
-    cut = "1 of 2 rows of --data are longer than --seq-len 20 and are cut; 1 are left out"
+    cut = "1 of 2 rows of --data are longer than 20 tokens (--seq-len, or the model's positions) and are cut; 1 are"
     assert str(told[0].message).startswith(cut)
     for row, line in [
         ({"text": "a"}, "a row has 'prompt' and 'completion'"),

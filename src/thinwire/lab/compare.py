@@ -137,7 +137,7 @@ class Comparison(Network):
         flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
         flags += [*self.extra, *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
         # Only DDP can exchange nothing: sharded weights must be gathered. The silent run is the floor for all engines.
-        return flags + (["--engine", "ddp"] if entry.label == SILENT else [])
+        return flags + (["--engine", "ddp", "--shard-size", "None"] if entry.label == SILENT else [])
 
 
 def method_names(text: str) -> list[str]:

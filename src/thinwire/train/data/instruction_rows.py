@@ -71,8 +71,8 @@ def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: boo
     longer = sum(len(row) > length + 1 for row in rows)
     if longer and warns:
         line = (
-            f"{longer} of {len(rows)} rows of {option} are longer than --seq-len {length} and are cut; "
-            f"{len(rows) - len(learnt)} are left out, because nothing of their answer is left"
+            f"{longer} of {len(rows)} rows of {option} are longer than {length} tokens (--seq-len, or the model's "
+            f"positions) and are cut; {len(rows) - len(learnt)} are left out, because nothing of their answer is left"
         )
         warnings.warn(line, ThinwireWarning, stacklevel=3)
     if not learnt:

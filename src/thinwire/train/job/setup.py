@@ -229,9 +229,9 @@ def read_inputs(config: Config, collective: Collective, earlier: Path | None) ->
     collective.do(lambda: check_apart(config.data or config.corpus, config.valid))
     if init := config.init:
         model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
-        if (length := config.sequence_length) > model.context and not config.data:  # rows are mostly shorter
+        if (length := config.sequence_length) > model.context and not config.data:  # of which rows are cut
             raise ThinwireError(f"--seq-len {length} is longer than the {model.context} tokens that {init} is made for")
-        text = collective.do(lambda: _read_pretrained_text(config, init, model.vocabulary, collective.rank == 0))
+        text = collective.do(lambda: _read_pretrained_text(config, init, model, collective.rank == 0))
         return Inputs(model, *text)
     return Inputs(None, *_read_text(config, collective, earlier))
 
@@ -257,17 +257,17 @@ def _share_tokenizer(name: str, train: str, collective: Collective, earlier: Pat
 
 
 def _read_pretrained_text(
-    config: Config, init: str, vocabulary: int, warns: bool
+    config: Config, init: str, model: Pretrained, warns: bool
 ) -> tuple[Tokenizer, Windows, Windows]:
     """Read instructions, token files or text, with the tokenizer of --init."""
+    vocabulary = model.vocabulary
     hub = pretrained.load_tokenizer(Path(init))
     tokenizer = Tokenizer(f"folder:{init}", pretrained.fast_tokenizer(hub, init))
     if (size := tokenizer.vocabulary) > vocabulary:
         raise ThinwireError(f"--init {init}: its tokenizer has {size} tokens, its model {vocabulary}")
     if config.data:
-        return tokenizer, *read_rows(
-            config.data, config.valid, hub, config.sequence_length, config.seed, warns=warns
-        )  # fmt: skip
+        length = min(config.sequence_length, model.context)
+        return tokenizer, *read_rows(config.data, config.valid, hub, length, config.seed, warns=warns)
     corpus = find_token_files(config.corpus, config.valid, config.tokenizer, model=(tokenizer, vocabulary))
     if corpus is not None:
         return tokenizer, *_windows(config, corpus.train, corpus.valid)
