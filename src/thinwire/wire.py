@@ -554,7 +554,8 @@ class Wire:
             )
         if with_next:
             self._step_loop.begin_micro_batch()
-            self._refuse_exchanged("flush(with_next=True)")
+        self._refuse_exchanged("wire.flush()")
+        if with_next:
             self._stage.flush_at = self._road.step
             return
         if card.step_maker is None:
@@ -604,9 +605,11 @@ class Wire:
         nothing.
 
         Raises:
-            ThinwireError: replicas may come and go; a rank has no moments of a parameter, or they have no mean.
+            ThinwireError: between ``backward()`` and ``optimizer.step()``; replicas may come and go; a rank has no
+                moments of a parameter, or they have no mean.
         """
         self._step_loop.finish()
+        self._refuse_exchanged("wire.hand_over()")
         self._step_loop.compare_start()
         if self.method.card.alone(self._road.step) or not self.method.rank_equal:
             self.method.finish()

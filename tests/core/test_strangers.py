@@ -462,11 +462,6 @@ def _refused(rank, world, kind):
 
     model, optimizer, wire = fresh()
     exchange(model, wire)
-    said["reset after an exchange"] = _message(wire.reset)
-    wire.close()
-
-    model, optimizer, wire = fresh()
-    exchange(model, wire)
     weight = next(iter(model.parameters()))
     local(weight.grad).mul_(0.5)
     optimizer.step()
@@ -482,8 +477,41 @@ def test_what_cannot_be_served_is_refused_by_name(kind, world):
         assert "Seven has a step() of its own" in said["a step of its own, trickle(smallest=0)"]
         assert "Seven has a step() of its own" in said["a step of its own, onebit-adam(smallest=0,warmup=2)"]
         assert "w0 is in two optimizers" in said["held twice"]
-        assert "call it before the step's backward pass" in said["reset after an exchange"]
         assert "something has scaled it" in said["scaled in the last step"]
+
+
+def _between(rank, world, kind):
+    """The calls for between two steps, between a backward pass and its step: refused, and the step is as without."""
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name):
+            continue
+        ends = []
+        for asks in (False, True):
+            model, optimizer, wire = begun(kind, world, name)
+            for step in range(3):
+                with wire.accumulate(last=True):
+                    loss_of(model, step, rank).backward()
+                exchanged = not wire.method.card.alone(step)
+                for call in (wire.reset, wire.hand_over, wire.flush) if asks and exchanged else ():
+                    said = _message(call)
+                    nothing_waits = call == wire.flush and "nothing to deliver" in said
+                    if "call it before the step's backward pass" not in said and not nothing_waits:
+                        broken.append(f"{name} on {kind}: {call.__name__} after an exchange: {said or 'nothing said'}")
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(flat(model))
+            wire.close()
+        if not torch.equal(*ends):
+            broken.append(f"{name} on {kind}: other weights")
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_calls_for_between_two_steps_are_refused_between_a_backward_pass_and_its_step(kind, world):
+    for broken in ranks.run(_between, world, kind):
+        assert not broken
 
 
 def _clipped(rank, world, kind, options):
