@@ -10,12 +10,14 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 import pretrained_models
 import ranks
@@ -27,6 +29,7 @@ from thinwire.train.checkpoint import trained_model
 from thinwire.train.config import Config
 from thinwire.train.data.corpus import read_corpus, split
 from thinwire.train.data.token_files import find_token_files
+from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import IGNORED, batches
 from thinwire.train.job.held_out import positions
 from thinwire.train.job.setup import make_optimizers
@@ -327,6 +330,26 @@ def test_adapters_are_too_small_for_a_method_s_default_which_is_said(place, tmp_
     assert "int8 compresses 0 of 8 tensors" in said and "lower smallest" in said
     about = json.loads((tmp_path / "run/checkpoints/step-000001/meta.json").read_text())["about"]
     assert about["lora"] == "rank 2, alpha 3, q_proj v_proj" and about["family"] == "llama"
+
+
+@needs_hub
+@pytest.mark.parametrize("data", [("rows.jsonl",), ()])
+def test_a_sample_begins_as_what_was_learnt(data, place, monkeypatch, capsys):
+    hub = trained_model.pretrained.load_tokenizer(place / "llama")
+    hub.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    shown = Tokenizer(f"folder:{place / 'llama'}", hub.backend_tokenizer)
+    contexts = []
+    run = SimpleNamespace(
+        shape=None, run=place, config=Config(data=data), tokenizer=shown, model=lambda: None
+    )  # fmt: skip
+    monkeypatch.setattr(trained_model, "read", lambda path: run)
+    monkeypatch.setattr(trained_model.pretrained, "load_tokenizer", lambda folder: hub)
+    monkeypatch.setattr(
+        trained_model, "generate", lambda model, context, *_, **__: contexts.append(context) or iter(())
+    )
+    assert trained_model.sample_main(["run", "--prompt", "3 times"]) == 0
+    prompt = shown.encode("3 times").tolist()
+    assert contexts[0].tolist() == [0] * bool(data) + prompt and capsys.readouterr().out == "3 times\n"
 
 
 @needs_hub

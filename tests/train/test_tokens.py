@@ -9,6 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import models
 
 from thinwire.base.errors import ThinwireError
 from thinwire.train.data import token_files
@@ -39,6 +41,12 @@ def test_files_hold_what_the_text_is_tokenized_to(length, tokenizer, tmp_path):
     windows, files = Windows(made.encode(train), 32, seed=3), Windows(found.train, 32, seed=3)
     for ours, theirs in zip(windows.batch(5, 9), files.batch(5, 9), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_tokenizer_may_leave_numbers_out(tmp_path):
+    made = HubTokenizer(models.WordLevel({"a": 0, "b": 7, "[UNK]": 300}, unk_token="[UNK]"))
+    tokenizer = Tokenizer("hub:gaps", made)
+    assert tokenizer.vocabulary == 301 and tokenizer.encode("x").tolist() == [300]
 
 
 def test_pieces_of_several_documents_are_the_text():

@@ -17,6 +17,7 @@ from thinwire.base.terminal import say
 from thinwire.train.checkpoint.format import Checkpoint, read_newest
 from thinwire.train.checkpoint.state import read_whole_tensors
 from thinwire.train.config import LARGEST_SEED, Config, from_yaml, run_of
+from thinwire.train.data.instruction_rows import opening_tokens
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.model import pretrained
 from thinwire.train.model.decoder import Decoder
@@ -168,10 +169,12 @@ def sample_main(argv: list[str]) -> int:
     prompt = tokenizer.encode(options.prompt)
     if not len(prompt):
         raise ThinwireError("--prompt must not be empty: the model needs a beginning to continue")
-    # Our own models have no end-of-text token.
-    end = None if trained.shape else pretrained.load_tokenizer(trained.run / pretrained.HUB_FOLDER).eos_token_id
+    # Our own models have no end-of-text token, and rows of --data alone begin with a begin-of-text token.
+    hub = None if trained.shape else pretrained.load_tokenizer(trained.run / pretrained.HUB_FOLDER)
+    end, opening = hub and hub.eos_token_id, opening_tokens(hub) if hub and trained.config.data else []
+    context = torch.tensor([*opening, *prompt.tolist()], dtype=torch.int64, device="cpu")
     tokens = generate(
-        trained.model(), prompt.long(), options.tokens, temperature=options.temperature, top_k=options.top_k,
+        trained.model(), context, options.tokens, temperature=options.temperature, top_k=options.top_k,
         seed=options.seed, end=end,
     )  # fmt: skip
     for text in _growing(tokenizer, prompt.tolist(), tokens):

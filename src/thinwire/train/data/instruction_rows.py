@@ -80,9 +80,15 @@ def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: boo
     return InstructionRows(learnt, length, seed)
 
 
+def opening_tokens(tokenizer: Any) -> list[int]:
+    """Return the token with which transformers' ``tokenizer`` begins a text, if it has one."""
+    begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
+    return [tokenizer.bos_token_id] if begins else []
+
+
 def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
     """Yield the tokens of each row, (n,) int32, with ``~token`` for those that are not learnt."""
-    begins = tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
+    opening = opening_tokens(tokenizer)
     for source, row in _read_objects(names):
         row = row if isinstance(row, dict) else {}
         passages: Iterable[Passage]
@@ -92,7 +98,7 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
             passages = [(row["prompt"], False), (row["completion"], True)]
         else:
             raise ThinwireError(f"{source}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
-        tokens = [] if chat or not begins else [~tokenizer.bos_token_id]
+        tokens = [] if chat else [~token for token in opening]
         for text, learnt in passages:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             tokens += ids if learnt else [~token for token in ids]

@@ -78,7 +78,7 @@ class Tokenizer:
             self._tokenizer = HubTokenizer.from_str(_train_bpe(argument, source).to_str())
         else:
             self._tokenizer = _load(Path(argument, "tokenizer.json"))
-        self.vocabulary = self._tokenizer.get_vocab_size()
+        self.vocabulary = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # numbers may be left out
 
     def save(self, folder: Path) -> None:
         """Keep the tokenizer in ``folder``, if it needs a file."""
