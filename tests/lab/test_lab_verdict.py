@@ -13,7 +13,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.cli.compare import compare_main
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
-from thinwire.lab.compare import SILENT, Comparison, Entry, joined, measure
+from thinwire.lab.compare import SILENT, Comparison, Entry, joined, mean, measure
 from thinwire.plan.plan import in_text
 from thinwire.train.config import from_arguments
 
@@ -227,6 +227,13 @@ def test_when_dense_s_loss_was_reached():
     assert found is not None and found["step"] == 12 and found["wall_s"] == pytest.approx(1.2)
     assert found["loss"] == pytest.approx(3.95), "mean of the last two of twenty"
     assert verdict.reached(run, part(100.0, 1.0, [9.0] * 18 + [3.1, 2.9], 0.0)) is None
+
+
+def test_the_mean_of_seeds_is_of_what_all_of_them_have():
+    """A round that is lost with one seed is a fact of that run alone."""
+    seeds = [{"loss": 1.0, "facts": {"norm": 2.0, "rounds lost": 1.0}}, {"loss": 3.0, "facts": {"norm": 4.0}}]
+    for values in (seeds, seeds[::-1]):
+        assert mean(values) == {"loss": 2.0, "facts": {"norm": 3.0}}
 
 
 def test_the_page_is_escaped_and_whole(tmp_path):

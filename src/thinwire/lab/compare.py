@@ -311,10 +311,10 @@ def joined(entry: Entry, flags: Sequence[str], runs: Sequence[Run], failed: str 
 
 
 def mean(values: Sequence[Any]) -> Any:
-    """Average numbers, also inside dictionaries; of other values, return the first."""
+    """Average numbers, also inside dictionaries, where all have them; of other values, return the first."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: mean([value[key] for value in values]) for key in first}
+        return {key: mean([value[key] for value in values]) for key in first if all(key in value for value in values)}
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     return statistics.fmean(values) if numbers and len(values) > 1 else first
 

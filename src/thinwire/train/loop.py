@@ -286,7 +286,7 @@ class Trainer(Stepper):
         return loss
 
     def _window_losses(self, number: int) -> list[held_out.WindowLoss]:
-        """Compute the losses of ``number`` held-out windows, less what ranks cannot share evenly. Collective."""
+        """Compute the losses of ``number`` held-out windows. Collective."""
         comm, valid = self.ranks.comm, self.inputs.valid
         indices = held_out.shared_by(comm.size, comm.rank, valid, number)
         self.runner.eval()

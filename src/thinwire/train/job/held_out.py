@@ -46,11 +46,10 @@ def positions(held_out: Windows, number: int) -> list[int]:
 
 def shared_by(ranks: int, rank: int, held_out: Windows, number: int) -> list[int]:
     """Return the indices of those of ``number`` windows that ``rank`` evaluates: as many on each of the ``ranks``, as
-    they may have to gather weights for each batch together. Only where there are fewer windows than ranks, some
-    evaluate the same one."""
-    number = min(number, held_out.count)
-    chosen = positions(held_out, number - number % ranks or number)
-    return chosen[rank::ranks] or [chosen[rank % number]]
+    they may have to gather weights for each batch together. Where they do not come out even, some evaluate the same."""
+    chosen = positions(held_out, min(number, held_out.count))
+    each = -(-len(chosen) // ranks)
+    return [chosen[index % len(chosen)] for index in range(rank, each * ranks, ranks)]
 
 
 @torch.no_grad()
