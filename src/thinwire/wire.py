@@ -304,6 +304,11 @@ def check_parameters(model: Any, method: Method) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
     for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ThinwireError(
+                f"{name} is {parameter.dtype}: no method carries complex gradients; make it a real parameter, and use "
+                "torch.view_as_complex() in the model"
+            )
         carried = method.card.native or parameter.dtype in (torch.float32, torch.bfloat16)
         if parameter.requires_grad and not carried:
             raise ThinwireError(

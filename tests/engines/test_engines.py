@@ -491,6 +491,10 @@ def _refusals(rank, world):
         model = build("ddp", world, prepare=lambda m: m.half())
         return model, adamw(model), ("int8",)
 
+    def imaginary():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4, dtype=torch.complex64))
+        return model, torch.optim.AdamW(model.parameters()), ("dense",)
+
     def unused():
         model = build("ddp", world, find_unused_parameters=True)
         return model, adamw(model), ("int8(feedback='gradients')",)
@@ -553,7 +557,7 @@ def _refusals(rank, world):
         model = build("fsdp2", world)
         return model, adamw(model), ("int8",)
 
-    cases = (hooked, half, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless, shared,
+    cases = (hooked, half, imaginary, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless, shared,
              ignored, delayed)  # fmt: skip
     return {make.__name__: refusal(make) for make in cases}
 
@@ -562,6 +566,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
     found = ranks.run(_refusals, 2)[0]
     expected = {
         "hooked": "already has a communication hook", "half": "float16",
+        "imaginary": "torch.view_as_complex()",
         "unused": "such as int8", "sparse": "sparse=False", "replicated": "DistributedDataParallel",
         "bare": "fully_shard", "stranger": "none of the model's parameters", "silent": "ddp only",
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",

@@ -41,7 +41,7 @@ def report(fail_above: float | None = None, spread: float = 0.0, **methods: str 
         runs.append(joined(Entry(name), (), parts, why))
     found = {
         "runs": runs, "fail_above": fail_above, "steps": 4, "mtu": 1500, "ranks_per_node": 1, "rate_bits_per_s": None,
-        "seeds": list(range(len(methods.get("dense", [1])))), "preset": "tiny", "nodes": 2, "link": "loopback",
+        "seeds": list(range(len(methods.get("dense", [1])))), "model": "tiny", "nodes": 2, "link": "loopback",
         "emulated_network": False, "command": "thinwire compare --out '<&>'", "machine": "m", "verdict": "",
     }  # fmt: skip
     measure(found)
@@ -259,7 +259,8 @@ def test_an_entry_has_a_method_and_flags_of_its_own():
 def test_the_run_that_exchanges_nothing_takes_the_flags_of_all_engines(extra):
     settings = Comparison(extra=tuple(extra.split()))
     for method, engine in ((SILENT, "ddp"), ("dense", settings.extra[1])):
-        assert from_arguments(settings.flags(Entry.parse(method), None, Path("run"))).check().engine == engine
+        config = from_arguments(settings.flags(Entry.parse(method), None, Path("run"))).check()
+        assert config.engine == engine and (config.intra is None or method == "dense")
 
 
 @pytest.mark.parametrize(

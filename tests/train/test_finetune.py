@@ -31,7 +31,6 @@ from thinwire.train.data.corpus import read_corpus, split
 from thinwire.train.data.token_files import find_token_files
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import IGNORED, batches
-from thinwire.train.job.held_out import positions
 from thinwire.train.job.setup import make_optimizers
 
 needs_hub = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -273,7 +272,7 @@ def test_a_step_is_the_mean_over_the_answers_of_all_ranks_and_micro_batches(plac
     weights = trained_model.read(tmp_path / "run").weights
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-4, atol=1e-6)
-    inputs, targets = batches([held.window(i) for i in positions(held, 4)], 4)[0]
+    inputs, targets = batches([held.window(i) for i in range(held.count)], held.count)[0]
     with torch.no_grad():
         expected = float(model(inputs, targets))
     assert json.loads((tmp_path / "run/summary.json").read_text())["valid_loss"] == pytest.approx(expected, rel=1e-4)
@@ -393,6 +392,11 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
         ({"text": "a"}, "a row has 'prompt' and 'completion'"),
         ({"messages": talk[:1]}, "no message has the role 'assistant'"),
         ({"messages": ["a"]}, "a message has a 'role'"),
+        ({"messages": [talk[0], {"role": "assistant", "content": [{"type": "text", "text": "6"}]}]}, "which are text"),
+        ({"messages": [talk[0], {"role": "assistant", "content": None, "tool_calls": []}]}, "which are text"),
+        ({"messages": [talk[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]}, "'tool_calls' of"),
+        ({"messages": [talk[0], {**talk[1], "weight": 0}]}, "'weight' of a message"),
+        ({"messages": talk, "tools": [{}]}, "'tools' is not read"),
     ]:
         with pytest.raises(ThinwireError, match=f"line 1.*{line}"):
             rows(row)

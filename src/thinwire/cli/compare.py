@@ -10,7 +10,7 @@ from thinwire.base.options import read_options
 from thinwire.base.terminal import ends_at_once
 from thinwire.cli.lab import split
 from thinwire.lab.compare import Comparison, compare
-from thinwire.train.config import SHAPE, from_arguments
+from thinwire.train.config import SHAPE, Config, from_arguments
 
 OURS = {
     **dict.fromkeys(("--preset", "--steps", "--out", "--ranks-per-node"), "write it before --"),
@@ -32,12 +32,12 @@ def compare_main(argv: list[str]) -> int:
     settings = read_options(Comparison, options, "thinwire compare", after="[-- options of thinwire train]")
     settings = replace(settings, extra=tuple(extra), command=shlex.join(["thinwire", "compare", *argv]))
     with ends_at_once():
-        first_seed = check_flags(settings)
-    return compare(replace(settings, first_seed=first_seed))
+        config = check_flags(settings)
+    return compare(replace(settings, first_seed=config.seed, model=config.init or config.preset))
 
 
-def check_flags(settings: Comparison) -> int:
-    """Refuse flags that a comparison sets itself or that ``thinwire train`` would refuse. Return the first seed."""
+def check_flags(settings: Comparison) -> Config:
+    """Refuse flags that a comparison sets itself or that ``thinwire train`` would refuse. Return the first run's."""
     entries = settings.entries().values()
     for source, words in (("after --", settings.extra), *((f"of {entry.method}", entry.flags) for entry in entries)):
         for word in words:
@@ -52,4 +52,4 @@ def check_flags(settings: Comparison) -> int:
                     f"--{name.replace('_', '-')} of {entry.method}: every method trains the same model on the same "
                     "text, with the same seeds and as many tokens in a step; write it after --, for all methods"
                 )
-    return configs[0].seed
+    return configs[0]

@@ -95,6 +95,8 @@ class Comparison(Network):
     """Flags for the training program, of all methods."""
     first_seed: Suppress[Fixed[int]] = 0
     """The first of several seeds. A single run of each method has the program's own."""
+    model: Suppress[Fixed[str]] = ""
+    """What the reports call the model, if not by its preset."""
     command: Suppress[Fixed[str]] = ""
     """The command line, for the reports."""
     program: Suppress[Fixed[tuple[str, ...]]] = ("thinwire", "train", "--no-checkpoints")
@@ -137,7 +139,8 @@ class Comparison(Network):
         flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
         flags += [*self.extra, *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
         # Only DDP can exchange nothing: sharded weights must be gathered. The silent run is the floor for all engines.
-        return flags + (["--engine", "ddp", "--shard-size", "None"] if entry.label == SILENT else [])
+        silent = ["--engine", "ddp", "--shard-size", "None", "--intra", "None"]
+        return flags + (silent if entry.label == SILENT else [])
 
 
 def method_names(text: str) -> list[str]:
@@ -164,7 +167,8 @@ def compare(settings: Comparison) -> int:
     settings.out.mkdir(parents=True, exist_ok=True)
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
         count = len(entries) * max(settings.seeds, 1)
-        say(f"compare: {count} runs of {settings.preset}, {settings.steps} steps each: {', '.join(entries)}")
+        model, steps = settings.model or settings.preset, settings.steps
+        say(f"compare: {count} runs of {model}, {steps} steps each: {', '.join(entries)}")
         runs = _train_all(settings, entries, cluster)
         report = _facts(settings, cluster) | {"runs": runs}
     measure(report)
@@ -207,11 +211,12 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     """Return the report's entries without its runs, with an empty verdict."""
-    settings_told = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
+    settings_told = ("command", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
     link = cluster.link
     return {
         "verdict": "",
         **{name: getattr(settings, name) for name in settings_told},
+        "model": settings.model or settings.preset,
         "seeds": list(settings.seed_numbers),
         "extra": list(settings.extra),
         "machine": describe_machine(),

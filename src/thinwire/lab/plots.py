@@ -236,4 +236,4 @@ def names(axes: Axes, methods: Sequence[str]) -> None:
 
 
 def subtitle(report: dict[str, Any]) -> str:
-    return f"{report['preset']}, {network(report)}"
+    return f"{report['model']}, {network(report)}"

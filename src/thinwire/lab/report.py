@@ -113,7 +113,7 @@ def title(report: dict[str, Any]) -> str:
     seeds = f", {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
     ended = next((run for run in reversed(report["runs"]) if not run["failed"]), None)
     long = f"{report['steps']} steps" if ended is None else verdict.length(report, ended)
-    return f"{report['preset']}, {long}{seeds}, {network(report)}"
+    return f"{report['model']}, {long}{seeds}, {network(report)}"
 
 
 def table(report: dict[str, Any], columns: Sequence[str] = ALL, lines: box.Box = box.SIMPLE_HEAD) -> Table:

@@ -512,7 +512,8 @@ class Trainer(Stepper):
         return {
             "method": config.method,
             "engine": config.engine,
-            "preset": config.preset,
+            "preset": None if config.init else config.preset,
+            "init": config.init,
             "parameters": self.parameters,
             "world_size": self.place[1],
             "nodes": self.ranks.nodes,

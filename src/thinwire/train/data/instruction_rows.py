@@ -92,6 +92,8 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
     for source, row in _read_objects(names):
         row = row if isinstance(row, dict) else {}
         passages: Iterable[Passage]
+        if unread := [key for key in ("tools", "functions") if row.get(key)]:
+            raise ThinwireError(f"{source}: '{unread[0]}' is not read: write it into a message")
         if chat := isinstance(row.get("messages"), list):
             passages = _chat_passages(row["messages"], tokenizer, source)
         elif all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
@@ -131,8 +133,10 @@ def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator
 
     text = ""
     for turn, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= {*message}:
-            raise ThinwireError(f"{source}: a message has a 'role' and a 'content'")
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ThinwireError(f"{source}: a message has a 'role' and a 'content', which are text")
+        if unread := [key for key in ("tool_calls", "function_call", "weight") if message.get(key) not in (None, 1)]:
+            raise ThinwireError(f"{source}: '{unread[0]}' of a message is not read: write the answer itself, or no row")
         if message["role"] != "assistant":
             continue
         try:

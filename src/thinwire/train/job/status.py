@@ -195,7 +195,7 @@ def shown(run: Run, clock: float, alive: Sequence[str] | None) -> str:
     """Write the status, at most ``WIDTH`` columns wide where names are short."""
     settings, last = run.settings, run.rows[-1] if run.rows else None
     total = f" of {settings['steps']}" if "steps" in settings else ""
-    head = f"{run.path}: {settings.get('method', '?')} on {settings.get('preset', '?')}"
+    head = f"{run.path}: {settings.get('method', '?')} on {settings.get('init') or settings.get('preset', '?')}"
     if last is None:
         lines = [f"{head}, before its first step"]
     else:
