@@ -557,8 +557,8 @@ def _refusals(rank, world):
         model = build("fsdp2", world)
         return model, adamw(model), ("int8",)
 
-    cases = (hooked, half, imaginary, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless, shared,
-             ignored, delayed)  # fmt: skip
+    cases = (hooked, half, imaginary, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless,
+             shared, ignored, delayed)  # fmt: skip
     return {make.__name__: refusal(make) for make in cases}
 
 
