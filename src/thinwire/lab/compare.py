@@ -96,7 +96,7 @@ class Comparison(Network):
     first_seed: Suppress[Fixed[int]] = 0
     """The first of several seeds. A single run of each method has the program's own."""
     model: Suppress[Fixed[str]] = ""
-    """What the reports call the model, if not by its preset."""
+    """The model's name in the reports; "": the preset."""
     command: Suppress[Fixed[str]] = ""
     """The command line, for the reports."""
     program: Suppress[Fixed[tuple[str, ...]]] = ("thinwire", "train", "--no-checkpoints")
