@@ -720,7 +720,7 @@ def step_times(name: str) -> dict[str, Any]:
         for row in of("speed", name) if shown_as(row["method"])
     ]  # fmt: skip
     size = {key: int(where[key]) for key in ("nodes", "ranks_per_node", "mtu")}
-    return {"preset": where["preset"], "link": where["link"], "emulated_network": True, "runs": runs, **size}
+    return {"model": where["preset"], "link": where["link"], "emulated_network": True, "runs": runs, **size}
 
 
 def shown_as(spec: str) -> str:

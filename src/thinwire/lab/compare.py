@@ -139,8 +139,7 @@ class Comparison(Network):
         flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
         flags += [*self.extra, *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
         # Only DDP can exchange nothing: sharded weights must be gathered. The silent run is the floor for all engines.
-        silent = ["--engine", "ddp", "--shard-size", "None", "--intra", "None"]
-        return flags + (silent if entry.label == SILENT else [])
+        return flags + (["--engine", "ddp", "--shard-size", "None", "--intra", "None"] if entry.label == SILENT else [])
 
 
 def method_names(text: str) -> list[str]:
@@ -152,8 +151,7 @@ def method_names(text: str) -> list[str]:
             names.append("")
         else:
             names[-1] += letter
-    stripped = [name.strip() for name in names if name.strip()]
-    if not stripped:
+    if not (stripped := [name.strip() for name in names if name.strip()]):
         raise ThinwireError("no methods to compare: write for example --methods dense,bf16,int8")
     return stripped
 
@@ -166,9 +164,8 @@ def compare(settings: Comparison) -> int:
     entries = settings.entries()
     settings.out.mkdir(parents=True, exist_ok=True)
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
-        count = len(entries) * max(settings.seeds, 1)
-        model, steps = settings.model or settings.preset, settings.steps
-        say(f"compare: {count} runs of {model}, {steps} steps each: {', '.join(entries)}")
+        model, count = settings.model or settings.preset, len(entries) * max(settings.seeds, 1)
+        say(f"compare: {count} runs of {model}, {settings.steps} steps each: {', '.join(entries)}")
         runs = _train_all(settings, entries, cluster)
         report = _facts(settings, cluster) | {"runs": runs}
     measure(report)
@@ -182,8 +179,7 @@ def compare(settings: Comparison) -> int:
 
 def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster) -> list[Run]:
     """Train once per seed and entry, without the entries that have failed before. Return a run per entry."""
-    runs: dict[str, list[Run]] = {label: [] for label in entries}
-    failed: dict[str, str] = {}
+    runs, failed = {label: list[Run]() for label in entries}, dict[str, str]()
     seeds = settings.seed_numbers or (None,)
     progress = Progress(settings.steps, [label for _ in seeds for label in entries])
     for seed in seeds:
@@ -211,7 +207,7 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     """Return the report's entries without its runs, with an empty verdict."""
-    settings_told = ("command", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
+    settings_told = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
     link = cluster.link
     return {
         "verdict": "",
@@ -280,9 +276,8 @@ def train(
         lines = log.read_text(errors="replace").splitlines()
         say("\n".join(lines[-12:]))
         messages = [line.partition("thinwire: ")[2] for line in lines if "thinwire: " in line] or lines
-        status = f"rank {outcome.failed_rank} failed with exit status {outcome.returncode}"
         reason = [re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in messages[-1:]]
-        raise ThinwireError(": ".join([status, *reason]))
+        raise ThinwireError(": ".join([f"rank {outcome.failed_rank} failed with status {outcome.returncode}", *reason]))
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
