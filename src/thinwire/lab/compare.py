@@ -276,8 +276,8 @@ def train(
         lines = log.read_text(errors="replace").splitlines()
         say("\n".join(lines[-12:]))
         messages = [line.partition("thinwire: ")[2] for line in lines if "thinwire: " in line] or lines
-        reason = [re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in messages[-1:]]
-        raise ThinwireError(": ".join([f"rank {outcome.failed_rank} failed with status {outcome.returncode}", *reason]))
+        status = f"rank {outcome.failed_rank} failed with exit status {outcome.returncode}"
+        raise ThinwireError(": ".join([status, *(re.sub(r"^\[rank ?\d+\]:? ", "", line) for line in messages[-1:])]))
     try:
         summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
