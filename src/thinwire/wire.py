@@ -584,6 +584,7 @@ class Wire:
         return None if self._road.step <= card.steady else card.step_maker
 
     def _refuse_exchanged(self, call: str) -> None:
+        self._step_loop.look_for_dropped(None)
         if self._step_loop.exchanged():
             raise ThinwireError(f"{call} after an exchange: call it before the step's backward pass")
 
@@ -696,7 +697,8 @@ class Wire:
 
     def stats(self) -> dict:
         """Return the report as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
-        for weights), dense_bytes_per_step, encode_ms, ...; memory_bytes held, memory_planned_bytes at the peak; lost
+        for weights), dense_bytes_per_step, encode_ms, ... (without the first two steps of more than four); memory_bytes
+        held, memory_planned_bytes at the peak; lost
         (name, step, norm): what waited on each replica that left."""
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
         cut = {} if self._stage.bound is None else self._stage.bound.facts()

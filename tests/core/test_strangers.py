@@ -502,6 +502,10 @@ def _between(rank, world, kind):
                 optimizer.step()
                 optimizer.zero_grad()
             ends.append(flat(model))
+            loss_of(model, 3, rank).backward()
+            optimizer.zero_grad()  # of that step nothing is left
+            if "after an exchange" in (said := _message(wire.hand_over)):
+                broken.append(f"{name} on {kind}: hand_over after a step that was thrown away: {said}")
             wire.close()
         if not torch.equal(*ends):
             broken.append(f"{name} on {kind}: other weights")

@@ -588,13 +588,13 @@ def _divided(rank, world, kind, method):
             for module in model.modules():
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_gradient_divide_factor(factor)
-        optimizer = adamw(model)
+        begun, optimizer = flat(model), torch.optim.SGD(model.parameters(), lr=0.1)
         wire = thinwire.compress(model, optimizer, method)
         train(model, optimizer, rank, range(4), wire, loss=lambda *of, f=factor: loss_of(*of) * ((f or world) / world))
         found.append(flat(model))
         wire.close()
-    *exact, rounded = [float((weights - found[0]).abs().max()) for weights in found]
-    return [apart == 0 for apart in exact] + [rounded < 1e-3]  # where int8 rounds a value the other way
+    *exact, rounded = [float((weights - found[0]).norm() / (found[0] - begun).norm()) for weights in found]
+    return [apart == 0 for apart in exact] + [rounded < 0.02]  # where int8 rounds a value the other way
 
 
 @pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp-1", 2), ("hsdp", 4)])

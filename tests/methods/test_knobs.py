@@ -431,7 +431,7 @@ def test_a_comparison_shows_what_is_compressed_and_why_so_little():
                 "bytes_per_step": counted, "flags": [], "parts": [], **unknown}  # fmt: skip
 
     note = plan_of(adapters(), "int8").note
-    report = {"preset": "tiny", "steps": 5, "nodes": 2, "ranks_per_node": 1, "emulated_network": False, "mtu": 1500,
+    report = {"model": "tiny", "steps": 5, "nodes": 2, "ranks_per_node": 1, "emulated_network": False, "mtu": 1500,
               "seeds": [], "verdict": "", "command": "", "machine": "",
               "runs": [run("none"), run("int8", compressed_values=0.0, note=note),
                        run("int8(group=64)", compressed_values=0.0, note=note)]}  # fmt: skip

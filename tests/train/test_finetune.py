@@ -376,6 +376,8 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
             {"role": "user", "content": "3 times 3"}, {"role": "assistant", "content": "is 9"}]  # fmt: skip
     asked = "<|user|>2 times 3<|end|><|assistant|><|user|>3 times 3<|end|><|assistant|>"
     assert learnt(rows({"messages": talk})) == (asked, "is 6<|end|>is 9<|end|>")
+    beside = [{**talk[0], "weight": 0}, {**talk[1], "tool_calls": [], "function_call": {}, "weight": 1}, *talk[2:]]
+    assert learnt(rows({"messages": beside})) == (asked, "is 6<|end|>is 9<|end|>")
 
     both = rows(plain, {"prompt": "1", "completion": "1"})
     inputs, targets = batches([both.window(0), both.window(1)], 2)[0]
@@ -392,10 +394,12 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
         ({"text": "a"}, "a row has 'prompt' and 'completion'"),
         ({"messages": talk[:1]}, "no message has the role 'assistant'"),
         ({"messages": ["a"]}, "a message has a 'role'"),
-        ({"messages": [talk[0], {"role": "assistant", "content": [{"type": "text", "text": "6"}]}]}, "which are text"),
-        ({"messages": [talk[0], {"role": "assistant", "content": None, "tool_calls": []}]}, "which are text"),
-        ({"messages": [talk[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]}, "'tool_calls' of"),
-        ({"messages": [talk[0], {**talk[1], "weight": 0}]}, "'weight' of a message"),
+        ({"messages": [talk[0], {**talk[1], "content": [{"type": "text", "text": "6"}]}]}, "writes 'content' as"),
+        (
+            {"messages": [talk[0], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "leaves out 'tool_calls'",
+        ),
+        ({"messages": [talk[0], {**talk[1], "weight": 0}]}, "'weight' of an answer"),
         ({"messages": talk, "tools": [{}]}, "'tools' is not read"),
     ]:
         with pytest.raises(ThinwireError, match=f"line 1.*{line}"):

@@ -71,7 +71,7 @@ def _run(argv: list[str]) -> int:
         say(f"thinwire: {in_one_line(error)}", sys.stderr)
         return getattr(error, "status", ThinwireError.status)
     except KeyboardInterrupt as stop:
-        number = signal.Signals(*stop.args[:1] or [signal.SIGINT])
+        number = next((signal.Signals(what) for what in stop.args if isinstance(what, int)), signal.SIGINT)
         begin_line(sys.stderr)
         say("thinwire: interrupted" + f" by {number.name}" * (number != signal.SIGINT), sys.stderr)
         return 128 + number

@@ -49,15 +49,17 @@ class Fingerprint:
         """Say whether samples of "most" weights have changed, or of "some" by half of their norm. Waits for the device.
 
         A weight decay or a projection of the user's own changes a weight by less, and a way to other weights and back
-        (ScheduleFree's eval and train) by some roundings. ``some``: is that asked, too?
+        (ScheduleFree's eval and train, in fp32) by some roundings. ``some``: is that asked, too?
         """
         actual, expected = self._samples(), self._reference
-        if expected is None or not bool(self._differing(actual).any()):
+        differing = self._differing(actual)
+        if expected is None or not bool(differing.any()):
             return ""
+        changes = torch.where(differing, actual - expected, 0).cpu().float()
         sizes = [min(SAMPLES, local(weight).numel()) for weight in self._weights()]
-        new, old = actual.cpu().float().split(sizes), expected.cpu().float().split(sizes)
-        pairs = [(before, after - before) for before, after in zip(old, new, strict=True) if len(before)]
-        moved = [(old, by) for old, by in pairs if not bool(by.abs().max() <= ROUNDINGS * old.abs().max())]  # NaN has
+        both = zip(expected.cpu().float().nan_to_num().split(sizes), changes.split(sizes), strict=True)
+        pairs = [(old, by) for old, by in both if len(old)]
+        moved = [(old, by) for old, by in pairs if not bool(by.abs().max() <= ROUNDINGS * old.abs().max())]  # or NaN
         if len(moved) > 0.5 * len(pairs):
             return "most"
         return "some" if some and any(2 * by.norm() > old.norm() for old, by in moved) else ""

@@ -224,9 +224,9 @@ class Ledger:
     def stats(self, *, last: bool = False, round_steps: int = 1) -> dict:
         """Report mean bytes and median times per step since the last :meth:`reset`, or of the ``last`` step alone.
 
-        Medians, over at most ``WINDOW`` steps without the first two, which compile kernels and fill caches. They are of
-        the means of rounds of ``round_steps`` steps. Of stages that were not measured in the ``last`` step, times
-        are of the last step in which they were.
+        Medians, over at most ``WINDOW`` steps, of more than four without the first two, which in a new run compile
+        kernels and fill caches. They are of the means of rounds of ``round_steps`` steps. Of stages that were not
+        measured in the ``last`` step, times are of the last step in which they were.
         """
         total, steps = (self.last, [self.last]) if last else (self.total, list(self.steps))
         timed = [self._last_timed] if last else [step for step in steps if step.timed]

@@ -300,7 +300,7 @@ class Plan:
         if beta2 >= SLOW_BETA2:
             return None
         return (
-            f"with beta2 {beta2:g} each rank's own second moments, of few sequences, are noisy: betas=(0.9, 0.99) "
+            f"with beta2 {beta2:g} each rank's own second moments, of few sequences, are noisy: with 0.99 trickle "
             "ended lower wherever both ran at a rate that suits both (docs/quality.md)"
         )
 

@@ -172,7 +172,9 @@ def sample_main(argv: list[str]) -> int:
     # Our own models have no end-of-text token, and rows of --data alone begin with a begin-of-text token.
     hub = None if trained.shape else pretrained.load_tokenizer(trained.run / pretrained.HUB_FOLDER)
     end, opening = hub and hub.eos_token_id, opening_tokens(hub) if hub and trained.config.data else []
-    context = torch.tensor([*opening, *prompt.tolist()], dtype=torch.int64, device="cpu")
+    context = prompt.long()
+    if context[: len(opening)].tolist() != opening:
+        context = torch.cat([torch.tensor(opening, dtype=torch.int64, device="cpu"), context])
     tokens = generate(
         trained.model(), context, options.tokens, temperature=options.temperature, top_k=options.top_k,
         seed=options.seed, end=end,

@@ -133,16 +133,16 @@ def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator
 
     text = ""
     for turn, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ThinwireError(f"{source}: a message has a 'role' and a 'content', which are text")
-        if unread := [key for key in ("tool_calls", "function_call", "weight") if message.get(key) not in (None, 1)]:
-            raise ThinwireError(f"{source}: '{unread[0]}' of a message is not read: write the answer itself, or no row")
+        if not isinstance(message, dict) or not {"role", "content"} <= {*message}:
+            raise ThinwireError(f"{source}: a message has a 'role' and a 'content'")
         if message["role"] != "assistant":
             continue
         try:
             prompt, answered = written(turn, True), written(turn + 1, False)
         except Exception as error:  # whatever the template raises
             raise ThinwireError(f"{source}: the chat template refuses it: {first_line(error)}") from None
+        if message.get("weight", 1) != 1:
+            raise ThinwireError(f"{source}: 'weight' of an answer is not read: leave the answer out, or its row")
         if not (prompt.startswith(text) and answered.startswith(prompt)):
             raise ThinwireError(f"{source}: the chat template changes earlier turns: give each answer its own row")
         yield prompt[len(text) :], False
@@ -150,3 +150,25 @@ def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator
         text = answered
     if not text:
         raise ThinwireError(f"{source}: no message has the role 'assistant'")
+    for number, message in enumerate(messages):
+        for key, value in message.items():
+            if value if key in ("tool_calls", "function_call") else key == "content" and not isinstance(value, str):
+                _check_shown(messages, number, key, tokenizer, source)
+
+
+def _check_shown(messages: list[dict[str, Any]], number: int, key: str, tokenizer: Any, source: str) -> None:
+    """Refuse a value of message ``number`` that the chat template leaves out, or writes as Python writes it."""
+    message = messages[number]
+
+    def written(value: Any) -> str:
+        changed = [*messages[:number], {**message, key: value}, *messages[number + 1 :]]
+        try:
+            return tokenizer.apply_chat_template(changed, tokenize=False)
+        except Exception:  # whatever the template raises: it reads the value
+            return ""
+
+    whole, without = written(message[key]), written("")
+    if message[key] and whole == without:
+        raise ThinwireError(f"{source}: the chat template leaves out '{key}'")
+    if whole != without and str(message[key]) in whole:
+        raise ThinwireError(f"{source}: the chat template writes '{key}' as Python does: {message[key]}")
