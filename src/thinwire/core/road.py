@@ -300,11 +300,11 @@ class Road:
 
     def dense_bytes(self, parameter: Parameter) -> float:
         """Count the bytes that the engine without us would send of ``parameter``."""
+        dtype = parameter.dtype
         if self.levels is not None:
-            return dense_bytes(self.levels.stock, self.piece(parameter).numel, parameter.dtype)
+            return dense_bytes(self.levels.stock, self.piece(parameter).numel, dtype)
         hops = [stage.exchange for stage in self.stages]
-        numels = (parameter.local * (hop.ranks if hop.owner else 1) for hop in hops)
-        return sum(dense_bytes(hop, numel, parameter.dtype) for hop, numel in zip(hops, numels, strict=True))
+        return sum(dense_bytes(hop, parameter.local * (hop.ranks if hop.owner else 1), dtype) for hop in hops)
 
 
 def shard_of(pieces: Pieces) -> Pieces:

@@ -171,7 +171,8 @@ def sample_main(argv: list[str]) -> int:
         raise ThinwireError("--prompt must not be empty: the model needs a beginning to continue")
     # Our own models have no end-of-text token, and rows of --data alone begin with a begin-of-text token.
     hub = None if trained.shape else pretrained.load_tokenizer(trained.run / pretrained.HUB_FOLDER)
-    end, opening = hub and hub.eos_token_id, opening_tokens(hub) if hub and trained.config.data else []
+    end = None if hub is None else hub.eos_token_id
+    opening = opening_tokens(hub) if hub is not None and trained.config.data else []
     context = prompt.long()
     if context[: len(opening)].tolist() != opening:
         context = torch.cat([torch.tensor(opening, dtype=torch.int64, device="cpu"), context])
