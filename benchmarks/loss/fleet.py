@@ -62,7 +62,7 @@ def order_of(given: dict[str, Any]) -> Order:
     jobs = tuple(job for grid in given.pop("grids", [{}]) for job in _jobs_of(given | grid))
     lengths = tuple(sorted(given["lengths"]))
     besides = {name: given[name] for name in BESIDES if name in given}
-    return Order(jobs, stacked.way_of(given["method"], **besides), lengths)
+    return Order(jobs, stacked.way_of(given["method"], jobs[0].ranks, **besides), lengths)
 
 
 def _jobs_of(given: dict[str, Any]) -> list[ladder.Job]:

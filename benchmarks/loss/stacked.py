@@ -81,8 +81,9 @@ class Way:
         return replace(self, density=density, server_density=server)
 
 
-def way_of(spec: str, **besides: Any) -> Way:
-    """The way of the library's method ``spec``: dense, or trickle with steps. ``besides``: what is no knob of it."""
+def way_of(spec: str, ranks: int, **besides: Any) -> Way:
+    """The way of the library's method ``spec`` on so many ranks: dense, or trickle with steps. ``besides``: no knob of
+    it."""
     method = resolve(spec)
     if method.name == "dense":
         return Way(**besides)
@@ -90,7 +91,7 @@ def way_of(spec: str, **besides: Any) -> Way:
         raise ThinwireError(f"no stack plays {spec}: it plays dense, and trickle with steps from the first step on")
     muon = method.updates.delivered_share
     return Way(
-        method.density, method.mask == "merged", method.server_density, method.bits, method.group,
+        method.density, method.mask == "merged", method.density_of_servers(ranks), method.bits, method.group,
         method.delivered_share, 1.0 if muon is None else muon, tuple(method.dense), **besides,
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ def test_a_run_of_a_stack_is_the_librarys(job, windows, monkeypatch):
     jobs = [job, replace(job, lr=job.lr / 2, beside=job.beside / 4, seed=1, beta1=0.8, clip=0.3)]
     members = [stacked.member(of, WARM + STEPS) for of in jobs]
     stack = stacked.Stack(
-        job.config(9), stacked.way_of(job.method), members, windows, WARM + STEPS, torch.device("cpu")
+        job.config(9), stacked.way_of(job.method, job.ranks), members, windows, WARM + STEPS, torch.device("cpu")
     )
     stack.set_rates([member.rate for member in members])
     played = []
@@ -107,7 +107,7 @@ def transplant(saved: dict[str, torch.Tensor], stack: stacked.Stack, at: int) ->
 def test_ranks_share_their_momenta_when_it_is_due(windows, monkeypatch):
     monkeypatch.setattr(ladder, "MODELS", {"smallest": SMALLEST})
     jobs = [replace(MUON, method="trickle:muon", seed=seed) for seed in (0, 1)]
-    way = stacked.way_of("trickle:muon", shared=2)
+    way = stacked.way_of("trickle:muon", 4, shared=2)
     members = [stacked.member(of, STEPS) for of in jobs]
     stack = stacked.Stack(jobs[0].config(9), way, members, windows, STEPS, torch.device("cpu"))
     stack.set_rates([member.rate for member in members])
@@ -123,7 +123,7 @@ def test_ranks_share_their_momenta_when_it_is_due(windows, monkeypatch):
 def test_ranks_have_of_the_second_moment_what_they_should(second, every, windows, monkeypatch):
     monkeypatch.setattr(ladder, "MODELS", {"smallest": SMALLEST})
     jobs = [replace(JOB, method="trickle", seed=seed) for seed in (0, 1)]
-    way = stacked.way_of("trickle", second=second, every=every)
+    way = stacked.way_of("trickle", 4, second=second, every=every)
     members = [stacked.member(of, STEPS) for of in jobs]
     stack = stacked.Stack(jobs[0].config(9), way, members, windows, STEPS, torch.device("cpu"))
     stack.set_rates([member.rate for member in members])
@@ -176,13 +176,13 @@ def test_a_fleets_rows_are_the_ladders(tmp_path, monkeypatch, capsys):
 
 
 def test_a_stack_plays_what_it_knows():
-    assert stacked.way_of("trickle:muon") == stacked.Way(density=0.03, merged=True, bits=4)
-    assert stacked.way_of("trickle(density=0.03)") == stacked.Way(density=0.03, delivered=0.0125 / 0.03)
-    assert stacked.way_of("trickle:merged", owner=0.5).owner == 0.5
-    late = stacked.way_of("trickle:muon", late=4)
+    assert stacked.way_of("trickle:muon", 4) == stacked.Way(density=0.03, merged=True, bits=4)
+    assert stacked.way_of("trickle(density=0.03)", 4) == stacked.Way(density=0.03, delivered=0.0125 / 0.03)
+    assert stacked.way_of("trickle:merged", 4, owner=0.5) == stacked.Way(0.01, True, 0.04, 4, owner=0.5)
+    late = stacked.way_of("trickle:muon", 4, late=4)
     assert (late.decaying.density, late.decaying.server_density, late.density) == (0.12, 0.4, 0.03)
     assert fleet.named("trickle:muon", late) == "trickle:muon + density x 4 in the decay"
-    assert fleet.named("dense", stacked.way_of("dense", momentum=0.98)) == "dense + Muon's momentum 0.98"
+    assert fleet.named("dense", stacked.way_of("dense", 4, momentum=0.98)) == "dense + Muon's momentum 0.98"
     for spec in ("topk", "trickle(start=0.1)", "trickle(feedback='gradients')"):
         with pytest.raises(ThinwireError, match="no stack plays"):
-            stacked.way_of(spec)
+            stacked.way_of(spec, 4)

@@ -369,11 +369,27 @@ def test_bytes_of_merged_masks_do_not_grow_with_the_ranks_and_own_ones_do():
         )  # fmt: skip
         return float(found[0][1]["bytes"])
 
-    own, merged = "trickle(smallest=0)", "trickle:merged(smallest=0)"
+    own, merged = "trickle(smallest=0)", "trickle:merged(smallest=0, server_density=0.1)"
     assert sent(own, 8) > 2.2 * sent(own, 4)
     assert sent(merged, 8) < 1.25 * sent(merged, 4)  # 7/8 to 3/4 of twice the values
     dense = 2 * 3 / 4 * 4 * 256 * 1024
     assert sent(own, 4) < 0.015 * dense
+
+
+@pytest.mark.parametrize("topology", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize(("ranks", "share"), [(2, 0.02), (4, 0.04), (12, 0.1)])
+def test_servers_send_by_default_no_more_values_than_the_ranks_chose(topology, ranks, share):
+    def sent(knob: str) -> tuple[float, list[dict[str, Tensor]]]:
+        found = reduce_on_threads(
+            lambda: methods.resolve(f"trickle:merged({knob})"), gradient, topology=topology, size=ranks,
+            shapes={"w": (32, 128)}, steps=3, optimizer=adamw,
+        )  # fmt: skip
+        return sum(float(step["bytes"]) for step in found[0]), [found[rank][-1]["weights"] for rank in range(ranks)]
+
+    (ours, weights), (same, alike), (most, _) = sent(""), sent(f"server_density={share}"), sent("server_density=0.1")
+    assert ours == same and (ours < most) == (share < 0.1)
+    for one, other in zip(weights, alike, strict=True):
+        assert torch.equal(one["w"], other["w"])
 
 
 def test_a_density_takes_at_most_24_bits_a_value():

@@ -51,6 +51,9 @@ from thinwire.methods.parts.feedback import UPDATES, Gradients, Updates
 from thinwire.methods.parts.twoway import mean_both_ways, serve
 from thinwire.ops import mask as masks
 
+SERVER_DENSITY = 0.1
+"""Share of the values that the servers of many ranks send."""
+
 
 @dataclass
 class Trickle(TopK):
@@ -61,8 +64,8 @@ class Trickle(TopK):
             "merged": each rank sends them to the rank that sums their row (its server), and servers send the largest
             of the mean to all; bytes do not grow.
         server_density: with mask="merged", the share of each tensor's values that servers send to all (with sharded
-            weights: that their owners change). Higher => more bytes, and less waits at the servers. From N times
-            density on, only rounding errors wait there, because N ranks choose no more values.
+            weights: that their owners change). Higher => more bytes, and less waits at the servers. None: 0.1, or N
+            times density where that is less; N ranks choose no more values, so that only rounding errors wait then.
         bits: bits per value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
         feedback: what is sent, and what waits: "updates" (the steps that Adam would take) or "gradients" (as in top-k's
@@ -81,7 +84,7 @@ class Trickle(TopK):
     }
 
     mask: Literal["own", "merged"] = "own"
-    server_density: Density = 0.1
+    server_density: Density | None = None
     bits: Literal[4, 8] = 8
     group: int = 64
     feedback: Gradients | Updates = field(default=UPDATES, kw_only=True)
@@ -114,7 +117,7 @@ class Trickle(TopK):
     @property
     def at_one_mask(self) -> bool:
         """Do all ranks share one mask of the step, and does it leave values out?"""
-        return self.mask == "merged" and self.server_density < 1
+        return self.mask == "merged" and self.server_density != 1
 
     def begin(self, run: Run) -> None:
         masked = self.at_one_mask and self.updates is not None
@@ -142,14 +145,21 @@ class Trickle(TopK):
             return
         super().compress(bucket, exchange)
 
+    def density_of_servers(self, ranks: int) -> float:
+        """Return the share of values that servers of N = ``ranks`` ranks send: ``server_density``, or its default."""
+        if self.server_density is None:
+            return min(SERVER_DENSITY, ranks * self.density)
+        return self.server_density
+
     def _merge(self, bucket: Bucket, exchange: Exchange) -> None:
         codec = self.largest(bucket, self.density)
+        server_codec = self.largest(bucket, self.density_of_servers(exchange.ranks))
         if not exchange.owner:
-            mean_both_ways(bucket, exchange, codec, self.state, server_codec=self.largest(bucket, self.server_density))
+            mean_both_ways(bucket, exchange, codec, self.state, server_codec=server_codec)
             return
         served = serve(bucket, exchange, codec, self.state)  # in bucket.mean
         waits = Residual(self.state.read("server", bucket, rows=1), self.state.write("server", bucket, rows=1))
-        layout = bucket.once("moved", lambda: Positions(self.largest(bucket, self.server_density).segments))
+        layout = bucket.once("moved", lambda: Positions(server_codec.segments))
         packed = bucket.scratch("chosen", (1, layout.nbytes), torch.uint8) if self.card.encodes_weights else None
         with exchange.span("encode", served):
             layout.split(served, waits, scratch(bucket), packed)
