@@ -68,6 +68,7 @@ ALIASES = {
     "powersgd(feedback='gradients')": "powersgd:paper",
     "powersgd(rank=4,feedback='gradients')": "powersgd:paper",
     "trickle(mask='merged',bits=4)": "trickle:merged",
+    "trickle(mask='merged',bits=4,server_density=0.1)": "trickle:merged(server_density=0.1)",
     "trickle(density=0.003)": "trickle:d0.003",
     "local-steps:recommended(outer=\"trickle(density=0.05,bits=4,feedback='gradients')\")": "local-steps:recommended",
 }

@@ -260,6 +260,8 @@ def pairs(runs: Iterable[Run], method: str, other: str) -> list[tuple[Run, Run]]
 SHORT = (("trickle", "adamw", "adamw"), ("trickle:merged", "adamw", "adamw"), ("dense", "muon", "adamw"),
          ("trickle:muon", "muon", "muon"), ("trickle:muon", "muon", "adamw"))  # fmt: skip
 """The columns of the short table: a method, its optimizer, and that of the dense run that it is held against."""
+FORMER = {"trickle:merged": "trickle:merged(server_density=0.1)"}
+"""What a method was by default, with 4 ranks, until 2026-11-27: a column's cell, with a star, where there is no other."""
 
 
 def short(runs: Iterable[Run]) -> str:
@@ -277,9 +279,13 @@ def short(runs: Iterable[Run]) -> str:
     for setting in sorted(length, key=lambda setting: -length[setting]):
         cells = []
         for method, optimizer, dense in SHORT:
-            row = of.get((setting, method, optimizer))
+            now, former = (of.get((setting, name, optimizer)) for name in (method, FORMER.get(method)))
+            row = now or former
             span = None if row is None else row.above(of.get((setting, "dense", dense)), spreads)
-            cells.append("-" if row is None or span is None else f"{written(span)} ({len(row.runs)}; {row.share:.1%})")
+            star = "" if now else "*"
+            cells.append(
+                "-" if row is None or span is None else f"{written(span)} ({len(row.runs)}; {row.share:.1%}{star})"
+            )
         model, text, ranks, sequences, steps = setting
         what = f"{model} on {text}, {ranks} ranks, {sequences} sequences a step, {steps} steps"
         if set(cells) != {"-"}:

@@ -159,7 +159,7 @@ class Trickle(TopK):
             return
         served = serve(bucket, exchange, codec, self.state)  # in bucket.mean
         waits = Residual(self.state.read("server", bucket, rows=1), self.state.write("server", bucket, rows=1))
-        layout = bucket.once("moved", lambda: Positions(server_codec.segments))
+        layout = bucket.once("moved", lambda: Positions(server_codec.segments), server_codec)
         packed = bucket.scratch("chosen", (1, layout.nbytes), torch.uint8) if self.card.encodes_weights else None
         with exchange.span("encode", served):
             layout.split(served, waits, scratch(bucket), packed)
