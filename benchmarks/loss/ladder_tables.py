@@ -261,7 +261,7 @@ SHORT = (("trickle", "adamw", "adamw"), ("trickle:merged", "adamw", "adamw"), ("
          ("trickle:muon", "muon", "muon"), ("trickle:muon", "muon", "adamw"))  # fmt: skip
 """The columns of the short table: a method, its optimizer, and that of the dense run that it is held against."""
 FORMER = {"trickle:merged": "trickle:merged(server_density=0.1)"}
-"""What a method was by default, with 4 ranks, until 2026-11-27: its cells, with a star, stand where nothing else ran."""
+"""What a method was by default, with 4 ranks, until 2026-11-27: cells with a star, where nothing else ran."""
 
 
 def short(runs: Iterable[Run]) -> str:
