@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
 from thinwire.train.checkpoint import trained_model
+from thinwire.train.config import Config
 from thinwire.train.data import token_files
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows, batches
@@ -68,6 +72,41 @@ def test_tokens_are_drawn_as_asked():
     assert {next(trained_model.generate(model, prompt, 1, top_k=5, seed=seed)) for seed in range(30)} <= allowed
 
 
+def test_nothing_is_drawn_from_what_is_not_finite():
+    model = decoder("gpt")
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    with pytest.raises(ThinwireError, match="output is not finite"):
+        list(trained_model.generate(model, torch.tensor([1]), 1))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let no file of this process grow above so many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 500, 100_000])
+@pytest.mark.parametrize("there", [True, False])
+def test_an_export_that_cannot_be_written_is_one_line_and_leaves_nothing(size, there, tmp_path):
+    model = decoder("gpt")
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    trained = trained_model.TrainedModel(
+        tmp_path, 0, tmp_path, Config(), model.shape, "", weights, Tokenizer("bytes", ())
+    )  # fmt: skip
+    if there:
+        (tmp_path / "hf").mkdir()
+    with pytest.raises((ThinwireError, OSError), match=r"hf/\w+\.(safetensors|json)"), files_of_at_most(size):
+        trained.export(tmp_path / "hf")
+    assert [path.name for path in tmp_path.rglob("*")] == ["hf"] * there
+    trained.export(tmp_path / "hf")
+    assert sum(1 for _ in (tmp_path / "hf").iterdir()) == 4
+
+
 def _train(rank: int, world: int, port: int, words: list[str]) -> int:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.destroy_process_group()  # that of the tests: a run makes its own
@@ -114,3 +153,21 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
         (out / "config.yaml").write_text("\n".join(lines[:lost]))  # what is missing would become the default
         with pytest.raises(ThinwireError, match=r"config.yaml is not this run's any more"):
             trained_model.read(out)
+
+
+def test_a_run_of_which_no_checkpoint_is_good_says_so(tmp_path, capsys):
+    out = tmp_path / "run"
+    words = [
+        "--preset", "tiny", "--layers", "1", "--width", "16", "--heads", "1", "--seq-len", "16", "--batch-size", "2",
+        "--steps", "3", "--lr", "1e15", "--no-guard", "--max-skipped", "0", "--clip", "0", "--eval-every", "0",
+        "--corpus", __file__, "--out", str(out),
+    ]  # fmt: skip
+    ranks.run(_train, 1, free_port(), words, LOCAL_WORLD_SIZE="1")
+    newest = out / "checkpoints" / "step-000003"
+    for command in (["sample", str(out)], ["export", str(out), str(tmp_path / "hf")], ["inspect", str(out)]):
+        assert cli.main(command) == 2
+        assert f"{out} has no good checkpoint" in (error := capsys.readouterr().err) and str(newest) in error
+    assert cli.main(["sample", str(newest)]) == 2
+    assert "output is not finite" in (error := capsys.readouterr().err) and "was saved, steps were skipped" in error
+    assert cli.main(["export", str(newest), str(tmp_path / "hf")]) == 0
+    assert "was saved, steps were skipped" in capsys.readouterr().err

@@ -85,8 +85,15 @@ def missing_for_triton() -> str:
 
 
 def save_file(tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Call safetensors' ``save_file``, but give the file the usual permissions, not its owner's alone."""
+    """Call safetensors' ``save_file``, but give the file the usual permissions, not its owner's alone.
+
+    Raises:
+        ThinwireError: it cannot be written: the disk is full, say.
+    """
     path.touch()
     mode = path.stat().st_mode
-    load("safetensors.torch").save_file(tensors, path, metadata=metadata)
+    try:
+        load("safetensors.torch").save_file(tensors, path, metadata=metadata)
+    except load("safetensors").SafetensorError as error:
+        raise ThinwireError(f"cannot write {path}: {' '.join(str(error).split())}") from None
     path.chmod(mode)

@@ -37,6 +37,20 @@ def write(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+@contextlib.contextmanager
+def whole_or_empty(folder: Path) -> Iterator[None]:
+    """Leave nothing in ``folder``, which is empty or not there, unless the block fills it to its end."""
+    was_there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        for path in folder.iterdir() if folder.exists() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if folder.exists() and not was_there:
+            folder.rmdir()
+        raise
+
+
 def sync(path: Path) -> None:
     """Make what was written to a file, or renamed in a folder, survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from tyro.conf import Fixed, Suppress
 
-from thinwire.base import terminal
+from thinwire.base import files, terminal
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
@@ -237,10 +237,10 @@ def _write(report: dict[str, Any], out: Path) -> None:
     from thinwire.lab.plots import draw
     from thinwire.lab.report import ALL, fitting, markdown, notes, page, table
 
-    (out / "report.json").write_text(json.dumps(for_json(report), indent=1) + "\n")
+    files.write(out / "report.json", json.dumps(for_json(report), indent=1) + "\n")
     pictures = draw(report, out)
-    (out / "report.md").write_text(markdown(report, pictures))
-    (out / "report.html").write_text(page(report, pictures))
+    files.write(out / "report.md", markdown(report, pictures))
+    files.write(out / "report.html", page(report, pictures))
     width = terminal.columns()
     if width is None:
         print(report["verdict"])

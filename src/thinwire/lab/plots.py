@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from thinwire.base.files import write
 from thinwire.lab.report import network
 from thinwire.plan.plan import human
 
@@ -110,7 +111,7 @@ def save(figure: Figure, path: Path, note: str | None = None) -> None:
     figure.savefig(buffer, format="svg", bbox_inches="tight", facecolor=PAPER, metadata=metadata)
     plt.close(figure)
     head, body = buffer.getvalue().split("<defs>", 1)
-    path.write_text(f"{head}{_dark_mode()}\n <defs>{body}", encoding="utf-8")
+    write(path, f"{head}{_dark_mode()}\n <defs>{body}")
 
 
 def _dark_mode() -> str:

@@ -138,15 +138,17 @@ def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
     Return what ``read`` returns, and whether damaged checkpoints were passed over (each with a line on standard error).
 
     Raises:
-        NoCheckpoint: there is none.
+        NoCheckpoint: there is none, or none that is good.
         Damaged: no checkpoint can be read.
     """
     errors: list[Damaged] = []
+    spoilt: list[Path] = []
     for folder in (path / "checkpoints", path):
         for name in reversed(checkpoint_names(folder)):
             try:
                 checkpoint = read_meta(folder / name)
                 if not checkpoint.meta["good"]:
+                    spoilt.append(checkpoint.path)
                     continue
                 result = read(checkpoint)
             except Damaged as error:
@@ -157,6 +159,11 @@ def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
             return result, bool(errors)
     if errors:
         raise errors[0]
+    if spoilt:
+        raise NoCheckpoint(
+            f"{path} has no good checkpoint: steps were skipped, or the loss was not finite, when each was saved; "
+            f"the newest is {spoilt[0]}"
+        )
     return read(read_meta(path)), False
 
 
@@ -182,10 +189,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> int:
     """Write a file of tensors with their checksums; return its size in bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sums = {name: _crc(name, tensor) for name, tensor in tensors.items()}
-    try:
-        save_file(tensors, path, metadata={"crc32": json.dumps(sums)})
-    except SafetensorError as error:
-        raise ThinwireError(f"cannot write {path}: {' '.join(str(error).split())}") from None
+    save_file(tensors, path, metadata={"crc32": json.dumps(sums)})
     files.sync(path)
     return path.stat().st_size
 

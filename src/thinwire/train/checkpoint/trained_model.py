@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import tyro
 from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.files import whole_or_empty
 from thinwire.base.options import read_options
 from thinwire.base.terminal import say
 from thinwire.train.checkpoint.format import Checkpoint, read_newest
@@ -62,12 +64,13 @@ class TrainedModel:
         """
         if folder.exists() and any(folder.iterdir()):
             raise ThinwireError(f"{folder} holds files already: name another folder")
-        if self.shape is None:
-            pretrained.export(self.model(), self.run, folder, adapter=adapter)
-        elif adapter:
-            raise ThinwireError("--adapter is for runs with --lora")
-        else:
-            export(self.shape, self.weights, self.tokenizer.as_hub(), folder)
+        with whole_or_empty(folder):
+            if self.shape is None:
+                pretrained.export(self.model(), self.run, folder, adapter=adapter)
+            elif adapter:
+                raise ThinwireError("--adapter is for runs with --lora")
+            else:
+                export(self.shape, self.weights, self.tokenizer.as_hub(), folder)
 
 
 def read(path: Path) -> TrainedModel:
@@ -80,6 +83,8 @@ def read(path: Path) -> TrainedModel:
 
 
 def _read(checkpoint: Checkpoint) -> TrainedModel:
+    if not checkpoint.meta["good"]:
+        say(f"thinwire: when {checkpoint.path} was saved, steps were skipped, or the loss was not finite", sys.stderr)
     description = checkpoint.meta["about"]
     run, init = run_of(checkpoint.path), description.get("init") or ""
     config = from_yaml(run / "config.yaml")
@@ -134,6 +139,9 @@ def generate(
     """Yield ``count`` tokens that follow ``prompt``, (T,) int64 with T >= 1; stop before the token ``end``.
 
     ``model`` (Decoder or Pretrained) sees as many earlier tokens as its context holds. Knobs as in ``SampleOptions``.
+
+    Raises:
+        ThinwireError: an output of the model is not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     text = prompt.tolist()
@@ -141,6 +149,8 @@ def generate(
     for _ in range(count):
         with torch.no_grad():
             logits = model(torch.tensor([text[-model.context :]], device="cpu"))[0, -1].float()
+        if not logits.isfinite().all():
+            raise ThinwireError("the model's output is not finite: nothing can be drawn from it")
         if top_k:
             threshold = logits.topk(min(top_k, len(logits))).values[-1]
             logits = logits.masked_fill(logits < threshold, float("-inf"))

@@ -82,7 +82,9 @@ def match_paths(name: str) -> list[Path]:
 def check_there(names: Sequence[str]) -> None:
     """Raise what ``match_paths`` and reading raise if one of these files is not there; of a glob the first is tried."""
     for name in names:
-        if name != "stdlib" and not name.startswith("hub:"):
+        if name.startswith("hub:"):
+            extras.package_folder("datasets")
+        elif name != "stdlib":
             path = match_paths(name)[0]
             with reading(path), path.open("rb"):
                 pass

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.extras import save_file
+from thinwire.base.files import write
 from thinwire.train.model.shapes import ModelConfig
 
 EPSILON, ROPE_THETA = 1e-5, 10000.0
@@ -33,10 +34,10 @@ def export(shape: ModelConfig, weights: dict[str, Tensor], tokenizer: Any, folde
     contiguous = {name: weight.contiguous() for name, weight in _rename(weights, shape.family).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.context}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")
+    write(folder / "tokenizer_config.json", json.dumps(tokenizer_config, indent=2) + "\n")
+    write(folder / "config.json", json.dumps(_config(shape), indent=2) + "\n")
 
 
 def _config(shape: ModelConfig) -> dict[str, Any]:

@@ -217,5 +217,5 @@ def _quiet(trouble: str) -> Iterator[None]:
         yield
     except (ThinwireError, ModuleNotFoundError):
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except Exception as error:  # the libraries below raise bare ones, for a full disk, say
         raise ThinwireError(f"{trouble}: {first_line(error)}") from None
