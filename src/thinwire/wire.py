@@ -280,6 +280,7 @@ def _engine_class(model: nn.Module) -> tuple[EngineClass, Any]:
     _require(model, nn.Module, "the model must be a torch module")
     if not torch.distributed.is_initialized():
         raise ThinwireError("torch.distributed is not initialized: start under torchrun and call init_process_group()")
+    model = getattr(model, "_forward_module", model)  # Lightning Fabric's wrapper
     if not isinstance(model, FSDPModule):  # compiled first, then sharded, it is one itself
         model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
@@ -438,8 +439,8 @@ class Wire:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken or skipped so far."""
-        return self._road.step + self.skipped
+        """Optimizer steps taken or skipped so far, with one that not all optimizers have joined yet."""
+        return self._road.step + self.skipped + self._step_loop.open
 
     @property
     def skipped(self) -> int:
@@ -812,8 +813,9 @@ class Wire:
         apart = card.alone_from is not None and not self.method.rank_equal and self._met < self.step
         if apart and not self._step_loop.ended and self.engine.rank == 0:
             warnings.warn(
-                f"{self.method} is closed inside a round, so each rank holds other weights: to leave it here, call "
-                "wire.hand_over() on all ranks before, which gives all the mean of weights and moments",
+                f"{self.method} is closed inside a round, or before every optimizer has joined its last step, so each "
+                "rank holds other weights: to leave it here, call wire.hand_over() on all ranks before, which gives all "
+                "the mean of weights and moments",
                 ThinwireWarning, stacklevel=2,
             )  # fmt: skip
         with suppress(LostRank, Unsavable):  # ranks that are there have sent what is under way; nothing is to be saved

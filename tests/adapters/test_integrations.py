@@ -431,6 +431,45 @@ def test_lightning(tmp_path, sharded):
     check(_lightning, tmp_path, fixed(net()).item(), sharded)
 
 
+def _fabric(rank: int, world: int, sharded: bool) -> list[tuple[list[float], int]]:
+    """Weights and steps of Fabric's own run, and of one with dense."""
+    launched(rank, world)
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def sharding(model: nn.Module, mesh: Any) -> nn.Module:
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    def train(method: str | None) -> tuple[list[float], int]:
+        sizes = {"data_parallel_size": world, "tensor_parallel_size": 1}
+        strategy = ModelParallelStrategy(sharding, **sizes) if sharded else "ddp"
+        fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup_module(net())
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
+        wire = thinwire.compress(model, optimizer, method) if method else None
+        for index in range(6):
+            with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+                fabric.backward(loss_of(model, index, rank))
+            if index % 2:
+                fabric.clip_gradients(model, optimizer, max_norm=0.2)
+                optimizer.step()
+                optimizer.zero_grad()
+        steps = wire.step if wire else 3
+        if wire:
+            wire.close()
+        return flat(model).tolist(), steps
+
+    return [train(None), train("dense")]
+
+
+@needs("lightning")
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_a_program_of_lightning_fabric(sharded):
+    for theirs, ours in ranks.run(_fabric, 2, sharded, warm="warm_frameworks"):
+        assert theirs == ours
+
+
 # ----------------------------------------------------------------------------------------------------- the core's share
 
 

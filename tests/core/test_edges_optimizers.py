@@ -131,6 +131,7 @@ def _trained(engine: str, world: int, rank: int, method: str, rules: Sequence[Ru
             model(given(step, rank)).backward()
         for optimizer in several:
             optimizer.step()
+            assert wire.step == step + 1, "taken, also while another optimizer is to join it"
         for optimizer in several:
             optimizer.zero_grad()
     result = {name: full(weight).clone() for name, weight in parts(model).items()}, same_on_all_ranks(model)
