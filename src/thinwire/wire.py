@@ -814,8 +814,8 @@ class Wire:
         if apart and not self._step_loop.ended and self.engine.rank == 0:
             warnings.warn(
                 f"{self.method} is closed inside a round, or before every optimizer has joined its last step, so each "
-                "rank holds other weights: to leave it here, call wire.hand_over() on all ranks before, which gives all "
-                "the mean of weights and moments",
+                "rank holds other weights: to leave it here, call wire.hand_over() on all ranks before, which gives "
+                "all the mean of weights and moments",
                 ThinwireWarning, stacklevel=2,
             )  # fmt: skip
         with suppress(LostRank, Unsavable):  # ranks that are there have sent what is under way; nothing is to be saved
