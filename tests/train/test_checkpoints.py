@@ -310,6 +310,25 @@ def test_one_rank_gets_back_what_it_saved(tmp_path):
     assert saved[0][-1] == 1.0 and saved[1][-1] == 2.0
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_whose_folder_is_no_more_ends_the_run_on_all(tmp_path, rank):
+    """No checkpoint is written, and the folder is not made anew."""
+    homes = [tmp_path / "a", tmp_path / "b"]
+
+    def body(run: Run) -> None:
+        run.save(2)
+        run.checkpoints.collective.do(lambda: homes[rank].rename(tmp_path / "moved") if is_it(run) else None)
+        run.save(4)
+
+    def is_it(run: Run) -> bool:
+        return run.checkpoints.collective.rank == rank
+
+    said = [str(error) for error in run_on(homes, body)]
+    assert said[rank].startswith(f"--out {homes[rank]} was moved or removed")
+    assert said[1 - rank] == f"rank {rank}: {said[rank]}"
+    assert not homes[rank].exists() and names(homes[1 - rank]) == names(tmp_path / "moved") == ["latest", "step-000002"]
+
+
 def test_what_is_not_good_replaces_nothing(tmp_path):
     def body(run: Run) -> int | None:
         run.save(5, 10)

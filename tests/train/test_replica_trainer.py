@@ -25,6 +25,7 @@ from thinwire.engines.replicas import Replicas
 from thinwire.methods import resolve
 from thinwire.train.config import Config
 from thinwire.train.job.progress import Display
+from thinwire.train.job.run_folder import RunFolder, read_owner
 from thinwire.train.job.signals import Interrupted
 from thinwire.train.loop import Trainer
 from thinwire.train.replica import ReplicaTrainer
@@ -63,7 +64,8 @@ class Counting(ReplicaTrainer):
         )
         self.wire: Wire = join(Replicas(self.net, replica, replica.comm), options, replica.comm.ledger)
         self.wire.attach()
-        self.checkpoints: Any = SimpleNamespace(run={}, latest="")
+        place = RunFolder(folder, (0,), SimpleNamespace(rank=0), read_owner(folder))
+        self.checkpoints: Any = SimpleNamespace(run={}, latest="", folder=place)
         self.step = self.sequences = self.trained = self.streak = self.dropped = 0
         self.wall_s, self.first_loss, self.ranks = 0.0, 0.0, SimpleNamespace(per_node=1)
         self.step_seconds, self.losses, self.unshared = [], [], []
@@ -219,3 +221,31 @@ def test_rounds_longer_than_the_timeout_are_refused_in_the_first_of_them(
 
     Lighthouse(0, begin, replicas=1, quorums=0).run()
     assert taken == [5 if timeout < 60 else 12]
+
+
+def test_a_replica_keeps_no_files_of_another_run(tmp_path: Path) -> None:
+    """Its folder was moved, and another run has begun in its place."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def begin(replica: Replica) -> Any:
+        trainer = Counting(replica, folder, "dense", Books())
+
+        def run() -> None:
+            while trainer.step < 3:
+                trainer.attempt_step([])
+            folder.rename(tmp_path / "moved")
+            folder.mkdir()
+            for name in (".lock", "metrics.jsonl"):
+                (folder / name).write_text("another's")
+            with pytest.raises(ThinwireError, match="was moved or removed"):
+                trainer.attempt_step([])
+            trainer.wire.close()
+            trainer._close()
+
+        return run
+
+    Lighthouse(0, begin, replicas=1, quorums=0).run()
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        (".lock", "metrics.jsonl"), "another's"
+    )

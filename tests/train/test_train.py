@@ -12,6 +12,7 @@ import json
 import lzma
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -718,6 +719,84 @@ def test_a_run_that_went_back_goes_on_from_its_own_past_when_it_is_killed(tmp_pa
     assert sorted(rates) == [1, 2, 3, 4] and rates[1] > 1e-4 > 2e-5 > max(rates[2], rates[3], rates[4])
 
 
+ANOTHERS = {name: b"another's" for name in (".lock", "metrics.jsonl", "config.yaml", "checkpoints/latest")}
+
+
+def _befall(fate: str, out: Path) -> None:
+    """Let ``fate`` befall the folder ``out`` of a run that goes on, which is a link to one where a link is turned."""
+    if fate == "emptied":  # the shell's * leaves the lock
+        for path in out.glob("[!.]*"):
+            run_folder._remove([path])
+        return
+    if fate == "a turned link":
+        out.unlink()
+    elif fate == "removed":
+        shutil.rmtree(out)
+    else:
+        out.rename(out.with_name("moved"))
+    if fate in ("another's", "a turned link"):
+        there = out.with_name("another") if fate == "a turned link" else out
+        for name, data in ANOTHERS.items():
+            (there / name).parent.mkdir(parents=True, exist_ok=True)
+            (there / name).write_bytes(data)
+        if there != out:
+            out.symlink_to(there)
+
+
+def _train_elsewhere(rank: int, world: int, port: int, words: tuple[str, ...], fate: str, moment: str) -> Any:
+    """As ``_train``, on ranks whose folder meets its ``fate`` while they read their text, or after their first step."""
+    read, take, out = loop.read_inputs, loop.Trainer._take_step, Path(words[words.index("--out") + 1])
+
+    def reads(*given: Any) -> Any:
+        inputs = read(*given)
+        given[1].do(lambda: _befall(fate, out) if rank == 0 else None)
+        return inputs
+
+    def takes(self: loop.Trainer) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.step == 1:
+            self.collective.do(lambda: _befall(fate, out) if rank == 0 else None)
+        return take(self)
+
+    if moment == "reading":
+        loop.read_inputs = reads  # type: ignore[assignment]
+    else:
+        loop.Trainer._take_step = takes  # type: ignore[method-assign]
+    return _train(rank, world, port, words)
+
+
+@pytest.mark.parametrize(
+    ("fate", "moment"),
+    spread(3, ["moved", "removed", "another's", "a turned link", "emptied"], ["saving", "reading", "concluding"]),
+)
+def test_a_run_writes_nothing_where_its_folder_is_no_more(tmp_path, text, fate, moment):
+    """Whatever becomes of --out while the run goes on, all ranks end with one line, and what is there then stays."""
+    run = tmp_path / "run"
+    if fate == "a turned link":
+        (tmp_path / "own").mkdir()
+        run.symlink_to("own")
+    saves = {"saving": ("--checkpoint-every", "2"), "concluding": ("--no-checkpoints",), "reading": ()}[moment]
+    words = (*SHORT, "--corpus", str(text), "--steps", "4", *saves, "--out", str(run))
+    found = ranks.run(_train_elsewhere, 2, free_port(), words, fate, moment, LOCAL_WORLD_SIZE="2")
+    if (fate, moment) == ("emptied", "reading"):
+        assert [status for status, _ in found] == [0, 0], "nothing was there yet"
+        return
+    assert refused(found, f"--out {run} was moved or removed"), found
+    left = {name: data for name, data in ANOTHERS.items() if name != ".lock"} if run.exists() else {}
+    assert files_of(run) == ({} if fate == "emptied" else left)
+    assert run.exists() is (fate not in ("moved", "removed"))
+
+
+def test_a_run_that_goes_on_without_the_rows_of_its_past_says_what_its_summary_is_about(tmp_path, text):
+    words = (*SHORT, "--corpus", str(text), "--checkpoint-every", "2", "--resume", "auto", "--out", f"{tmp_path}/run")
+    assert train(1, *words, "--steps", "4") == [(0, "")]
+    rows = tmp_path / "run/metrics.jsonl"
+    rows.write_text("".join(line + "\n" for line in rows.read_text().splitlines() if '"step": 3' not in line))
+    ((status, said),) = train(1, *words, "--steps", "6")
+    assert status == 0 and "metrics.jsonl has 3 of the 4 steps before the checkpoint: losses, seconds" in said
+    ((status, said),) = train(1, *words, "--steps", "8")
+    assert status == 0 and "has 5 of the 6 steps" in said
+
+
 def test_auto_does_not_lose_the_results_of_a_run_without_checkpoints(tmp_path, text):
     words = [*SHORT, "--corpus", str(text), "--no-checkpoints", "--steps", "2", "--out", f"{tmp_path}/run"]
     assert train(1, *words)[0][0] == 0
@@ -793,7 +872,7 @@ def test_an_attempt_of_torchrun_knows_its_launch_behind_a_script():
 def test_a_run_goes_on_with_that_of_another_start_of_its_launch_alone(tmp_path):
     """A script that torchrun starts may train twice into one folder: the second run begins anew."""
     alone = SimpleNamespace(rank=0, share=lambda value: [value], gather=lambda work: [work()], do=lambda work: work())
-    folder = RunFolder(tmp_path, (0,), alone)
+    folder = RunFolder(tmp_path, (0,), alone, "")
     assert not folder.take_over(["job 7: start 0", "torchrun a: 1"])
     folder.mark(["job 7: start 0", "torchrun a: 1"])
     for starts in (["job 7: start 0", "torchrun a: 1"], ["job 7: start 0", "torchrun b: 3"], ["torchrun b: 1"], []):

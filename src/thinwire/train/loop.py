@@ -11,6 +11,7 @@ import resource
 import signal
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import write
 from thinwire.base.processes import Bytes, interface_bytes
 from thinwire.base.terminal import note, say
@@ -249,6 +250,12 @@ class Trainer(Stepper):
             stack.callback(self._log_unshared)
             if self.step:
                 self.earlier = Earlier(*self.collective.broadcast(self.display.earlier))
+                if self.earlier.steps < self.step and self.result is None and self.ranks.comm.rank == 0:
+                    line = (
+                        f"metrics.jsonl has {self.earlier.steps} of the {self.step} steps before the checkpoint: "
+                        "losses, seconds and bytes in summary.json are of those and of the steps to come"
+                    )
+                    warnings.warn(line, ThinwireWarning, stacklevel=2)
             self.wall_s, self.losses = self.earlier.wall_s, list(self.earlier.losses)
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             self.wire.ledger.close_step()
@@ -386,6 +393,7 @@ class Trainer(Stepper):
 
     def _save(self, good: bool) -> None:
         """Save a checkpoint. Collective."""
+        self.collective.do(self.display.check)
         with self._between_steps():
             self.checkpoints.save(
                 self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.kept, good=good,
@@ -432,6 +440,7 @@ class Trainer(Stepper):
 
         def write_summary() -> None:
             self.display.check()
+            self.checkpoints.folder.check_owner()
             if self.ranks.comm.rank == 0:
                 write(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
                 write(config.out / "report.txt", f"{result['report']}\n")

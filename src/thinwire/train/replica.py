@@ -38,7 +38,7 @@ from thinwire.train.data.tokenizer import is_kept
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, summary_time, turn
-from thinwire.train.job.run_folder import RunFolder
+from thinwire.train.job.run_folder import RunFolder, read_owner
 from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
 from thinwire.train.job.signals import Interrupted, note_signals
 from thinwire.train.job.status import goes_on
@@ -82,7 +82,8 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
             longest_s=max(config.timeout, config.file_timeout),
         )  # fmt: skip
         manager = open_manager if restarted or goes_on(os.environ[LIGHTHOUSE]) else open_manager()
-        folder = _Folder(config.out, (0,), Collective(ranks.comm.patient(config.file_timeout)))
+        collective = Collective(ranks.comm.patient(config.file_timeout))
+        folder = _Folder(config.out, (0,), collective, read_owner(config.out))
         logs = config.out / REPLICAS
         with turn(logs):  # the first makes the tokenizer, if one is to be made, for all
             kept = is_kept(config.tokenizer, logs)
@@ -308,6 +309,7 @@ class ReplicaTrainer(Trainer):
         keeps = first == self.place[0]
         if keeps == self._keeps and not (keeps and (self._reopen or self.display.replaced)):
             return
+        self.checkpoints.folder.check_owner()
         self._files.close()
         self.display = self._files.enter_context(Display(self.config, 0 if keeps else 1, self.step))
         self._keeps, self._reopen = keeps, False

@@ -75,7 +75,8 @@ class Checkpoints:
 
         def begin() -> None:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            self.path.mkdir(exist_ok=True)
+            partial.mkdir()
 
         def write() -> dict[str, int]:
             tensors = {rank_file(collective.rank): of_rank} | ({MODEL: common} if common and folder.is_keeper else {})

@@ -21,6 +21,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.terminal import columns, fold, silence
 from thinwire.train.config import Config
+from thinwire.train.job.run_folder import LOST
 from thinwire.train.job.services import IDENTITIES, Log, open_service
 
 COLUMNS = (
@@ -130,7 +131,7 @@ class Display:
 
     @property
     def replaced(self) -> bool:
-        """Is metrics.jsonl another file now, as another replica has kept it meanwhile?"""
+        """Is metrics.jsonl another file now? Another replica may have kept it meanwhile."""
         try:
             return self.rank == 0 and not os.path.samestat(os.fstat(self._rows.fileno()), os.stat(self._rows.name))
         except OSError:
@@ -153,9 +154,11 @@ class Display:
         self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}{whose}")
 
     def check(self) -> None:
-        """Raise ThinwireError if a row could not be written."""
+        """Raise ThinwireError if a row could not be written, or went into a file that is not the run's any more."""
         if self.write_error:
             raise ThinwireError(self.write_error)
+        if self.replaced and not self.config.elastic:
+            raise ThinwireError(LOST.format(path=self.config.out))
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.rank != 0:

@@ -32,7 +32,7 @@ class ReplicaLog:
 
     def __init__(self, path: Path) -> None:
         with naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, event: str, **facts: Any) -> None:

@@ -50,20 +50,32 @@ class RunFolder:
 
     Attributes:
         homes: for each rank, the first of the ranks that see the same folder; all 0 if the folder is shared.
+        owner: what the lock says of who holds it, on a keeper.
     """
 
     path: Path
     homes: tuple[int, ...]
     collective: Collective
+    owner: str
 
     @property
     def is_keeper(self) -> bool:
         """Is this the one rank that keeps the folder's common files?"""
         return self.homes[self.collective.rank] == self.collective.rank
 
+    def check_owner(self) -> None:
+        """Raise ThinwireError if the folder at ``path`` is not the one that this run has locked."""
+        if self.is_keeper and read_owner(self.path) != self.owner:
+            raise ThinwireError(LOST.format(path=self.path))
+
     def do_once(self, work: Callable[[], object]) -> None:
-        """Do ``work()`` once per folder, before any rank goes on. Collective."""
-        self.collective.do(work if self.is_keeper else lambda: None)
+        """Do ``work()`` once per folder, if it is this run's still, before any rank goes on. Collective."""
+
+        def check_and_work() -> None:
+            self.check_owner()
+            work()
+
+        self.collective.do(check_and_work if self.is_keeper else lambda: None)
 
     def check_free(self) -> None:
         """Raise ThinwireError if the folder holds metrics or checkpoints of a run. Collective."""
@@ -115,6 +127,10 @@ class RunFolder:
 
 _HOLDS_RUN = (
     "--out {path} holds a run already: --resume auto goes on with it, --overwrite removes it; or choose another --out"
+)
+LOST = (
+    "--out {path} was moved or removed, or another run has taken it, while this one went on, which writes no more: "
+    "--resume auto goes on from its last checkpoint, with the --out where that is now"
 )
 _HAS_ENDED = "--out {path} holds a run without checkpoints, which has ended: --overwrite removes it; or name another"
 
@@ -282,14 +298,20 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
             if lighthouse is not None:
                 write(path / ELASTIC, json.dumps({"lighthouse": lighthouse}) + "\n")
                 fcntl.flock(lock, fcntl.LOCK_SH)
-        stack.callback(_settle_alone, path, lock)
+        stack.callback(_settle_alone, path, lock, read_owner(path))
         yield
 
 
-def _settle_alone(path: Path, lock: IO[str]) -> None:
+def _settle_alone(path: Path, lock: IO[str], owner: str) -> None:
     """Settle what was set aside, unless another machine still holds the ``lock`` of the run."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _settle_own(path, owner)
+
+
+def _settle_own(path: Path, owner: str) -> None:
+    """Settle what was set aside at the end of ``owner``'s run, unless another run's folder is there now."""
+    if read_owner(path) == owner:
         settle_previous(path, over=True)
 
 
@@ -300,14 +322,20 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
     Raises:
         ThinwireError: it cannot be written to, another run is using it, or it holds files that are no run's.
     """
-    folder = RunFolder(path, tuple(_find_homes(path, collective)), collective)
+    homes = tuple(_find_homes(path, collective))
     with contextlib.ExitStack() as stack:
-        folder.do_once(lambda: stack.enter_context(_lock(path)[0]))
+
+        def lock() -> str:
+            stack.enter_context(_lock(path)[0])
+            return read_owner(path)
+
+        owner = collective.do(lock if homes[collective.rank] == collective.rank else str)
+        folder = RunFolder(path, homes, collective, owner)
         folder.do_once(lambda: _sweep(path))
         folder.do_once(lambda: settle_previous(path, over=True))  # of a run that was killed
         folder.do_once(lambda: _check_files(path))
         if folder.is_keeper:
-            stack.callback(settle_previous, path, over=True)
+            stack.callback(_settle_own, path, owner)
         yield folder
 
 
@@ -329,6 +357,13 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
     finally:
         with contextlib.suppress(OSError):
             marks[collective.rank].unlink()
+
+
+def read_owner(path: Path) -> str:
+    """Read who holds the lock of the folder at ``path``; "": there is none."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (path / ".lock").read_text(errors="replace")
+    return ""
 
 
 def _lock(path: Path, lighthouse: str | None = None) -> tuple[IO[str], bool]:
