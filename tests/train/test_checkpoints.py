@@ -171,7 +171,9 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(tmp_path):
         return str(on(1, body)[0])
 
     assert said(tmp_path / "file") == f"--out {tmp_path / 'file'} is a file: name a folder"
-    assert said(tmp_path / "file/run").startswith("cannot use ")
+    assert said(tmp_path / "file/run") == f"cannot use --out {tmp_path / 'file/run'}: Not a directory"
+    with mock.patch.object(Path, "touch", side_effect=OSError(30, "Read-only file system", "a mark")):
+        assert said(tmp_path / "run") == f"cannot use --out {tmp_path / 'run'}: Read-only file system"
 
 
 def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
@@ -693,7 +695,7 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
 INDIFFERENT = {
     "cluster", "max_loss",  # the choice that they lead to is in the method
     "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
-    "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
+    "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
     "max_skipped", "check_every", "timeout", "file_timeout", "track", "track_project", "data", "lora_alpha",
     "lora_targets", "replicas", "min_replicas",
 }  # fmt: skip
@@ -855,6 +857,19 @@ def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_pat
     assert not [str(said.message) for said in recwarn if "not bit for bit" in str(said.message)]
 
 
+def test_losses_of_a_model_that_does_not_move_are_one_in_the_last_line(tmp_path, one_rank, capsys):
+    """It compares the loss before and after on the same text; what is of more text is said to be."""
+    words = ["--lr", "0", "--weight-decay", "0", "--steps"]
+    summary = one_rank(*words, "40")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation loss")]
+    first, last, more = f"{summary['first_valid_loss']:.4f}", line.split()[4], f"{summary['valid_loss']:.4f}"
+    assert line.startswith(f"validation loss {first} -> {first} (on more text {more}), ") and more != first == last
+    one_rank(*words, "4", "--eval-sequences", "100000", "--overwrite")
+    assert "on more text" not in capsys.readouterr().out
+    with pytest.warns(ThinwireWarning, match="eval_sequences was 100000 and is 2 now"):
+        one_rank(*words, "5", "--resume", "auto")
+
+
 def test_muon_and_adamw_go_on_exactly_too(tmp_path, one_rank):
     words = ["--steps", "6", "--optimizer", "muon", "--muon-lr", "8e-3", "--method", "trickle:muon(smallest=1000)"]
     one_rank(*words, "--out", f"{tmp_path}/whole")
@@ -986,6 +1001,8 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     assert len(list(whole.glob("rank-*"))) == 2 and equal(whole, killed)
     results = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "killed")]
     told = [{key: value for key, value in result.items() if not measured(key)} for result in results]
+    reports = [(tmp_path / name / "report.txt").read_text().splitlines() for name in ("whole", "killed")]
+    assert reports[1][0] == "the 3 of 5 steps that this process has taken:" and "5 steps," in reports[0][0]
     assert told[0] == told[1], "also the first evaluation, and the last ten losses, of which some are from before"
 
 

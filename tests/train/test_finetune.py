@@ -388,7 +388,7 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     long = {"prompt": "7 times 7 is " * 9, "completion": "49"}
     with pytest.warns(UserWarning) as told:
         assert rows(plain, long, length=20).count == 1
-    cut = "1 of 2 rows of --data are longer than 20 tokens (--seq-len, or the model's positions) and are cut; 1 are"
+    cut = "of 2 rows of --data 1 are longer than 20 tokens (--seq-len, or the model's positions) and are cut; 1 are"
     assert str(told[0].message).startswith(cut)
     for row, line in [
         ({"text": "a"}, "a row has 'prompt' and 'completion'"),
@@ -404,15 +404,68 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     ]:
         with pytest.raises(ThinwireError, match=f"line 1.*{line}"):
             rows(row)
-    (tmp_path / "b.jsonl").write_text("{")
-    with pytest.raises(ThinwireError, match="is not JSONL"):
-        instruction_rows.read_rows([str(tmp_path / "b.jsonl")], (), tokenizer, 20, 0, warns=False)
     tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "loop.length|string + m['content']")
     with pytest.raises(ThinwireError, match="changes earlier turns"):
         rows({"messages": talk})
     tokenizer.chat_template = None
     with pytest.raises(ThinwireError, match="no chat template"):
         rows({"messages": talk})
+
+
+@needs_hub
+@pytest.mark.parametrize("empty", [{3}, {39}, {*range(15)}, {19, 39}, {*range(40)}], ids=len)
+@pytest.mark.parametrize("valid", [False, True])
+def test_each_row_is_learnt_or_evaluated_or_counted_as_left_out(place, tmp_path, recwarn, empty, valid):
+    from thinwire.train.data import instruction_rows
+    from thinwire.train.model import pretrained
+
+    tokenizer = pretrained.load_tokenizer(place / "llama")
+    tokenizer.eos_token = None  # which would be learnt of an empty answer
+    (tmp_path / "a.jsonl").write_text("".join(
+        json.dumps({"prompt": f"{i} is ", "completion": "" if i in empty else f"{i}."}) + "\n" for i in range(40)
+    ))  # fmt: skip
+    name = [str(tmp_path / "a.jsonl")]
+    try:
+        both = instruction_rows.read_rows(name, name * valid, tokenizer, 60, 0, warns=True)
+    except ThinwireError as error:
+        which = "train on in --data" if len(empty) == 40 else "evaluate on in what is held out of --data (name --valid)"
+        assert str(error) == f"no row is left to {which}"
+        assert len(empty) == 40 or (empty == {19, 39} and not valid)
+        return
+    told = [str(warning.message).split() for warning in recwarn if "left out" in str(warning.message)]
+    lost = sum(int(words[words.index("left") - 2]) for words in told)
+    assert lost == len(empty) * (1 + valid) and sum(rows.count for rows in both) + lost == 40 * (1 + valid)
+
+
+@needs_hub
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "is not a JSON object in UTF-8: Expecting property name"),
+        (b"[" * 100_000, "is not a JSON object in UTF-8: maximum recursion depth"),
+        (b"1" * 5000, "is not a JSON object in UTF-8: Exceeds the limit"),
+        (b'{"prompt": "a", "completion": "\xff"}', "is not a JSON object in UTF-8: 'utf-8' codec can't decode"),
+        (b'{"prompt": "a\\ud83d", "completion": "b"}', "half of a pair of UTF-16"),
+        (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\\ude00"}]}', "half of a"),
+        (b"[1]", "a row has 'prompt' and 'completion'"),
+        (b'\xef\xbb\xbf{"prompt": "a\\ud83d\\ude00", "completion": "b"}\r', ""),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_a_line_that_is_no_row_is_named(place, tmp_path, line, said):
+    """Whatever its bytes are, it is read or refused by file and number. Windows' mark of UTF-8 is passed over."""
+    from thinwire.train.data import instruction_rows
+    from thinwire.train.model import pretrained
+
+    path, good = tmp_path / "a.jsonl", b'{"prompt": "a", "completion": "b"}'
+    path.write_bytes(b"\n".join([b"\xef\xbb\xbf" + good, b"", line, good]))
+    try:
+        rows = instruction_rows.read_rows(
+            [str(path)], [str(path)], pretrained.load_tokenizer(place / "llama"), 20, 0, warns=True
+        )
+        assert rows[0].count == 3 and not said
+    except ThinwireError as error:
+        assert said and str(error).startswith(f"{path}, line 3") and said in str(error) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.train import loop
 from thinwire.train.config import Config, from_arguments, from_yaml
+from thinwire.train.data import corpus
 from thinwire.train.data import windows as window_module
 from thinwire.train.data.corpus import SPAN, read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
@@ -205,6 +206,31 @@ def test_the_standard_library_is_a_corpus():
     train, valid = split(text)
     assert len(train) + len(valid) == len(text)
     assert 0.04 < len(valid) / len(text) < 0.06
+
+
+def test_no_text_is_on_both_sides_whatever_it_is_called(tmp_path, monkeypatch):
+    """A file that both sides read, or that is read twice and held out of, is refused, and no other."""
+    (tmp_path / "lib").mkdir()
+    for name in ("lib/a.py", "lib/b.py", "other.py"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link.py").symlink_to("lib/a.py")
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    monkeypatch.setattr(corpus, "_read_file", lambda path: [os.path.realpath(path)])
+    paths = ("lib/a.py", "lib/*.py", "lib/../link.py", "other.py", "*.py")
+    names = ["stdlib", *(str(tmp_path / path) for path in paths)]
+
+    def read(*sides: str) -> list[str]:
+        return read_corpus(sides).split("\n") if sides else []
+
+    for one, other, valid in itertools.product(names, names, [(), *((name,) for name in names)]):
+        sources = (one, other) if one != other else (one,)
+        files, held = read(*sources), read(*valid)
+        twice = not valid and len(set(files)) < len(files)
+        try:
+            corpus.check_apart(sources, valid)
+            assert not twice and not {*files} & {*held}, (sources, valid)
+        except ThinwireError:
+            assert twice or {*files} & {*held}, (sources, valid)
 
 
 def test_tokenizers(tmp_path):

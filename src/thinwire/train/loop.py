@@ -420,14 +420,16 @@ class Trainer(Stepper):
         raise stopped
 
     def _result(self) -> dict[str, Any]:
-        return {"summary": self._summary(self.wire.stats()), "report": str(self.wire.report())}
+        taken = len(self.step_seconds)
+        of_part = f"the {taken} of {self.step} steps that this process has taken:\n" if taken < self.step else ""
+        return {"summary": self._summary(self.wire.stats()), "report": f"{of_part}{self.wire.report()}"}
 
     def _conclude(self) -> dict[str, Any]:
         """Evaluate, write the run's last files, and show the result; return the summary. Collective."""
         config, result = self.config, self.result or self._result()
         losses: list[held_out.WindowLoss] = []
         if config.eval_sequences:
-            self.evaluate()
+            last_loss = self.evaluate()  # of the same text as the first
             losses = self._window_losses(held_out.count_at_end(self.inputs.valid, config.eval_sequences, self.tokens))
         summary = result["summary"] | {
             "valid_loss": held_out.mean_loss(losses) if losses else None,
@@ -449,7 +451,11 @@ class Trainer(Stepper):
 
         self.collective.do(write_summary)
         first_loss = summary["first_valid_loss"]
-        line = f"validation loss {first_loss:.4f} -> {summary['valid_loss']:.4f}, " if losses and first_loss else ""
+        line = ""
+        if losses and first_loss:
+            more = len(losses) > min(config.eval_sequences, self.inputs.valid.count)
+            of_all = f" (on more text {summary['valid_loss']:.4f})" if more else ""
+            line = f"validation loss {first_loss:.4f} -> {last_loss:.4f}{of_all}, "
         self.display.say(
             f"{line}{summary['tokens_per_s']:,.0f} tokens/s, "
             f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"

@@ -110,12 +110,12 @@ def check_apart(names: Sequence[str], valid: Sequence[str]) -> None:
 
 
 def _sources(names: Sequence[str]) -> Iterator[str]:
-    """Name each file, with no link on its way, and what is no file."""
+    """Name each file, with no link on its way, and what is no file, or more than one may name."""
     for name in names:
         if name == "stdlib" or name.startswith("hub:"):
             yield name
-        else:
-            yield from map(os.path.realpath, match_paths(name))
+        if not name.startswith("hub:"):
+            yield from map(os.path.realpath, _standard_library() if name == "stdlib" else match_paths(name))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from thinwire.train.data.corpus import HELD_OUT, match_paths, reading
 from thinwire.train.data.windows import Windows
 
 Passage = tuple[str, bool]  # a text, and whether it is learnt
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class InstructionRows(Windows):
@@ -62,18 +64,17 @@ def read_rows(
         first = min(HELD_OUT, len(train)) - 1
         held_out = train[first::HELD_OUT]
         del train[first::HELD_OUT]
-    return _cut(train, length, seed, "--data", warns), _cut(held_out, length, 0, "--valid", warns)
+    apart = "--valid" if valid else "what is held out of --data (name --valid)"
+    return _cut(train, length, seed, "--data", warns), _cut(held_out, length, 0, apart, warns)
 
 
 def _cut(rows: Sequence[Tensor], length: int, seed: int, option: str, warns: bool) -> InstructionRows:
     """Cut rows to ``length`` + 1 tokens, and leave out those with nothing left to learn."""
     learnt = [row for row in (row[: length + 1] for row in rows) if (row[1:] >= 0).any()]
-    longer = sum(len(row) > length + 1 for row in rows)
-    if longer and warns:
-        line = (
-            f"{longer} of {len(rows)} rows of {option} are longer than {length} tokens (--seq-len, or the model's "
-            f"positions) and are cut; {len(rows) - len(learnt)} are left out, because nothing of their answer is left"
-        )
+    longer, lost = sum(len(row) > length + 1 for row in rows), len(rows) - len(learnt)
+    cut = f"{longer} are longer than {length} tokens (--seq-len, or the model's positions) and are cut; " * bool(longer)
+    if (longer or lost) and warns:
+        line = f"of {len(rows)} rows of {option} {cut}{lost} are left out, because nothing of their answer is learnt"
         warnings.warn(line, ThinwireWarning, stacklevel=3)
     if not learnt:
         raise ThinwireError(f"no row is left to {'train' if option == '--data' else 'evaluate'} on in {option}")
@@ -102,6 +103,8 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
             raise ThinwireError(f"{source}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
         tokens = [] if chat else [~token for token in opening]
         for text, learnt in passages:
+            if HALF_PAIR.search(text):
+                raise ThinwireError(f"{source}: half of a pair of UTF-16, as in \\ud83d without \\ude00, is no text")
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             tokens += ids if learnt else [~token for token in ids]
         if not chat and tokenizer.eos_token_id is not None:
@@ -112,13 +115,16 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
 def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield ("FILE, line NUMBER", value) for each line of JSON."""
     for path in (path for name in names for path in match_paths(name)):
-        try:
-            with reading(path), path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield f"{path}, line {number}", json.loads(line)
-        except ValueError:
-            raise ThinwireError(f"{path} is not JSONL: each line holds one JSON object") from None
+        with reading(path), path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                source = f"{path}, line {number}"
+                try:
+                    text = line.decode("utf-8-sig").strip()  # Windows begins a file with a mark
+                    row = json.loads(text) if text else None
+                except (ValueError, RecursionError) as error:
+                    raise ThinwireError(f"{source} is not a JSON object in UTF-8: {first_line(error)}") from None
+                if text:
+                    yield source, row
 
 
 def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator[Passage]:

@@ -346,8 +346,12 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
 
     def leave_mark() -> None:
         _check_folder(path)
-        path.mkdir(parents=True, exist_ok=True)
-        marks[collective.rank].touch()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            marks[collective.rank].touch()
+        except OSError as error:
+            error.filename = f"--out {path}"  # not the mark, which nobody knows
+            raise
 
     try:
         collective.do(leave_mark)
