@@ -230,6 +230,22 @@ def test_a_replica_that_dies_is_started_again_and_the_run_ends_with_the_others(t
     assert capfd.readouterr().err.count("replica 1 was ended by SIGKILL; it is started again") == 5
 
 
+@pytest.mark.parametrize("anothers", [False, True])
+def test_no_replica_is_started_in_a_folder_that_is_no_more_this_run_s(tmp_path, monkeypatch, anothers):
+    monkeypatch.setattr(supervisor, "AGAIN_S", 0.05)
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    out.mkdir()
+    (out / ".lock").write_text("this run's")
+    begins = f"mkdir {out}; echo another > {out}/.lock; " if anothers else ""
+    waits = f"until [ -e {tmp_path}/up ]; do sleep 0.05; done"
+    run = supervised(out, {"0": f"{waits}; mv {out} {moved}; {begins}kill -9 $$", "1": f"touch {tmp_path}/up; sleep 9"})
+    run._command = [str((out / "replica").rename(tmp_path / "replica"))]
+    with pytest.raises(ThinwireError, match=f"--out {out} was moved or removed"):
+        run.run()
+    assert [replica.starts for replica in run.replicas] == [1, 1]
+    assert [path.name for path in out.glob("*")] == ([] if not anothers else [".lock"])
+
+
 def test_a_replica_that_never_takes_part_stays_away_after_three_times(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(supervisor, "AGAIN_S", 0.05)
     waits = f"until [ -e {tmp_path}/3 ]; do sleep 0.05; done; sleep 1"

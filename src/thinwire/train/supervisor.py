@@ -29,7 +29,7 @@ from thinwire.base.terminal import begin_line, note, say
 from thinwire.train.cli import Children, prepare_child, show_cursor
 from thinwire.train.config import LIGHTHOUSE
 from thinwire.train.job.replica_log import ELASTIC, REPLICA, REPLICAS, STARTS, read_log, summary_time
-from thinwire.train.job.run_folder import hold_run_folder, settle_previous
+from thinwire.train.job.run_folder import LOST, hold_run_folder, read_owner, settle_previous
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config
@@ -174,7 +174,7 @@ class Supervisor:
         self._config, self._environment, self._lighthouse = config, environment, lighthouse
         self.replicas, self.completed = replicas, False
         self._children = Children(_NOISE)
-        self._began, self._deadline = time.time(), inf
+        self._began, self._deadline, self._owner = time.time(), inf, read_owner(config.out)
 
     def run(self) -> int:
         with self._children as children:
@@ -218,6 +218,8 @@ class Supervisor:
         replica.start_at = time.monotonic() + AGAIN_S
 
     def _start(self, replica: Replica) -> None:
+        if read_owner(self._config.out) != self._owner:  # it would take the folder for its run's
+            raise ThinwireError(LOST.format(path=self._config.out))
         environment = self._environment | {
             REPLICA: replica.name, STARTS: str(replica.starts), "MASTER_PORT": str(free_port()), **self._port(replica)
         }  # fmt: skip
