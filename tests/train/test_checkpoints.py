@@ -695,7 +695,7 @@ def test_a_disk_that_is_full_is_told_by_all_and_older_checkpoints_stay(tmp_path,
 INDIFFERENT = {
     "cluster", "max_loss",  # the choice that they lead to is in the method
     "preset", "seq_len", "corpus", "valid", "tokenizer", "shard_size", "out", "ranks", "ranks_per_node", "eval_every",
-    "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
+    "eval_sequences", "checkpoints", "checkpoint_every", "keep", "resume", "resume_anyway", "resize", "overwrite",
     "max_skipped", "check_every", "timeout", "file_timeout", "track", "track_project", "data", "lora_alpha",
     "lora_targets", "replicas", "min_replicas",
 }  # fmt: skip
@@ -866,8 +866,6 @@ def test_losses_of_a_model_that_does_not_move_are_one_in_the_last_line(tmp_path,
     assert line.startswith(f"validation loss {first} -> {first} (on more text {more}), ") and more != first == last
     one_rank(*words, "4", "--eval-sequences", "100000", "--overwrite")
     assert "on more text" not in capsys.readouterr().out
-    with pytest.warns(ThinwireWarning, match="eval_sequences was 100000 and is 2 now"):
-        one_rank(*words, "5", "--resume", "auto")
 
 
 def test_muon_and_adamw_go_on_exactly_too(tmp_path, one_rank):

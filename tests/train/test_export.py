@@ -73,10 +73,15 @@ def test_tokens_are_drawn_as_asked():
 
 
 def test_nothing_is_drawn_from_what_is_not_finite():
-    model = decoder("gpt")
-    torch.nn.init.constant_(next(model.parameters()), torch.nan)
-    with pytest.raises(ThinwireError, match="output is not finite"):
-        list(trained_model.generate(model, torch.tensor([1]), 1))
+    model, ruled_out = decoder("gpt"), torch.full((256,), -torch.inf)
+    model.register_forward_hook(lambda module, given, logits: logits + ruled_out)
+    for number, drawn in ((0.0, [7, 7]), (torch.nan, None), (torch.inf, None), (-torch.inf, None)):
+        ruled_out[7] = number
+        if drawn is None:
+            with pytest.raises(ThinwireError, match="output is not finite"):
+                list(trained_model.generate(model, torch.tensor([1]), 2))
+        else:
+            assert list(trained_model.generate(model, torch.tensor([1]), 2)) == drawn
 
 
 @contextmanager

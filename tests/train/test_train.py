@@ -214,13 +214,16 @@ def test_no_text_is_on_both_sides_whatever_it_is_called(tmp_path, monkeypatch):
     for name in ("lib/a.py", "lib/b.py", "other.py"):
         (tmp_path / name).write_text(name)
     (tmp_path / "link.py").symlink_to("lib/a.py")
+    (tmp_path / "lib/z.py").symlink_to("a.py")  # as in Debian's library
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     monkeypatch.setattr(corpus, "_read_file", lambda path: [os.path.realpath(path)])
-    paths = ("lib/a.py", "lib/*.py", "lib/../link.py", "other.py", "*.py")
+    paths = ("lib/a.py", "lib/[ab].py", "lib/../link.py", "other.py", "*.py")
     names = ["stdlib", *(str(tmp_path / path) for path in paths)]
 
     def read(*sides: str) -> list[str]:
         return read_corpus(sides).split("\n") if sides else []
+
+    assert len(read("stdlib")) == 2
 
     for one, other, valid in itertools.product(names, names, [(), *((name,) for name in names)]):
         sources = (one, other) if one != other else (one,)
@@ -750,9 +753,14 @@ ANOTHERS = {name: b"another's" for name in (".lock", "metrics.jsonl", "config.ya
 
 def _befall(fate: str, out: Path) -> None:
     """Let ``fate`` befall the folder ``out`` of a run that goes on, which is a link to one where a link is turned."""
-    if fate == "emptied":  # the shell's * leaves the lock
-        for path in out.glob("[!.]*"):
+    if fate in ("emptied", "unlocked"):  # the shell's * leaves the lock
+        for path in out.glob("[!.]*" if fate == "emptied" else ".lock"):
             run_folder._remove([path])
+        return
+    if fate == "rewritten":  # as by sed -i
+        for path in out.glob("metrics.jsonl"):
+            path.with_suffix(".new").write_bytes(path.read_bytes())
+            path.with_suffix(".new").rename(path)
         return
     if fate == "a turned link":
         out.unlink()
@@ -792,10 +800,14 @@ def _train_elsewhere(rank: int, world: int, port: int, words: tuple[str, ...], f
 
 @pytest.mark.parametrize(
     ("fate", "moment"),
-    spread(3, ["moved", "removed", "another's", "a turned link", "emptied"], ["saving", "reading", "concluding"]),
+    spread(
+        3,
+        ["moved", "removed", "another's", "a turned link", "emptied", "rewritten", "unlocked"],
+        ["saving", "reading", "concluding"],
+    ),
 )
 def test_a_run_writes_nothing_where_its_folder_is_no_more(tmp_path, text, fate, moment):
-    """Whatever becomes of --out while the run goes on, all ranks end with one line, and what is there then stays."""
+    """If --out is another folder, all ranks end with one line, and what is there then stays; else the run ends well."""
     run = tmp_path / "run"
     if fate == "a turned link":
         (tmp_path / "own").mkdir()
@@ -803,12 +815,13 @@ def test_a_run_writes_nothing_where_its_folder_is_no_more(tmp_path, text, fate, 
     saves = {"saving": ("--checkpoint-every", "2"), "concluding": ("--no-checkpoints",), "reading": ()}[moment]
     words = (*SHORT, "--corpus", str(text), "--steps", "4", *saves, "--out", str(run))
     found = ranks.run(_train_elsewhere, 2, free_port(), words, fate, moment, LOCAL_WORLD_SIZE="2")
-    if (fate, moment) == ("emptied", "reading"):
-        assert [status for status, _ in found] == [0, 0], "nothing was there yet"
+    if fate in ("emptied", "rewritten", "unlocked"):  # it is the run's still
+        assert [status for status, _ in found] == [0, 0], found
+        assert (run / "summary.json").exists() and (run / "checkpoints").exists() is (moment != "concluding")
         return
     assert refused(found, f"--out {run} was moved or removed"), found
     left = {name: data for name, data in ANOTHERS.items() if name != ".lock"} if run.exists() else {}
-    assert files_of(run) == ({} if fate == "emptied" else left)
+    assert files_of(run) == left
     assert run.exists() is (fate not in ("moved", "removed"))
 
 
@@ -1148,7 +1161,7 @@ def test_what_is_not_there_is_refused_before_torch_is_loaded(tmp_path, text):
     assert printed[-1].startswith("0 tokenize") and not (tmp_path / "runs").exists()
 
 
-def test_what_the_ranks_would_not_read_is_not_refused(tmp_path, text):
+def test_what_the_ranks_would_not_read_is_not_refused(tmp_path, text, monkeypatch):
     """A tokenizer that an earlier run has kept, and a cluster of a run that has chosen."""
     (tmp_path / "tokenizer.json").touch()
     (tmp_path / "checkpoints/step-000001").mkdir(parents=True)
@@ -1162,7 +1175,12 @@ def test_what_the_ranks_would_not_read_is_not_refused(tmp_path, text):
     chosen.check_files()
     with pytest.raises(ThinwireError, match=r"gone\.toml"):
         dataclasses.replace(chosen, resume=None).check_files()
-    Config(corpus=("hub:nobody/knows", "stdlib"), tokenizer="hub:nobody/knows").check_files()
+    of_hub = Config(corpus=("hub:nobody/knows", "stdlib"), tokenizer="hub:nobody/knows")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ThinwireError, match=r"pip install 'thinwire\[hub\]'"):
+        of_hub.check_files()
+    monkeypatch.setattr(corpus.extras, "package_folder", Path)
+    of_hub.check_files()
 
 
 def test_of_a_folder_in_use_and_of_one_that_cannot_be_asked_the_ranks_say_what_is_wrong(tmp_path):

@@ -393,7 +393,7 @@ class Trainer(Stepper):
 
     def _save(self, good: bool) -> None:
         """Save a checkpoint. Collective."""
-        self.collective.do(self.display.check)
+        self.checkpoints.folder.do_once(self.display.check)
         with self._between_steps():
             self.checkpoints.save(
                 self.step, self.sequences, model=self.model, optimizers=self.optimizers, wire=self.kept, good=good,
@@ -441,8 +441,8 @@ class Trainer(Stepper):
         }  # fmt: skip
 
         def write_summary() -> None:
-            self.display.check()
             self.checkpoints.folder.check_owner()
+            self.display.check()
             if self.ranks.comm.rank == 0:
                 write(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
                 write(config.out / "report.txt", f"{result['report']}\n")

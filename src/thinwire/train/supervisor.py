@@ -218,7 +218,7 @@ class Supervisor:
         replica.start_at = time.monotonic() + AGAIN_S
 
     def _start(self, replica: Replica) -> None:
-        if read_owner(self._config.out) != self._owner:  # it would take the folder for its run's
+        if not self._owner.has(self._config.out):  # it would take the folder for its run's
             raise ThinwireError(LOST.format(path=self._config.out))
         environment = self._environment | {
             REPLICA: replica.name, STARTS: str(replica.starts), "MASTER_PORT": str(free_port()), **self._port(replica)

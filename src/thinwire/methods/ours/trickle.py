@@ -65,7 +65,8 @@ class Trickle(TopK):
             of the mean to all; bytes do not grow.
         server_density: with mask="merged", the share of each tensor's values that servers send to all (with sharded
             weights: that their owners change). Higher => more bytes, and less waits at the servers. None: 0.1, or N
-            times density where that is less; N ranks choose no more values, so that only rounding errors wait then.
+            times density where that is less; N ranks choose no more values (but of rows shorter than 1 / density, of
+            which each chooses one), so that only rounding errors wait then.
         bits: bits per value, 8 or 4. Fewer => fewer bytes, and a larger share of what is sent waits.
         group: values that share a scale, a power of two from 8 to 4096 (larger => fewer bytes, more error).
         feedback: what is sent, and what waits: "updates" (the steps that Adam would take) or "gradients" (as in top-k's

@@ -38,7 +38,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "batch_size": (DATA, "sequences per rank and micro-batch"),
     "accumulate": (DATA, "micro-batches per step"),
     "valid_text": (EXACT, "hash of the validation tokens"),
-    "eval_sequences": (EXACT, "windows of each evaluation"),
     "steps": (EXACT, "steps of the whole run, on which the learning rate's schedule depends"),
     **dict.fromkeys(("lr", "muon_lr", "lr_end", "warmup"), (EXACT, "the learning rate's schedule")),
     **dict.fromkeys(("weight_decay", "betas"), (EXACT, "the optimizer's settings")),

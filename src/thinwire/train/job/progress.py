@@ -21,7 +21,6 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.terminal import columns, fold, silence
 from thinwire.train.config import Config
-from thinwire.train.job.run_folder import LOST
 from thinwire.train.job.services import IDENTITIES, Log, open_service
 
 COLUMNS = (
@@ -154,11 +153,13 @@ class Display:
         self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}{whose}")
 
     def check(self) -> None:
-        """Raise ThinwireError if a row could not be written, or went into a file that is not the run's any more."""
+        """Raise ThinwireError if a row could not be written. If metrics.jsonl is another file now, write into that."""
         if self.write_error:
             raise ThinwireError(self.write_error)
         if self.replaced and not self.config.elastic:
-            raise ThinwireError(LOST.format(path=self.config.out))
+            metrics = self.config.out / "metrics.jsonl"
+            self._rows = self._open.enter_context(metrics.open("a", buffering=1))
+            self.say("metrics.jsonl was replaced or removed: rows written since then are lost")
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.rank != 0:

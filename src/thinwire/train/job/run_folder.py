@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import remove, write
@@ -50,13 +50,13 @@ class RunFolder:
 
     Attributes:
         homes: for each rank, the first of the ranks that see the same folder; all 0 if the folder is shared.
-        owner: what the lock says of who holds it, on a keeper.
+        owner: whose it is, on a keeper.
     """
 
     path: Path
     homes: tuple[int, ...]
     collective: Collective
-    owner: str
+    owner: Owner
 
     @property
     def is_keeper(self) -> bool:
@@ -65,7 +65,7 @@ class RunFolder:
 
     def check_owner(self) -> None:
         """Raise ThinwireError if the folder at ``path`` is not the one that this run has locked."""
-        if self.is_keeper and read_owner(self.path) != self.owner:
+        if self.is_keeper and not self.owner.has(self.path):
             raise ThinwireError(LOST.format(path=self.path))
 
     def do_once(self, work: Callable[[], object]) -> None:
@@ -130,7 +130,7 @@ _HOLDS_RUN = (
 )
 LOST = (
     "--out {path} was moved or removed, or another run has taken it, while this one went on, which writes no more: "
-    "--resume auto goes on from its last checkpoint, with the --out where that is now"
+    "--resume auto goes on from its last checkpoint, if there is one, with the --out where that is now"
 )
 _HAS_ENDED = "--out {path} holds a run without checkpoints, which has ended: --overwrite removes it; or name another"
 
@@ -302,16 +302,16 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
         yield
 
 
-def _settle_alone(path: Path, lock: IO[str], owner: str) -> None:
+def _settle_alone(path: Path, lock: IO[str], owner: Owner) -> None:
     """Settle what was set aside, unless another machine still holds the ``lock`` of the run."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _settle_own(path, owner)
 
 
-def _settle_own(path: Path, owner: str) -> None:
+def _settle_own(path: Path, owner: Owner) -> None:
     """Settle what was set aside at the end of ``owner``'s run, unless another run's folder is there now."""
-    if read_owner(path) == owner:
+    if owner.has(path):
         settle_previous(path, over=True)
 
 
@@ -325,11 +325,11 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
     homes = tuple(_find_homes(path, collective))
     with contextlib.ExitStack() as stack:
 
-        def lock() -> str:
+        def lock() -> Owner:
             stack.enter_context(_lock(path)[0])
             return read_owner(path)
 
-        owner = collective.do(lock if homes[collective.rank] == collective.rank else str)
+        owner = collective.do(lock if homes[collective.rank] == collective.rank else lambda: Owner((), ""))
         folder = RunFolder(path, homes, collective, owner)
         folder.do_once(lambda: _sweep(path))
         folder.do_once(lambda: settle_previous(path, over=True))  # of a run that was killed
@@ -363,11 +363,28 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
             marks[collective.rank].unlink()
 
 
-def read_owner(path: Path) -> str:
-    """Read who holds the lock of the folder at ``path``; "": there is none."""
+class Owner(NamedTuple):
+    """Whose a run's folder is. folder: its numbers of device and inode; (): there is none. lock: what is in its lock,
+    "": it has none."""
+
+    folder: tuple[int, ...]
+    lock: str
+
+    def has(self, path: Path) -> bool:
+        """Is the folder at ``path`` this one, and no other run's? Its lock may have been removed."""
+        now = read_owner(path)
+        return now.folder == self.folder and now.lock in ("", self.lock)
+
+
+def read_owner(path: Path) -> Owner:
+    """Read whose the folder at ``path`` is."""
+    folder: tuple[int, ...] = ()
+    lock = ""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return (path / ".lock").read_text(errors="replace")
-    return ""
+        there = path.stat()
+        folder = there.st_dev, there.st_ino
+        lock = (path / ".lock").read_text(errors="replace")
+    return Owner(folder, lock)
 
 
 def _lock(path: Path, lighthouse: str | None = None) -> tuple[IO[str], bool]:
