@@ -364,20 +364,20 @@ def _find_homes(path: Path, collective: Collective) -> list[int]:
 
 
 class Owner(NamedTuple):
-    """Whose a run's folder is. folder: its numbers of device and inode; (): there is none. lock: what is in its lock,
+    """The run that has a folder. folder: numbers of its device and inode; (): there is none. lock: what is in its lock;
     "": it has none."""
 
     folder: tuple[int, ...]
     lock: str
 
     def has(self, path: Path) -> bool:
-        """Is the folder at ``path`` this one, and no other run's? Its lock may have been removed."""
+        """Tell whether the folder at ``path`` is this one, and no other run's. Its lock may have been removed."""
         now = read_owner(path)
         return now.folder == self.folder and now.lock in ("", self.lock)
 
 
 def read_owner(path: Path) -> Owner:
-    """Read whose the folder at ``path`` is."""
+    """Read which run has the folder at ``path``."""
     folder: tuple[int, ...] = ()
     lock = ""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
