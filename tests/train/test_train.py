@@ -911,7 +911,7 @@ def test_an_attempt_of_torchrun_knows_its_launch_behind_a_script():
 def test_a_run_goes_on_with_that_of_another_start_of_its_launch_alone(tmp_path):
     """A script that torchrun starts may train twice into one folder: the second run begins anew."""
     alone = SimpleNamespace(rank=0, share=lambda value: [value], gather=lambda work: [work()], do=lambda work: work())
-    folder = RunFolder(tmp_path, (0,), alone, "")
+    folder = RunFolder(tmp_path, (0,), alone, run_folder.read_owner(tmp_path))
     assert not folder.take_over(["job 7: start 0", "torchrun a: 1"])
     folder.mark(["job 7: start 0", "torchrun a: 1"])
     for starts in (["job 7: start 0", "torchrun a: 1"], ["job 7: start 0", "torchrun b: 3"], ["torchrun b: 1"], []):
