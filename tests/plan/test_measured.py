@@ -104,7 +104,7 @@ def test_other_knobs_are_told_with_the_run():
 
 
 def test_the_number_of_ranks_counts():
-    few, many = (nearest_measured(resolve("trickle"), ranks)[0].ranks for ranks in (4, 16))
+    few, many = (nearest_measured(resolve("trickle:merged"), ranks)[0].ranks for ranks in (4, 16))
     assert (few, many) == (4, 16)
 
 
