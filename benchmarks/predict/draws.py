@@ -28,7 +28,8 @@ import torch
 import outsider
 from thinwire.base.errors import ThinwireError
 from thinwire.lab.cluster import Cluster
-from thinwire.lab.compare import Comparison, Entry, directory_name, train
+from thinwire.lab.compare import Comparison, directory_name, train
+from thinwire.lab.entries import Entry
 from thinwire.lab.run import launch
 from thinwire.lab.verdict import DENSE, SILENT
 from thinwire.predict.cluster import read_cluster

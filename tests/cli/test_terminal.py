@@ -5,6 +5,7 @@ The law is over all commands: one that is new is in it by its name, once it is i
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -30,7 +31,7 @@ from thinwire.base.options import explain, read_options
 from thinwire.base.terminal import fold, fold_command
 from thinwire.cli.doctor import Doctor
 from thinwire.cli.lab import LabRun
-from thinwire.cli.program import BROKEN_PIPE, COMMANDS, main
+from thinwire.cli.program import BROKEN_PIPE, COMMANDS, main, program
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.lab.compare import Comparison
 from thinwire.methods import TABLE, names
@@ -148,6 +149,18 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     ]
     for seen in ranks.alone(terminals.each_unread, commands):
         assert (seen.status, seen.output) == (BROKEN_PIPE, ""), seen
+
+
+def test_letters_that_an_output_has_not_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables have rules, and texts that a model continues any letter: neither may end a command in a traceback."""
+    written = {name: io.TextIOWrapper(io.BytesIO(), encoding="latin-1") for name in ("stdout", "stderr")}
+    for name, stream in written.items():
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr("thinwire.cli.program.main", lambda: print("é €─") or print("─", file=sys.stderr) or 3)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="3"):
+        program()
+    assert [stream.buffer.getvalue() for stream in written.values()] == [b"\xe9 ??\n", b"?\n"]
 
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)

@@ -23,7 +23,7 @@ from thinwire.base.processes import interface_bytes
 from thinwire.cli.lab import lab_main, split
 from thinwire.lab import framing
 from thinwire.lab.cluster import Cluster, NoNamespaces
-from thinwire.lab.compare import method_names
+from thinwire.lab.entries import method_names
 from thinwire.lab.link import Link
 from thinwire.lab.run import launch
 

@@ -13,7 +13,8 @@ from thinwire.base.errors import ThinwireError
 from thinwire.cli.compare import compare_main
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
-from thinwire.lab.compare import SILENT, Comparison, Entry, joined, mean, measure
+from thinwire.lab.compare import SILENT, Comparison, joined, mean, measure
+from thinwire.lab.entries import Entry
 from thinwire.plan.plan import in_text
 from thinwire.train.config import from_arguments
 
@@ -255,6 +256,27 @@ def test_an_entry_has_a_method_and_flags_of_its_own():
     assert Entry("scape").own_flags(["--optimizer=adams"]) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "model", "width"),
+    [
+        ([], "net20m", 512), (["--preset", "tiny", "--", "--config", "{file}"], "tiny (layers 1)", 128),
+        (["--", "--config={file}"], "small (layers 1)", 128), (["--", "--layers", "2"], "net20m (layers 2)", 512),
+    ],
+)  # fmt: skip
+def test_the_model_that_trains_is_that_of_the_file_and_is_called_so(tmp_path, monkeypatch, words, model, width):
+    """A flag of compare's own that nobody typed does not win over a file that somebody wrote."""
+    (tmp_path / "small.yaml").write_text("preset: small\nlayers: 1\noptimizer: adamw\n")
+    taken: list[Comparison] = []
+    monkeypatch.setattr("thinwire.cli.compare.compare", taken.append)
+    words = [word.format(file=tmp_path / "small.yaml") for word in words]
+    compare_main(["--out", str(tmp_path / "out"), "--methods", "dense", *words])
+    config = from_arguments(taken[0].flags(Entry("dense"), None, Path("run"))).check()
+    assert taken[0].name == config.model == model and config.shape(256).width == width
+    if "file" in str(words):
+        with pytest.raises(ThinwireError, match="built on AdamS"):
+            compare_main(["--out", str(tmp_path / "out"), "--methods", "scape", *words])
+
+
 @pytest.mark.parametrize("extra", ["--engine fsdp2", "--engine hsdp --shard-size 2", "--engine hsdp --intra bf16"])
 def test_the_run_that_exchanges_nothing_takes_the_flags_of_all_engines(extra):
     settings = Comparison(extra=tuple(extra.split()))
@@ -275,6 +297,8 @@ def test_the_run_that_exchanges_nothing_takes_the_flags_of_all_engines(extra):
         (["--methods", "dense,dense --seq_len 16", "--", "--seq-len", "64"], "--seq-len of dense"),
         (["--methods", "int8 --layers 1"], "--layers"), (["--methods", "int8 --eval-sequences 0"], "--eval-seq"),
         (["--methods", "int8 --corpus a"], "--corpus of"), (["--methods", "int8 --valid b"], "--valid of"),
+        (["--methods", "int8:group:64,int8(group=64)"], "share a folder"), (["--", "--elastic"], "--elastic"),
+        (["--", "--checkpoint-every", "3"], "--checkpoint-every"), (["--", "--corpus", "nowhere.txt"], "nowhere.txt"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_anything_is_made(tmp_path, words, said, monkeypatch):

@@ -24,7 +24,8 @@ from thinwire.base.knobs import knobs_of as fields_of
 from thinwire.cli.lab import LabRun
 from thinwire.cli.program import COMMANDS
 from thinwire.cli.simulate import SimulateOptions
-from thinwire.lab.compare import Comparison, Entry, method_names
+from thinwire.lab.compare import Comparison
+from thinwire.lab.entries import Entry, method_names
 from thinwire.methods import AUTO, TABLE, resolve
 from thinwire.train.checkpoint.evaluation import Options as EvalOptions
 from thinwire.train.checkpoint.trained_model import ExportOptions, SampleOptions

@@ -17,7 +17,7 @@ import ranks
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
-from thinwire.lab.compare import Entry
+from thinwire.lab.entries import Entry
 from thinwire.train.checkpoint.format import read_meta
 from thinwire.train.config import Config, from_arguments, from_yaml
 

@@ -964,6 +964,15 @@ def test_a_metrics_file_that_cannot_be_written_ends_the_run_in_one_line(tmp_path
     assert str(caught.value) == f"cannot write {tmp_path}/run/metrics.jsonl: No space left on device"
 
 
+def test_a_full_disk_below_standard_output_ends_no_run(tmp_path, one_rank, monkeypatch, capfd):
+    """The lines of a log are lost, and one on standard error says so; the run and its files are whole."""
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        one_rank("--steps", "4")
+    assert capfd.readouterr().err.count("the run goes on without it") == 1
+    assert (tmp_path / "run/checkpoints/latest").exists() and (tmp_path / "run/summary.json").exists()
+
+
 def _train(rank: int, world: int, port: int, words: list[str], dies_at: int) -> int:
     dist.destroy_process_group()  # that of ranks.py: the program makes its own
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -33,7 +33,7 @@ def compare_main(argv: list[str]) -> int:
     settings = replace(settings, extra=tuple(extra), command=shlex.join(["thinwire", "compare", *argv]))
     with ends_at_once():
         config = check_flags(settings)
-    return compare(replace(settings, first_seed=config.seed, model=config.init or config.preset))
+    return compare(replace(settings, first_seed=config.seed, model=config.model, preset=config.preset))
 
 
 def check_flags(settings: Comparison) -> Config:
@@ -44,7 +44,11 @@ def check_flags(settings: Comparison) -> Config:
             flag = word.partition("=")[0].replace("_", "-")
             if flag in OURS:
                 raise ThinwireError(f"{flag} {source}: thinwire compare sets it itself; {OURS[flag]}")
-    configs = [from_arguments(settings.flags(entry, None, settings.out)).check() for entry in entries]
+    program = settings.program[2:]  # flags behind `thinwire train`
+    configs = [from_arguments([*program, *settings.flags(entry, None, settings.out)]).check() for entry in entries]
+    if configs[0].elastic:
+        raise ThinwireError("--elastic: thinwire compare trains on ranks that stay; leave it out")
+    configs[0].check_files()
     for entry, config in zip(entries, configs, strict=True):
         for name in SAME:
             if getattr(config, name) != getattr(configs[0], name):  # that of the silent run, without flags of its own

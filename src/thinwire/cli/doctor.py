@@ -29,8 +29,8 @@ class Doctor:
 
     methods: str = "dense,bf16,int8,sdp4bit,powersgd,topk,trickle"
     """Methods to try besides dense, separated by commas, with or without knobs."""
-    preset: str = "net20m"
-    """The model; see thinwire train --help."""
+    preset: str | None = None
+    """The model; see thinwire train --help. Default: that of a --config after --, or net20m."""
     out: Path = Path("cluster.toml")
     """File for what was measured of the cluster."""
     seconds: float = 55.0
@@ -38,7 +38,7 @@ class Doctor:
 
     def names(self) -> list[str]:
         """Check the settings (``ThinwireError``) and return the methods, dense first."""
-        from thinwire.lab.compare import method_names
+        from thinwire.lab.entries import method_names
         from thinwire.methods import resolve
 
         names = list(dict.fromkeys(["dense", *method_names(self.methods)]))
@@ -55,19 +55,21 @@ def doctor_main(argv: list[str]) -> int:
     """Run ``thinwire doctor ... [-- flags of thinwire train]`` as one rank, or start ranks here."""
     began = time.monotonic()
     begin_rank()
+    from thinwire.lab.entries import preset_flags
     from thinwire.train.config import from_arguments
 
     options, extra = split(argv)
     settings = read_options(Doctor, options, "thinwire doctor", after="[-- options of thinwire train]")
     if any(word.partition("=")[0] in ("--method", "--out", "--preset") for word in extra):
         raise ThinwireError("write --methods, --out and --preset before --: they are options of thinwire doctor")
-    config = from_arguments(["--preset", settings.preset, *extra])
+    words = [*preset_flags(settings.preset, extra), *extra]
+    config = from_arguments(words)
     if not under_torchrun():
         note(f"loading torch, starting the ranks, then measuring: {settings.seconds:g} s in all")
     with ends_at_once():
         config.check()
     names = settings.names()
-    command = shlex.join(["thinwire", "train", "--preset", settings.preset, *extra, "--method"])
+    command = shlex.join(["thinwire", "train", *words, "--method"])
 
     def work() -> None:
         from thinwire.train.job.examination import Examination

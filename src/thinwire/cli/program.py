@@ -110,6 +110,9 @@ def program() -> NoReturn:
     """Run :func:`main` and end the process with its status."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # thinwire/__main__.py has set it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":  # of an encoding that lacks a letter of ours
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):

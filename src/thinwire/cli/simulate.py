@@ -18,7 +18,7 @@ from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.files import write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
-from thinwire.lab.compare import method_names
+from thinwire.lab.entries import method_names
 from thinwire.lab.link import bit_rate
 from thinwire.predict.cluster import read_cluster
 from thinwire.predict.profile import profile_of
@@ -29,6 +29,7 @@ from thinwire.train.model.shapes import PRESETS
 
 SEQUENCES = 8
 """Sequences per rank and micro-batch, as ``thinwire train`` has them."""
+MOST_RANKS = 1_000_000
 
 
 @dataclass
@@ -126,6 +127,10 @@ def _check(options: SimulateOptions) -> list[int]:
     for name in ("nodes", "ranks", "sequence", "tokens", "micro_batches"):
         if (count := getattr(options, name)) is not None and count < 1:
             raise ThinwireError(f"--{name.replace('_', '-')} must be 1 or more, got {count}")
+        if name in ("nodes", "ranks") and (count or 0) > MOST_RANKS:
+            raise ThinwireError(f"--{name} {count}: clusters of up to {MOST_RANKS:,} are simulated")
+    if options.intra is not None and options.engine != "hsdp" and not options.two_level:
+        raise ThinwireError("--intra averages inside a node: it needs --engine hsdp or --two-level True")
     if options.strong and options.weak:
         raise ThinwireError("--strong and --weak exclude each other: choose one")
     if options.scale is None:
@@ -133,8 +138,11 @@ def _check(options: SimulateOptions) -> list[int]:
             raise ThinwireError("--strong and --weak are for --scale 8..16384")
         return []
     first, separator, last = options.scale.partition("..")
-    if not (separator and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise ThinwireError(f"cannot read --scale '{options.scale}': write the fewest and the most ranks, as 8..16384")
+    if not (separator and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last) <= MOST_RANKS):
+        raise ThinwireError(
+            f"cannot read --scale '{options.scale}': write the fewest and the most ranks, as 8..16384, "
+            f"up to {MOST_RANKS:,}"
+        )
     ranks = [int(first)]
     while ranks[-1] * 2 <= int(last):
         ranks.append(ranks[-1] * 2)

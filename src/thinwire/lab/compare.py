@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
+from thinwire.lab.entries import PRESET, Entry, method_names, preset_flags
 from thinwire.lab.link import Network, share
 from thinwire.lab.progress import Progress
 from thinwire.lab.run import describe_machine, launch, open_cluster, say
@@ -27,35 +27,6 @@ from thinwire.lab.verdict import DENSE, SILENT, Run
 NOTED = "counters noted at each step"
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is too high."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A method of a comparison, with flags of ``thinwire train`` for it alone."""
-
-    method: str
-    flags: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Entry:
-        """Read ``"topk(density=0.1) --lr 1e-3"``: the method, then its flags."""
-        method, *flags = re.split(r"\s+(?=--)", text.strip(), maxsplit=1)
-        try:
-            return cls(method, tuple(shlex.split(flags[0])) if flags else ())
-        except ValueError as error:
-            raise ThinwireError(f"cannot read the flags of '{text}': {error}") from None
-
-    @property
-    def label(self) -> str:
-        return " ".join((self.method, *self.flags))
-
-    def own_flags(self, extra: Sequence[str]) -> list[str]:
-        """Return the entry's flags, with the optimizer of the method. ``extra``: the flags of all methods."""
-        from thinwire.methods import AUTO, resolve
-
-        optimizer = "adamw" if self.method == AUTO else resolve(self.method).OPTIMIZER.__name__.lower()
-        chosen = any(word.partition("=")[0] == "--optimizer" for word in (*extra, *self.flags))
-        return [*([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
 
 
 @dataclass
@@ -76,9 +47,9 @@ class Comparison(Network):
     """Methods, separated by commas, with or without knobs. Options of thinwire train after a name are for it alone:
     'dense,int8(group=64),topk --lr 1e-3'. `thinwire methods` lists the names.
     """
-    preset: str = "net20m"
-    """The model; see thinwire train --help. In tiny and small, most tensors are too small to be worth
-    compressing."""
+    preset: str | None = None
+    """The model; see thinwire train --help. Default: that of a --config after --, or net20m (in tiny and small, most
+    tensors are too small to be worth compressing)."""
     steps: int = 20
     """Optimizer steps of every run. The first two are not timed, so take at least 5. For local-steps, take whole
     rounds."""
@@ -101,6 +72,10 @@ class Comparison(Network):
     """The command line, for the reports."""
     program: Suppress[Fixed[tuple[str, ...]]] = ("thinwire", "train", "--no-checkpoints")
     """The training program; it keeps the contract of ``thinwire train`` (metrics.jsonl, summary.json)."""
+
+    @property
+    def name(self) -> str:
+        return self.model or self.preset or PRESET
 
     @property
     def fail_above(self) -> float | None:
@@ -132,28 +107,17 @@ class Comparison(Network):
             raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise ThinwireError(f"{self.out} is not empty: choose a new directory with --out")
+        if len(set(map(directory_name, entries))) < len(entries):
+            raise ThinwireError("two of --methods would share a folder in --out, as only their punctuation differs")
         return entries
 
     def flags(self, entry: Entry, seed: int | None, directory: Path) -> list[str]:
         """Return the training program's flags for one run."""
-        flags = ["--preset", self.preset, "--method", entry.method, "--steps", str(self.steps), "--out", str(directory)]
-        flags += [*self.extra, *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
+        flags = preset_flags(self.preset, self.extra)
+        flags += ["--method", entry.method, "--steps", str(self.steps), "--out", str(directory), *self.extra]
+        flags += [ *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
         # Only DDP can exchange nothing: sharded weights must be gathered. The silent run is the floor for all engines.
         return flags + (["--engine", "ddp", "--shard-size", "None", "--intra", "None"] if entry.label == SILENT else [])
-
-
-def method_names(text: str) -> list[str]:
-    """Split ``"dense,int8(group=64, feedback='gradients')"`` at the commas outside parentheses."""
-    names, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            names.append("")
-        else:
-            names[-1] += letter
-    if not (stripped := [name.strip() for name in names if name.strip()]):
-        raise ThinwireError("no methods to compare: write for example --methods dense,bf16,int8")
-    return stripped
 
 
 def compare(settings: Comparison) -> int:
@@ -164,7 +128,7 @@ def compare(settings: Comparison) -> int:
     entries = settings.entries()
     settings.out.mkdir(parents=True, exist_ok=True)
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
-        model, count = settings.model or settings.preset, len(entries) * max(settings.seeds, 1)
+        model, count = settings.name, len(entries) * max(settings.seeds, 1)
         say(f"compare: {count} runs of {model}, {settings.steps} steps each: {', '.join(entries)}")
         runs = _train_all(settings, entries, cluster)
         report = _facts(settings, cluster) | {"runs": runs}
@@ -207,12 +171,13 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
 
 def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     """Return the report's entries without its runs, with an empty verdict."""
-    settings_told = ("command", "preset", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
+    settings_told = ("command", "steps", "nodes", "ranks_per_node", "mtu", "fail_above")
     link = cluster.link
     return {
         "verdict": "",
         **{name: getattr(settings, name) for name in settings_told},
-        "model": settings.model or settings.preset,
+        "preset": settings.preset or PRESET,
+        "model": settings.name,
         "seeds": list(settings.seed_numbers),
         "extra": list(settings.extra),
         "machine": describe_machine(),

@@ -136,7 +136,7 @@ def _copy_lines(source: IO[bytes], target: IO[str], prefix: str) -> None:
     with source:
         for line in source:
             # The file may be closed by now, or nobody reads our output any longer: the ranks go on.
-            with WHOLE_LINES, suppress(ValueError, BrokenPipeError):
+            with WHOLE_LINES, suppress(ValueError, OSError):
                 target.write(prefix + line.decode(errors="replace"))
                 target.flush()
 

@@ -155,7 +155,7 @@ class Children:
             with self._lock:
                 if not line.startswith("thinwire:") or line not in self._shown:
                     self._shown.add(line)
-                    with suppress(BrokenPipeError):  # a rank that cannot be heard goes on
+                    with suppress(OSError):  # a rank that cannot be heard goes on
                         say(line.removesuffix("\n"), sys.stderr)
 
     def pass_on(self, number: int, frame: object) -> None:

@@ -231,6 +231,12 @@ class Config:
         return dataclasses.replace(base, **changed, context=self.sequence_length, vocabulary=vocabulary).check()
 
     @property
+    def model(self) -> str:
+        """The model's name in reports: the folder, or the preset with what overrides its shape."""
+        own = [f"{name} {getattr(self, name)}" for name in SHAPE if getattr(self, name) is not None]
+        return self.init or self.preset + (f" ({', '.join(own)})" if own else "")
+
+    @property
     def sequence_length(self) -> int:
         return self.seq_len or (512 if self.init else PRESETS[self.preset].context)
 

@@ -485,7 +485,7 @@ class Trainer(Stepper):
         config, family = self.config, self.checkpoints.description["family"]
         some = f"{self.trained_parameters:,} of them trained, " if self.trained_parameters < self.parameters else ""
         return (
-            f"{family} {config.init or config.preset}: {self.parameters:,} parameters, {some}{config.method} on "
+            f"{family} {config.model}: {self.parameters:,} parameters, {some}{config.method} on "
             f"{config.engine}, {config.optimizer_name}, {self._ranks_in_words()}, {self.ranks.device.type}, "
             f"{self.tokens_per_step:,} tokens per step, steps {self.step + 1} to {config.steps}"
         )

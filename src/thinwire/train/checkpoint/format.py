@@ -168,7 +168,8 @@ def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
 
 
 def no_meta(path: Path) -> str:
-    return f"{path} is not a checkpoint: it has no meta.json{where_set_aside(path)}"
+    inside = f"; its run's are in {path / 'checkpoints'}" if (path / "checkpoints").is_dir() else ""
+    return f"{path} is not a checkpoint: it has no meta.json{where_set_aside(path)}{inside}"
 
 
 def write_meta(path: Path, meta: dict[str, Any]) -> None:

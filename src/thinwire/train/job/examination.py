@@ -147,7 +147,7 @@ class Examination:
         config, size = self.config, self._job.size
         cluster = doctor.cluster_of(self.out.stem, device, self.per_node, *fit_links(self.samples))
         job = Job(
-            config.init or config.preset, model, self._profile, cluster, config.engine, size,
+            config.model, model, self._profile, cluster, config.engine, size,
             config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra,
         )  # fmt: skip
         job = doctor.calibrated(job, none, dense)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
-from thinwire.base.terminal import columns, fold, silence
+from thinwire.base.terminal import columns, fold, say, silence
 from thinwire.train.config import Config
 from thinwire.train.job.services import IDENTITIES, Log, open_service
 
@@ -138,7 +138,12 @@ class Display:
 
     def say(self, line: str) -> None:
         width = columns()
-        self._console.print(line if width is None else fold(line, width), soft_wrap=True)
+        try:
+            self._console.print(line if width is None else fold(line, width), soft_wrap=True)
+        except OSError as error:  # the disk below it is full: as if the reader had gone
+            self._console.on_broken_pipe()
+            with contextlib.suppress(OSError):
+                say(f"thinwire: standard output: {error.strerror}; the run goes on without it", sys.stderr)
 
     def step(self, row: dict[str, Any], rate: float) -> None:
         """Write one optimizer step's row of metrics.jsonl; show its ``rate`` in tokens/s."""
