@@ -420,6 +420,9 @@ class Wire:
             self._road, self._run, engine.kind, layout=engine.layout, guards=guard.comms if guard.enabled else ()
         )
 
+    def __reduce__(self) -> tuple[type[WireCopy], tuple[()]]:  # what a copy of a model that keeps its wire gets
+        return WireCopy, ()
+
     def _renew(self, header: Header, run: Run) -> None:
         """Go on in another membership."""
         self._about, self._run = header, run
@@ -826,3 +829,15 @@ class Wire:
                 for hook in self._hooks:
                     hook.remove()
                 self.engine.close()
+
+
+class WireCopy:
+    """Stands in a copy of a model (an EMA's, a saved one) for the wire that the model keeps: any use is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copy and pickle, which go on without it
+            raise AttributeError(name)
+        raise ThinwireError(
+            f"wire.{name}: this is a copy, made with a model or by pickle, and a wire has none: compress() the copied "
+            "model to train it; save wire.state_dict() of the wire itself"
+        )

@@ -39,6 +39,14 @@ def _advance(run, rank, steps):
     return flat(run[0])
 
 
+def _refusal(use):
+    try:
+        use()
+    except thinwire.ThinwireError as error:
+        return str(error)
+    return ""
+
+
 def _copied(rank, world):
     warnings.simplefilter("ignore")
     broken = []
@@ -48,9 +56,13 @@ def _copied(rank, world):
         first, undisturbed = (_begin(build("ddp", world), cls) for _ in range(2))
         for run in (first, undisturbed):
             _advance(run, rank, range(3))
+        if kept := number % 2 == 0:
+            first[0].wire = first[2]  # as docs/integrations.md does
         if closed := number % 4 == 1:
             first[2].close()
-        copied, fresh = COPIES[how](first[0]), build("ddp", world)
+        copied, fresh = COPIES[how](copy.deepcopy(first[0])), build("ddp", world)
+        if kept and "this is a copy" not in _refusal(lambda copied=copied: copied.wire.step):
+            broken.append(f"{cls.name}, {how}: the copy's wire does not say that it is one")
         fresh.load_state_dict(first[0].state_dict())
         weights, sent = [], []
         for model in (copied, fresh):

@@ -24,6 +24,7 @@ from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.core.road import Stage
 from thinwire.engines.fsdp2 import FSDP2
+from thinwire.methods import TABLE
 from thinwire.network.comm import GroupComm
 from thinwire.proof.record import small
 from threaded import entries
@@ -527,6 +528,11 @@ def _refusals(rank, world):
         model = nn.parallel.DistributedDataParallel(net, **late, param_to_hook_all_reduce=net.embedding.weight)
         return model, adamw(model), ("int8",)
 
+    def whole():
+        model = build("fsdp2", world)
+        model.head.weight = Net(layers=1).head.weight
+        return model, adamw(model), ("int8",)
+
     def silent():
         model = build("fsdp2", world)
         return model, adamw(model), ("none",)
@@ -558,7 +564,7 @@ def _refusals(rank, world):
         return model, adamw(model), ("int8",)
 
     cases = (hooked, half, imaginary, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless,
-             shared, ignored, delayed)  # fmt: skip
+             shared, ignored, delayed, whole)  # fmt: skip
     return {make.__name__: refusal(make) for make in cases}
 
 
@@ -572,6 +578,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
         "shared": "with a GPU for each rank; or DDP",
         "ignored": "head.weight is trained, but", "delayed": "head.weight is trained, but",
+        "whole": "a whole tensor has replaced",
     }  # fmt: skip
     for case, words in expected.items():
         assert found[case] is not None, f"{case} was not refused"
@@ -601,6 +608,32 @@ def _divided(rank, world, kind, method):
 def test_the_sum_may_be_divided_by_any_number(kind, world):
     """By a power of two nothing is rounded."""
     assert all(all(equal) for equal in ranks.run(_divided, world, kind, "int8(smallest=100, feedback='gradients')"))
+
+
+def _set_after_sharding(rank, world, kind):
+    """Give the model other tensors after fully_shard(), as transformers' from_pretrained() does."""
+    broken = []
+    for cls in dealt((cls for cls in TABLE if kind in cls.engines), kind, ("fsdp2", "fsdp2", "hsdp")):
+        ends = []
+        for anew in (False, True):
+            model = build(kind, world)
+            for module in model.modules() if anew else ():
+                for name, weight in module.named_parameters(recurse=False):
+                    setattr(module, name, nn.Parameter(weight.detach().clone()))
+            optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+            wire = thinwire.compress(model, optimizer, small(cls))
+            train(model, optimizer, rank, range(2), wire)
+            ends.append((flat(model), wire.ledger.stats()["wire_bytes_per_step"]))
+            wire.close()
+        if not torch.equal(ends[0][0], ends[1][0]) or ends[0][1] != ends[1][1]:
+            broken.append(cls.name)
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+def test_weights_set_after_sharding_are_trained_as_those_set_before(kind, world):
+    """Until the first forward pass torch's FSDP2 has others than the model."""
+    assert ranks.run(_set_after_sharding, world, kind) == [[]] * world
 
 
 def test_engines_module_is_importable_by_ranks():

@@ -389,8 +389,8 @@ class StepLoop:
         )
         if not self.method.card.adds_up:
             raise ThinwireError(
-                f"{self.method.name}: {advice}, or shard a module that runs twice together with its parent; "
-                f"{self.method.name} keeps a momentum, which would be updated twice"
+                f"{self.method.name}: {advice}, or shard a module that runs twice together with its parent, "
+                f"and tie weights before fully_shard; {self.method.name} keeps a momentum, which would be updated twice"
             )
         if not self._warned:
             self._warned = True

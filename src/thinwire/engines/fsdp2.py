@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
@@ -278,6 +279,7 @@ class FSDP2(ShardedEngine):
         """Put back torch's own communication objects for those of a closed engine, and shards for whole weights.
 
         A forward pass without a backward one, an evaluation say, leaves weights whole; the optimizer has the shards.
+        torch takes over what the model was given after ``fully_shard`` in its first forward pass only.
         """
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -286,6 +288,10 @@ class FSDP2(ShardedEngine):
             link = group._reduce_scatter_comm
             if isinstance(link, GroupLink) and link.engine.closed:
                 link.detach()
+            for fsdp_param in [] if getattr(group, "_reset_sharded_params", True) else group.fsdp_params:
+                weight = getattr(fsdp_param._module_info.module, fsdp_param._module_info.param_name)
+                if isinstance(weight, DTensor):
+                    fsdp_param.reset_sharded_param()
 
     def accumulated(self) -> bool:
         return any(map(has_own_gradient, self.fsdp_params))
