@@ -77,12 +77,16 @@ def test_a_weight_without_moment_moves_by_a_fixed_step(b2, moved):
 def test_a_given_moment_takes_the_place_of_the_average():
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = AdamS([weight], lr=0.1, weight_decay=0, bias_correction=False, eps=0)
-    given, g = torch.tensor([1.0, 2.0, 0.0, -1.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    g = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
+    given = torch.tensor([0.1001, 0.1999, 0.0, -0.4])  # 0: off the mask
     optimizer.next_moments[weight], weight.grad = given, g
     optimizer.step()
     assert torch.equal(optimizer.state[weight]["exp_avg"].flatten(), given)
-    assert torch.allclose(weight.detach(), 1 - 0.1 * given.view(2, 2) / (0.05**0.5 * g))
+    assert torch.allclose(weight.detach(), 1 - 0.1 * given.view(2, 2) / (0.05**0.5 * g.abs()))
     assert not optimizer.next_moments
+    optimizer.next_moments[weight], weight.grad = 0.9 * given + 0.1 * (given != 0), torch.full((2, 2), 0.25)  # clipped
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["exp_avg"].flatten(), 0.9 * given + 0.025 * (given != 0))
 
 
 def test_a_compiled_step_is_the_step():
@@ -159,6 +163,8 @@ def check(module, n: int, dtype: torch.dtype, device: str = "cpu") -> None:
         results = []
         for which in (reference, module):
             weight, moment, gradient, given = operands(n, dtype, device)
+            given[::3] = (KNOBS[1] * moment + 0.1003 * gradient)[::3]  # not clipped; what is given
+            given[1::3] = 0
             which.adams(weight, moment, gradient, given if use else None, *KNOBS)
             results.append((weight, moment))
         for actual, expected in zip(results[1], results[0], strict=True):

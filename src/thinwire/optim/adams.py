@@ -61,8 +61,9 @@ class AdamS(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
         self.next_moments: dict[Tensor, Tensor] = {}
-        """Parameter -> m after the next step, (numel of this rank's shard,), in place of b1 m + (1-b1) g. The gradient
-        then enters v alone (SCAPE, Alg. 1, l. 19). A step empties the dict."""
+        """Parameter -> m after the next step, (numel of this rank's shard,), 0 off a mask, in place of b1 m + (1-b1) g.
+        On the mask the gradient must give the same to rounding; if it was clipped since, what it gives is m. A step
+        empties the dict."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

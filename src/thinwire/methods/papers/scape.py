@@ -10,8 +10,10 @@ Alg. 1, for each tensor, on rank n, with last step's mask M (all ones at first, 
     g^ = (b - b1 m)/(1-b1) on M, 0 off M; clip g^                               (l. 17-18)
     v = b2 m^2 + (1-b2) g^2;  u = m'/(sqrt(v) + eps);  w -= lr (u + decay w)    (l. 19-21: thinwire.AdamS)
 
-The clipping of l. 18 is ``wire.clip_grad_norm_``. Alg. 1 has no bias corrections; AdamS has them by default. l. 15 is
-before l. 13 here, as it reads this rank's values alone.
+The clipping of l. 18 is ``wire.clip_grad_norm_``, or torch's. On the mask AdamS takes m' = b1 m + (1-b1) g^ of what is
+left of g^ then, as the authors' code does: as printed, v alone would be clipped, and the smaller the clip the larger u.
+Alg. 1 has no bias corrections; AdamS has them by default. l. 15 is before l. 13 here, as it reads this rank's values
+alone.
 
 Ours differs in form, not in result. m is the same on all ranks and need not travel: ranks send (1-b1) g_n + e_n (up to
 the rounding of m~, which l. 10 has too), and b is b1 m + the mean of that. Where weights are sharded (FSDP2), only the

@@ -1,0 +1,67 @@
+"""With a clip that bites a loss 256 times as large makes the same run, for each method, engine and kind of clip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ranks
+import thinwire
+from breadth import dealt
+from engines import build
+from models import flat, loss_of
+from thinwire.optim import AdamS
+from user_programs import METHODS, ONLY
+
+STEPS = 8
+SIZES = ((1, 1e9), (16, 0.25), (256, 0.25))
+"""Factors of the loss, whose gradients have norms of about 0.7, and clips: none bites in the first run."""
+ADAMS = [
+    method
+    for method in METHODS
+    if ONLY.get(method.split("(")[0], "adam")[:4] == "adam" and method[:6] not in ("none", "onebit")
+]
+ON_MOMENTS = ("scape",)
+PLACES = ("ddp, wire", "fsdp2, torch", "ddp, torch", "fsdp2, wire")
+
+
+def _moved(rank: int, world: int, place: str, method: str, size: int, clip: float) -> Tensor | None:
+    """How far 8 steps move all weights; None: torch's clips act on steps that the method has made, and are refused."""
+    kind, clips = place.split(", ")
+    model = build(kind, world)
+    adam = AdamS if ONLY.get(method.split("(")[0]) == "adams" else torch.optim.AdamW
+    optimizer, start = adam(model.parameters(), lr=3e-3), flat(model)
+    wire = thinwire.compress(model, optimizer, method, steps=STEPS)
+    if clips == "torch" and wire.method.card.step_maker is not None:
+        wire.close()
+        return None
+    for step in range(STEPS):
+        (loss_of(model, step, rank) * size).backward()
+        if clips == "torch":
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        else:
+            wire.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    wire.close()
+    return flat(model) - start
+
+
+def _drifts(rank, world, place, methods):
+    found = {}
+    for method in methods:
+        plain, *others = [_moved(rank, world, place, method, *size) for size in SIZES]
+        if plain is not None:
+            found[method] = [float((other - plain).norm() / plain.norm()) for other in others]
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_clipped_run_does_not_feel_the_size_of_the_loss(place):
+    """It ends where the run does whose loss is small and not clipped, up to the method's noise."""
+    methods = {*dealt(ADAMS, place, PLACES), *(method for method in ADAMS if method.startswith(ON_MOMENTS))}
+    methods = {method for method in methods if place.startswith("ddp") or not method.startswith("local-steps")}
+    for found in ranks.run(_drifts, 2, place, sorted(methods)):
+        assert len(found) > 1
+        assert all(drift < 0.4 for drifts in found.values() for drift in drifts), found
