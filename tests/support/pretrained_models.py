@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,28 @@ CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def make_tokenizer(kind: str) -> Any:
+    """Return a BPE of tokenizers: "ByteLevel", or one that begins a text with a space, by "Prepend" (Llama 2),
+    "Metaspace" (Llama's in transformers 5) or "ByteLevel with a space"."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    if kind == "Prepend":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    elif kind == "Metaspace":
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()
+    else:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind != "ByteLevel")
+        made.decoder = decoders.ByteLevel()
+    letters = list("\n<|>abcdefghijklmnopqrstuvwxyz#") + pre_tokenizers.ByteLevel.alphabet() * kind.startswith("Byte")
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=letters, show_progress=False
+    )
+    made.train_from_iterator([line.strip() for line in TEXT], trainer)
+    return made
 
 
 def make(folder: Path, kind: str = "llama", seed: int = 0) -> Path:

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models
 
+import pretrained_models
 from thinwire.base.errors import ThinwireError
 from thinwire.train.data import token_files
 from thinwire.train.data.corpus import SPAN, read_corpus, spans, split
@@ -41,6 +42,22 @@ def test_files_hold_what_the_text_is_tokenized_to(length, tokenizer, tmp_path):
     windows, files = Windows(made.encode(train), 32, seed=3), Windows(found.train, 32, seed=3)
     for ours, theirs in zip(windows.batch(5, 9), files.batch(5, 9), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteLevel with a space", "Prepend", "Metaspace"])
+def test_a_text_of_several_spans_begins_once(kind, tmp_path, monkeypatch):
+    """So do both sides of token files, which have more spans than one: no space is added in the middle of a word."""
+    monkeypatch.setattr("thinwire.train.data.corpus.SPAN", 256)
+    made, corpus = pretrained_models.make_tokenizer(kind), tmp_path / "text.txt"
+    made.save(str(tmp_path / "tokenizer.json"))
+    corpus.write_text(text := ("\n\nit is 11 times\n" * (43 * 256 // 17))[2:])
+    ours = Tokenizer(name := f"folder:{tmp_path}", ())
+    token_files.tokenize([str(corpus)], name, tmp_path / "out")
+    found = token_files.find_token_files([str(tmp_path / "out")], (), "bytes")
+    for part, files in zip(split(text), (found.train, found.valid), strict=True):
+        tokens = ours.encode(part)
+        assert torch.equal(files[0 : len(files)], tokens.long())
+        assert made.decode(tokens.tolist()) == made.decode(made.encode(part).ids)
 
 
 def test_a_tokenizer_may_leave_numbers_out(tmp_path):

@@ -221,8 +221,9 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("wb")) for path in paths]
-            for held_out, run in itertools.groupby(split_spans(read_pieces(corpus)), lambda pair: pair[0]):
-                for tokens in encoder.encode_spans(span for _, span in run):
+            runs = itertools.groupby(split_spans(read_pieces(corpus)), lambda pair: pair[0])
+            for number, (held_out, run) in enumerate(runs):
+                for tokens in encoder.encode_spans((span for _, span in run), begins=number < 2):  # of either side
                     files[held_out].write(tokens.astype(DTYPES[dtype]).data)
         meta = {"format": FORMAT, "tokenizer": tokenizer, "vocabulary": encoder.vocabulary, "dtype": dtype}
         for side, path in zip(SIDES, paths, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BATCH = 16  # spans tokenized at a time: the library tokenizers keeps about 100 bytes for each byte of them
+LEADS = ("\n", "a", "0")  # no tokenizer merges all three with what follows
 
 
 def tokenizer_file(name: str, folder: Path) -> Path | None:
@@ -49,6 +50,26 @@ def _read_name(name: str) -> tuple[str, str]:
     if least and not (argument.isdecimal() and int(argument) >= least):
         raise ThinwireError(f"{name}: the size is a number of tokens, {least} or more")
     return kind, argument
+
+
+def encode_behind(encode: Callable[[str], list[int]], left: str, text: str) -> list[int]:
+    """Return the tokens of ``text`` behind ``left``, which keeps its own; where they would merge, behind another lead.
+
+    ``encode`` may put a space before whatever it is given, as SentencePiece does. In the middle of a text it is wrong.
+    """
+    for lead in (left, *LEADS):
+        start, both = encode(lead), encode(lead + text)
+        if both[: len(start)] == start:
+            return both[len(start) :]
+    return encode(text)
+
+
+def adds_space(encode: Callable[[str], list[int]]) -> bool:
+    """Does ``encode`` begin each text with a space of its own?"""
+    try:
+        return encode_behind(encode, LEADS[0], "a") != encode("a")
+    except Exception:  # tokenizers' own: a vocabulary of words, which lacks these letters
+        return False
 
 
 class Tokenizer:
@@ -126,17 +147,25 @@ class Tokenizer:
         """NumPy dtype of the tokens: uint8 for up to 256 tokens, else int32."""
         return np.uint8 if self.vocabulary <= 256 else np.int32
 
-    def encode_spans(self, text: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yield the tokens of each span of a text, (T,)."""
+    def encode_spans(self, text: Iterable[str], begins: bool = True) -> Iterator[np.ndarray]:
+        """Yield the tokens of each span of a text, (T,). ``begins``: the first is where the text begins."""
         self._check_knows_text()
-        if self._tokenizer is None:
+        if (tokenizer := self._tokenizer) is None:
             yield from (np.frombuffer(span.encode("utf-8"), np.uint8) for span in text)
             return
-        text = iter(text)
-        while batch := list(itertools.islice(text, BATCH)):
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        text, spaced = iter(text), adds_space(encode)
+        while batch := list(itertools.islice(text, 1 if spaced and begins else BATCH)):
+            lead = LEADS[0] if spaced and not begins else ""
+            start, begins = encode(lead), False
             # With special tokens, some tokenizers would put one before every span.
-            encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            yield from (np.array(encoding.ids, self.dtype) for encoding in encodings)
+            encodings = tokenizer.encode_batch_fast([lead + span for span in batch], add_special_tokens=False)
+            for span, ids in zip(batch, (encoding.ids for encoding in encodings), strict=True):
+                kept = ids[: len(start)] == start
+                yield np.array(ids[len(start) :] if kept else encode_behind(encode, lead, span), self.dtype)
 
 
 def _byte_level(model: models.Model, use_regex: bool = True) -> HubTokenizer:
