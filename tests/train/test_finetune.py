@@ -11,6 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -394,6 +395,8 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
         ({"text": "a"}, "a row has 'prompt' and 'completion'"),
         ({"messages": talk[:1]}, "no message has the role 'assistant'"),
         ({"messages": ["a"]}, "a message has a 'role'"),
+        ({"messages": [{**talk[0], "role": None}, talk[1]]}, "a message has a 'role'"),
+        ({"messages": talk[1:]}, "the first message is an answer"),
         ({"messages": [talk[0], {**talk[1], "content": [{"type": "text", "text": "6"}]}]}, "writes 'content' as"),
         (
             {"messages": [talk[0], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
@@ -410,6 +413,107 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ThinwireError, match="no chat template"):
         rows({"messages": talk})
+
+
+KINDS = ["ByteLevel", "ByteLevel with a space", "Prepend", "Metaspace"]
+TURNS = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}#\n{% endfor %}"
+TURNS += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+
+
+def rows_of(tokenizer: Any, folder: Path, row: object) -> list[int]:
+    """The tokens of a row of --data."""
+    from thinwire.train.data import instruction_rows
+
+    (folder / "row.jsonl").write_text(json.dumps(row))
+    name = [str(folder / "row.jsonl")]
+    return instruction_rows.read_rows(name, name, tokenizer, 300, 0, warns=True)[0].window(0).tolist()
+
+
+@needs_hub
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [("2 times 2 is ", "4"), ("2 times 2 is", " 4"), ("2 times 2 is ", " 4"), ("times\n", "    is 4\n"),
+     ("is it\n", "\nis"), ("2 times 2 is 1", "4"), ("", "is"), ("\n", "is")],
+)  # fmt: skip
+def test_a_row_is_its_text_behind_a_prompt_as_generation_sees_it(kind, prompt, answer, tmp_path):
+    """Whether the tokenizer begins a text with a space or not. The tokens are the whole's where they may be."""
+    import transformers
+
+    made = pretrained_models.make_tokenizer(kind)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    row = rows_of(tokenizer, tmp_path, {"prompt": prompt, "completion": answer})
+    asked = [~token for token in row if token < 0]
+    tokens, whole = [max(token, ~token) for token in row], made.encode(prompt + answer).ids
+    assert asked == tokens[: len(asked)] == made.encode(prompt).ids and tokens[-1] == tokenizer.eos_token_id
+    assert made.decode(tokens) == made.decode(whole)
+    assert tokens[:-1] == whole or whole[: len(asked)] != asked
+
+
+@needs_hub
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_precedes_an_answer_of_messages_is_what_the_template_asks_for_it(kind, tmp_path):
+    import transformers
+
+    made = pretrained_models.make_tokenizer(kind)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TURNS)
+    talk = [{"role": role, "content": f"{turn} times"} for turn, role in enumerate(["user", "assistant"] * 2)]
+    row = rows_of(tokenizer, tmp_path, {"messages": talk})
+    learnt = [token >= 0 for token in row]
+    tokens = [max(token, ~token) for token in row]
+    assert tokens == tokenizer.apply_chat_template(talk)["input_ids"]
+    asked = tokenizer.apply_chat_template(talk[:3], add_generation_prompt=True)["input_ids"]
+    assert tokens[: len(asked)] == asked and all(learnt[len(asked) :]) and not learnt[len(asked) - 1]
+
+
+@needs_hub
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+@pytest.mark.parametrize("more", ["reasoning_content", "thinking", "reasoning", "tool_calls", ""])
+def test_what_a_template_would_not_show_is_refused(role, more, place, tmp_path):
+    """A message of a role that it does not know, a thought, a call, or the text beside a call or a thought."""
+    from thinwire.train.model import pretrained
+
+    tokenizer = pretrained.load_tokenizer(place / "llama")
+    beside = {more: [{}] if more == "tool_calls" else "hm"} if more else {}
+    talk = [{"role": role, "content": "it is"}, {"role": "assistant", "content": "so", **beside}]
+
+    def refused(template: str) -> str:
+        tokenizer.chat_template = template
+        try:
+            rows_of(tokenizer, tmp_path, {"messages": talk})
+        except ThinwireError as error:
+            return str(error).partition("the chat template ")[2]
+        return ""
+
+    for known in (["user", "assistant"], ["user", "assistant", "system"]):
+        some = TURNS.replace("<|{{", f"{{% if m['role'] in {known} %}}<|{{{{", 1)
+        said = f"leaves out '{more}' of role 'assistant'" if more else ""
+        assert refused(some.replace("{% endfor", "{% endif %}{% endfor")) == (
+            said if role in known else f"leaves out 'content' of role '{role}'"
+        )
+    either = TURNS.replace("m['content']", "m['reasoning_content'] or m['tool_calls'] or m['content']")
+    assert refused(either) == ("leaves out 'content' of role 'assistant'" if more else "")
+
+
+@needs_hub
+def test_the_day_changes_nothing_of_a_row(place, tmp_path, monkeypatch):
+    from datetime import datetime, timedelta
+
+    from transformers.utils import chat_template_utils
+
+    from thinwire.train.model import pretrained
+
+    tokenizer, rows = pretrained.load_tokenizer(place / "llama"), []
+    tokenizer.chat_template = "\n {{ strftime_now('%d %b %Y, %-m') }}|{% if strftime_now('%Y')|int > 2000 %}" + TURNS
+    tokenizer.chat_template += "{% endif %}"
+    talk = {"messages": [{"role": "user", "content": "it"}, {"role": "assistant", "content": "is"}]}
+    for days in range(0, 500, 100):
+        clock = SimpleNamespace(now=lambda days=days: datetime.now() + timedelta(days))
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        rows.append(rows_of(tokenizer, tmp_path, talk))
+    assert rows == rows[:1] * 5
+    shown = tokenizer.decode([max(token, ~token) for token in rows[0]])
+    assert shown == "\n 26 Jul 2024, 7|<|user|>\nit#\n<|assistant|>\nis#\n"
 
 
 @needs_hub

@@ -6,8 +6,9 @@
 A sequence holds one row. A batch pads rows behind their end, where no token of theirs sees the padding. A token that is
 not learnt is written ``~token``, which is negative.
 
-Prompt and answer are tokenized apart, as when an answer is generated. The tokenizer's end-of-text token follows the
-completion, and its begin-of-text token (if it uses one) precedes the prompt; a chat template writes both itself.
+Prompt and answer are tokenized apart, as when an answer is generated; the answer as what it is, not as the beginning of
+a text, which some tokenizers begin with a space. The tokenizer's end-of-text token follows the completion, and its
+begin-of-text token (if it uses one) precedes the prompt; a chat template writes both itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -24,10 +27,18 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning, first_line
 from thinwire.train.data.corpus import HELD_OUT, match_paths, reading
+from thinwire.train.data.tokenizer import adds_space, encode_behind
 from thinwire.train.data.windows import Windows
 
 Passage = tuple[str, bool]  # a text, and whether it is learnt
 HALF_PAIR = re.compile("[\ud800-\udfff]")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers' names
+DAY = datetime(2024, 7, 26)  # Llama 3's template takes it where it knows no clock
+# With today's date a run that goes on tomorrow, or a rank behind midnight, would have another text. As transformers
+# passes no function to templates, a macro takes the place of its clock.
+CODES = [f"%{padding}{letter}" for letter in ascii_letters for padding in ("", "-")]
+CLOCK = "".join(f" | replace({code!r}, {DAY.strftime(code)!r})" for code in CODES)
+CLOCK = f"{{% macro strftime_now(format) %}}{{{{ format{CLOCK} }}}}{{% endmacro %}}\n"
 
 
 class InstructionRows(Windows):
@@ -89,7 +100,11 @@ def opening_tokens(tokenizer: Any) -> list[int]:
 
 def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
     """Yield the tokens of each row, (n,) int32, with ``~token`` for those that are not learnt."""
-    opening = opening_tokens(tokenizer)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    opening, spaced = opening_tokens(tokenizer), adds_space(encode)
     for source, row in _read_objects(names):
         row = row if isinstance(row, dict) else {}
         passages: Iterable[Passage]
@@ -101,12 +116,13 @@ def _tokenized(names: Sequence[str], tokenizer: Any) -> Iterator[Tensor]:
             passages = [(row["prompt"], False), (row["completion"], True)]
         else:
             raise ThinwireError(f"{source}: a row has 'prompt' and 'completion' (text), or 'messages' (a list)")
-        tokens = [] if chat else [~token for token in opening]
+        tokens, before = [] if chat else [~token for token in opening], ""
         for text, learnt in passages:
             if HALF_PAIR.search(text):
                 raise ThinwireError(f"{source}: half of a pair of UTF-16, as in \\ud83d without \\ude00, is no text")
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = encode_behind(encode, before, text) if spaced else encode(text)
             tokens += ids if learnt else [~token for token in ids]
+            before = text or before
         if not chat and tokenizer.eos_token_id is not None:
             tokens.append(tokenizer.eos_token_id)
         yield torch.tensor(tokens, dtype=torch.int32, device="cpu")
@@ -127,24 +143,28 @@ def _read_objects(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
                     yield source, row
 
 
+def _write(messages: list[Any], tokenizer: Any, asks: bool = False) -> str:
+    """Write messages as the chat template does; if it ``asks``, up to where an answer begins."""
+    template = CLOCK + tokenizer.get_chat_template()
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=asks)
+
+
 def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator[Passage]:
     """Yield the text before each answer and then the answer, both as the chat template writes them."""
     if not getattr(tokenizer, "chat_template", None):
         raise ThinwireError(
             f"{source} has 'messages', but the tokenizer has no chat template: use prompt and completion"
         )
-
-    def written(count: int, asks: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
-
-    text = ""
+    text, end = "", 0
     for turn, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= {*message}:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
             raise ThinwireError(f"{source}: a message has a 'role' and a 'content'")
         if message["role"] != "assistant":
             continue
+        if not turn:
+            raise ThinwireError(f"{source}: the first message is an answer, which no chat template asks for: ask first")
         try:
-            prompt, answered = written(turn, True), written(turn + 1, False)
+            prompt, answered = _write(messages[:turn], tokenizer, True), _write(messages[: turn + 1], tokenizer)
         except Exception as error:  # whatever the template raises
             raise ThinwireError(f"{source}: the chat template refuses it: {first_line(error)}") from None
         if message.get("weight", 1) != 1:
@@ -153,28 +173,25 @@ def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator
             raise ThinwireError(f"{source}: the chat template changes earlier turns: give each answer its own row")
         yield prompt[len(text) :], False
         yield answered[len(prompt) :], True
-        text = answered
+        text, end = answered, turn + 1
     if not text:
         raise ThinwireError(f"{source}: no message has the role 'assistant'")
-    for number, message in enumerate(messages):
-        for key, value in message.items():
-            if value if key in ("tool_calls", "function_call") else key == "content" and not isinstance(value, str):
-                _check_shown(messages, number, key, tokenizer, source)
+    for number, message in enumerate(messages[:end]):
+        for key in ("content", "tool_calls", "function_call", *REASONING):
+            if message.get(key) or (key == "content" and not isinstance(message[key], str)):
+                _check_shown(messages[:end], text, number, key, tokenizer, source)
 
 
-def _check_shown(messages: list[dict[str, Any]], number: int, key: str, tokenizer: Any, source: str) -> None:
-    """Refuse a value of message ``number`` that the chat template leaves out, or writes as Python writes it."""
-    message = messages[number]
-
-    def written(value: Any) -> str:
-        changed = [*messages[:number], {**message, key: value}, *messages[number + 1 :]]
-        try:
-            return tokenizer.apply_chat_template(changed, tokenize=False)
-        except Exception:  # whatever the template raises: it reads the value
-            return ""
-
-    whole, without = written(message[key]), written("")
-    if message[key] and whole == without:
-        raise ThinwireError(f"{source}: the chat template leaves out '{key}'")
-    if whole != without and str(message[key]) in whole:
-        raise ThinwireError(f"{source}: the chat template writes '{key}' as Python does: {message[key]}")
+def _check_shown(messages: list[Any], text: str, number: int, key: str, tokenizer: Any, source: str) -> None:
+    """Refuse a value of message ``number`` that the chat template leaves out of ``text``, or writes as Python does."""
+    message, value = messages[number], messages[number][key]
+    # In place of an empty text a template may write its own, which may be this one.
+    other = f"{value}a" if isinstance(value, str) else ""
+    try:
+        changed = _write([*messages[:number], {**message, key: other}, *messages[number + 1 :]], tokenizer)
+    except Exception:  # whatever the template raises: it reads the value
+        changed = ""
+    if value and changed == text:
+        raise ThinwireError(f"{source}: the chat template leaves out '{key}' of role '{message['role']}'")
+    if changed != text and not isinstance(value, str) and str(value) in text:
+        raise ThinwireError(f"{source}: the chat template writes '{key}' as Python does: {value}")
