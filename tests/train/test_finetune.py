@@ -407,7 +407,10 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
     ]:
         with pytest.raises(ThinwireError, match=f"line 1.*{line}"):
             rows(row)
-    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "loop.length|string + m['content']")
+    tokenizer.chat_template = pretrained_models.CHAT.replace("<|assistant|>", "<|assistant|><think>")
+    with pytest.raises(ThinwireError, match=r"or how it asks: .* or write prompt and completion"):
+        rows({"messages": talk[:2]})
+    tokenizer.chat_template = pretrained_models.CHAT.replace("m['content']", "loop.length|string + m['content']")
     with pytest.raises(ThinwireError, match="changes earlier turns"):
         rows({"messages": talk})
     tokenizer.chat_template = None

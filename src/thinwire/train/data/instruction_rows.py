@@ -170,7 +170,8 @@ def _chat_passages(messages: list[Any], tokenizer: Any, source: str) -> Iterator
         if message.get("weight", 1) != 1:
             raise ThinwireError(f"{source}: 'weight' of an answer is not read: leave the answer out, or its row")
         if not (prompt.startswith(text) and answered.startswith(prompt)):
-            raise ThinwireError(f"{source}: the chat template changes earlier turns: give each answer its own row")
+            line = "changes earlier turns, or how it asks: give each answer its own row, or write prompt and completion"
+            raise ThinwireError(f"{source}: the chat template {line}")
         yield prompt[len(text) :], False
         yield answered[len(prompt) :], True
         text, end = answered, turn + 1
