@@ -109,6 +109,19 @@ def test_limits_are_dense_to_rounding(method):
     assert all(torch.allclose(x["mean"], y["mean"], atol=2e-5) for x, y in zip(limit[0], dense[0], strict=True))
 
 
+def test_dgc_refuses_a_second_momentum_from_the_start_or_from_a_schedule():
+    def sgd(weights, now=0.0, later=0.0):
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=now)
+        optimizer.register_step_post_hook(lambda *_: optimizer.param_groups[0].update(momentum=later))
+        return optimizer
+
+    for momenta in ((0.9, 0.9), (0.0, 0.9)):
+        with pytest.raises(ThinwireError, match="cycle_momentum=False"):
+            run("dgc(density=0.1, smallest=0)", steps=3, optimizer=lambda weights, m=momenta: sgd(weights, *m))
+        run("dgc(density=0.1, smallest=0, momentum=0)", steps=3, optimizer=lambda weights, m=momenta: sgd(weights, *m))
+    run("dgc(density=0.1, smallest=0)", steps=3, optimizer=sgd)
+
+
 @pytest.mark.parametrize("method", spread(2, METHODS))
 def test_all_ranks_hold_the_same_bits_after_100_steps(method):
     results = run(method, size=4, steps=100, max_norm=1.0)

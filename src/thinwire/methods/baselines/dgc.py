@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import Momentum
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import CONSERVES, Card, Density, Promise
+from thinwire.core.run import Holder, Run, Step
+from thinwire.core.selection import keep_dense
 from thinwire.methods.baselines.topk import TopK
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Updates
 
@@ -44,6 +47,22 @@ class DGC(TopK):
             lost = "where a value is sent, its momentum is dropped: momentum=0 has none to drop"
             promise = Promise("lossy", lost, {"residual": 1.0, "velocity": self.momentum})
         return replace(super().describe(), promise=promise, adds_up=False)
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._refuse_momentum(run.holders)
+
+    def before_step(self, step: Step) -> None:
+        super().before_step(step)
+        self._refuse_momentum(step.holders)  # which schedules change
+
+    def _refuse_momentum(self, holders: Mapping[str, Holder]) -> None:
+        for name, (_, group) in holders.items() if self.momentum else ():
+            if group.get("momentum") and keep_dense(self, self.run.parameters[name]) is None:
+                raise ThinwireError(
+                    f"dgc keeps a momentum, and so does the optimizer of {name} (momentum={group['momentum']:g}): set "
+                    "momentum=0 in SGD and cycle_momentum=False in OneCycleLR, or take dgc(momentum=0)"
+                )
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:
         old, velocity = self.state.read("velocity", bucket), self.state.write("velocity", bucket)
