@@ -20,20 +20,20 @@ SIZES = ((1, 1e9), (16, 0.25), (256, 0.25))
 ADAMS = [
     method
     for method in METHODS
-    if ONLY.get(method.split("(")[0], "adam")[:4] == "adam" and method[:6] not in ("none", "onebit")
+    if ONLY.get(method.split("(")[0], "adam")[:4] == "adam" and method[:4] != "none"
 ]
-ON_MOMENTS = ("scape",)
+ON_MOMENTS = ("scape", "onebit")
 PLACES = ("ddp, wire", "fsdp2, torch", "ddp, torch", "fsdp2, wire")
 
 
 def _moved(rank: int, world: int, place: str, method: str, size: int, clip: float) -> Tensor | None:
-    """How far 8 steps move all weights; None: torch's clips act on steps that the method has made, and are refused."""
+    """How far 8 steps move all weights; None: torch's clips act on steps that the method has made, or on momenta."""
     kind, clips = place.split(", ")
     model = build(kind, world)
     adam = AdamS if ONLY.get(method.split("(")[0]) == "adams" else torch.optim.AdamW
     optimizer, start = adam(model.parameters(), lr=3e-3), flat(model)
     wire = thinwire.compress(model, optimizer, method, steps=STEPS)
-    if clips == "torch" and wire.method.card.step_maker is not None:
+    if clips == "torch" and (wire.method.card.step_maker is not None or method.startswith("onebit")):
         wire.close()
         return None
     for step in range(STEPS):

@@ -58,9 +58,10 @@ class OneBitAdam(Method):
     """Signs of Adam's momentum after a dense warm-up: 1 + 32 / group bits per value each way (arXiv 2102.02888).
 
     The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up the method takes
-    its steps on the compressed parameters: the engine's ``grad`` is then the new momentum, on which ``clip_grad_norm_``
-    acts for this step alone; ``exp_avg`` follows it, ``exp_avg_sq`` and ``step`` do not change. Dense parameters keep
-    their Adam.
+    its steps on the compressed parameters: the engine's ``grad`` is then the new momentum. As the frozen v is of
+    clipped gradients, no more is left of it than ``wire.clip_grad_norm_`` left of the last of these, and less where its
+    own norm, which is smaller than theirs, asks for less; what is kept of it is whole. ``exp_avg`` follows it,
+    ``exp_avg_sq`` and ``step`` do not change. Dense parameters keep their Adam.
 
     Args:
         warmup: length of the warm-up with dense Adam: below 1 a share of the run, else a number of optimizer steps, at
@@ -102,7 +103,7 @@ class OneBitAdam(Method):
             group=math.lcm(card.group, 1 if self.warmup_bits == 32 else self._warmup_codec.group),
             summed_by_network=False, keeps_state=True, adds_up=False, steady=self.first,
             cycle={1: 1.0},  # the very first also sends Adam's own moment, where that is sharded
-            state_kinds={**card.state_kinds, "counted": EQUAL, "moment": ANEW},
+            state_kinds={**card.state_kinds, "counted": EQUAL, "moment": ANEW, "clip": EQUAL},
         )  # fmt: skip
 
     first = property(lambda self: first_step(self, "warmup"))  # T_w
@@ -170,15 +171,27 @@ class OneBitAdam(Method):
             counted = (moments["step"].detach() if counted is None else counted) + 1
             self.state.put("counted", name, counted)
             moment = local(weight.grad)  # type: ignore[arg-type]
-            factor = _share_counted(moments["step"], counted, group)
+            factor = _share_counted(moments["step"], counted, group) * scale
             local(moments["exp_avg"]).copy_(moment).mul_(factor)
             variance = local(moments["exp_avg_sq"])
-            _frozen_step(local(weight.detach()), moment, variance, counted, moments["step"], group)
+            _frozen_step(local(weight.detach()), moment, variance, counted, moments["step"], group, scale)
 
+        clip, factor = self.state.get("clip", ""), step.clip_factor
+        scale: Tensor | float = 1.0 if clip is None else clip
+        if factor is not None:  # it is in weight.grad
+            scale = torch.clamp(scale / factor, max=1.0)
         self._steps.take(step, self.run, move)
 
     def after_step(self, step: Step) -> None:
+        """In the warm-up, note what is left of clipped gradients: the mean over as many steps as m has."""
         self._steps.names.clear()
+        if (factor := step.clip_factor) is None:
+            return
+        clip = self.state.get("clip", "")
+        if step.number < self.first:
+            self.state.put("clip", "", factor if clip is None else torch.lerp(factor, clip, self.beta1))
+        elif clip is None:
+            self.state.put("clip", "", torch.ones_like(factor))
 
     def undo(self) -> None:
         self._steps.names.clear()
@@ -215,6 +228,8 @@ class OneBitAdam(Method):
             if "exp_avg" not in adam:
                 continue
             values = local(adam["exp_avg"]).reshape(-1)
+            if (clip := self.state.get("clip", "")) is not None:
+                values = values / clip
             if (counted := self.state.get("counted", segment.name)) is not None:
                 values = values / _share_counted(adam["step"], counted, group)
             for row, chunk in zip(rows, values.split(max(segment.span, 1)), strict=False):
@@ -229,16 +244,17 @@ def _share_counted(frozen: Tensor, counted: Tensor, group: dict[str, Any]) -> Te
 
 
 def _frozen_step(
-    weight: Tensor, moment: Tensor, variance: Tensor, step: Tensor, frozen: Tensor, group: dict[str, Any]
-) -> None:
-    """Set w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), m^ = m / (1 - b1^step), v^ = v / (1 - b2^frozen).
+    weight: Tensor, moment: Tensor, variance: Tensor, step: Tensor, frozen: Tensor, group: dict[str, Any],
+    scale: Tensor | float,
+) -> None:  # fmt: skip
+    """Set w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), m^ = ``scale`` m / (1 - b1^step), v^ = v / (1 - b2^frozen).
 
     Where v is 0, m does nothing. ``step`` and ``frozen`` are 0-dim, on any device; the host does not read them.
     """
     beta1, beta2 = group["betas"]
     lr, decay = float(group["lr"]), group["weight_decay"]
     denominator = (variance.float() / (1 - beta2 ** frozen.double())).sqrt_().add_(group["eps"])
-    denominator.mul_(1 - beta1 ** step.double()).masked_fill_(variance == 0, torch.inf)
+    denominator.mul_((1 - beta1 ** step.double()) / scale).masked_fill_(variance == 0, torch.inf)
     if decay:
         weight.mul_(1 - lr * decay)
     weight.addcdiv_(moment.float(), denominator, value=-lr)
