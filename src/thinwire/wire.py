@@ -831,13 +831,17 @@ class Wire:
                 self.engine.close()
 
 
+class _CopyError(ThinwireError, AttributeError):
+    """Of a copy: who asks with ``hasattr`` is told that there is no such attribute."""
+
+
 class WireCopy:
     """Stands in a copy of a model (an EMA's, a saved one) for the wire that the model keeps: any use is refused."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for by copy and pickle, which go on without it
             raise AttributeError(name)
-        raise ThinwireError(
+        raise _CopyError(
             f"wire.{name}: this is a copy, made with a model or by pickle, and a wire has none: compress() the copied "
             "model to train it; save wire.state_dict() of the wire itself"
         )

@@ -272,9 +272,8 @@ def test_the_model_that_trains_is_that_of_the_file_and_is_called_so(tmp_path, mo
     compare_main(["--out", str(tmp_path / "out"), "--methods", "dense", *words])
     config = from_arguments(taken[0].flags(Entry("dense"), None, Path("run"))).check()
     assert taken[0].name == config.model == model and config.shape(256).width == width
-    if "file" in str(words):
-        with pytest.raises(ThinwireError, match="built on AdamS"):
-            compare_main(["--out", str(tmp_path / "out"), "--methods", "scape", *words])
+    flags = taken[0].flags(Entry("scape"), None, Path("run"))
+    assert from_arguments(flags).check().optimizer_name == "adams"  # whatever the file says: it has no other
 
 
 @pytest.mark.parametrize("extra", ["--engine fsdp2", "--engine hsdp --shard-size 2", "--engine hsdp --intra bf16"])
@@ -298,6 +297,8 @@ def test_the_run_that_exchanges_nothing_takes_the_flags_of_all_engines(extra):
         (["--methods", "int8 --layers 1"], "--layers"), (["--methods", "int8 --eval-sequences 0"], "--eval-seq"),
         (["--methods", "int8 --corpus a"], "--corpus of"), (["--methods", "int8 --valid b"], "--valid of"),
         (["--methods", "int8:group:64,int8(group=64)"], "share a folder"), (["--", "--elastic"], "--elastic"),
+        (["--methods", "dense,int8 --elastic"], "--elastic"), (["--methods", "int8 --config a"], "write it after --"),
+        (["--methods", "dense,auto --cluster nowhere"], "nowhere"),
         (["--", "--checkpoint-every", "3"], "--checkpoint-every"), (["--", "--corpus", "nowhere.txt"], "nowhere.txt"),
     ],
 )  # fmt: skip

@@ -499,6 +499,21 @@ def test_what_a_template_would_not_show_is_refused(role, more, place, tmp_path):
 
 
 @needs_hub
+def test_a_thought_under_two_names_is_shown_if_one_of_them_is(place, tmp_path):
+    """As servers write it for templates of either kind."""
+    from thinwire.train.model import pretrained
+
+    tokenizer = pretrained.load_tokenizer(place / "llama")
+    tokenizer.chat_template = TURNS.replace("{{ m['content'] }}", "{{ m['reasoning_content'] }}{{ m['content'] }}")
+    thought = {"reasoning_content": "hm", "reasoning": "hm"}
+    talk = [{"role": "user", "content": "it is"}, {"role": "assistant", "content": "so", **thought}]
+    assert rows_of(tokenizer, tmp_path, {"messages": talk})
+    talk[1]["reasoning"] = "other"
+    with pytest.raises(ThinwireError, match="leaves out 'reasoning'"):
+        rows_of(tokenizer, tmp_path, {"messages": talk})
+
+
+@needs_hub
 def test_the_day_changes_nothing_of_a_row(place, tmp_path, monkeypatch):
     from datetime import datetime, timedelta
 

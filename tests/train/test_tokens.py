@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as HubTokenizer
-from tokenizers import models
+from tokenizers import models, normalizers, pre_tokenizers
 
 import pretrained_models
 from thinwire.base.errors import ThinwireError
@@ -58,6 +58,18 @@ def test_a_text_of_several_spans_begins_once(kind, tmp_path, monkeypatch):
         tokens = ours.encode(part)
         assert torch.equal(files[0 : len(files)], tokens.long())
         assert made.decode(tokens.tolist()) == made.decode(made.encode(part).ids)
+
+
+def test_a_span_behind_a_lead_that_is_stripped_holds_no_other_text():
+    """As RemBert's tokenizer does, which begins texts with a space, and ends them without one."""
+    pieces = [("<unk>", 0.0), *((letter, -4.0) for letter in "\u2581\nabesy0"), ("\u2581yes", -1.0), ("yes", -1.0)]
+    made = HubTokenizer(models.Unigram(pieces, 0, byte_fallback=False))
+    made.normalizer = normalizers.Strip(left=False, right=True)
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    given = list(Tokenizer("hub:stripping", made).encode_spans(["yes yes", "yes a", "b yes"]))
+    assert ["".join(made.id_to_token(token) for token in span) for span in given] == [
+        "\u2581yes\u2581yes", "yes\u2581a", "b\u2581yes"
+    ]  # fmt: skip
 
 
 def test_a_tokenizer_may_leave_numbers_out(tmp_path):

@@ -42,13 +42,16 @@ def check_flags(settings: Comparison) -> Config:
     for source, words in (("after --", settings.extra), *((f"of {entry.method}", entry.flags) for entry in entries)):
         for word in words:
             flag = word.partition("=")[0].replace("_", "-")
+            if flag == "--config" and words is not settings.extra:
+                raise ThinwireError(f"--config {source}: write it after --, for all methods")
             if flag in OURS:
                 raise ThinwireError(f"{flag} {source}: thinwire compare sets it itself; {OURS[flag]}")
     program = settings.program[2:]  # flags behind `thinwire train`
     configs = [from_arguments([*program, *settings.flags(entry, None, settings.out)]).check() for entry in entries]
-    if configs[0].elastic:
-        raise ThinwireError("--elastic: thinwire compare trains on ranks that stay; leave it out")
-    configs[0].check_files()
+    for config in configs:
+        if config.elastic:
+            raise ThinwireError("--elastic: thinwire compare trains on ranks that stay; leave it out")
+        config.check_files()
     for entry, config in zip(entries, configs, strict=True):
         for name in SAME:
             if getattr(config, name) != getattr(configs[0], name):  # that of the silent run, without flags of its own

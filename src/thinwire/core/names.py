@@ -11,8 +11,8 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.run import Parameter
 
 LEFT_OUT = (
-    "{name} is trained, but DDP or FSDP2 was told to leave it out, or a whole tensor has replaced its shard since: "
-    "wrap the model without that, or freeze {name}"
+    "{name} is trained, but DDP or FSDP2 was told to leave it out, or another tensor has replaced its shard since: "
+    "wrap the model without that (set and tie weights before), or freeze {name}"
 )
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 

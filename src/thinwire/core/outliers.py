@@ -4,7 +4,7 @@ Dense training forgets a spoilt batch (a loss ten thousand times too large, once
 and the next step is an ordinary one. But a method that keeps a residual or a momentum takes up the gradient *before* it
 is averaged and clipped, and sends it for a hundred steps. So a parameter's gradient on a rank that is more than
 ``times`` as large as usual is first scaled down to ``times`` the usual norm. If the method keeps steps or momenta,
-which are never clipped later, it is scaled down to ``STEP`` usual norms: with ten of them the loss was up to 14% higher
+which are clipped late or never, it is scaled down to ``STEP`` usual norms: with ten the loss was up to 14% higher
 70 steps later (docs/steps.md). What is cut off is lost, on purpose, and counted; for the rest, sent + kept = input
 holds. If it cuts often, the cut gradients are no accident, and it warns.
 """

@@ -115,7 +115,7 @@ class Comparison(Network):
         """Return the training program's flags for one run."""
         flags = preset_flags(self.preset, self.extra)
         flags += ["--method", entry.method, "--steps", str(self.steps), "--out", str(directory), *self.extra]
-        flags += [ *entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
+        flags += [*entry.own_flags(self.extra), *([] if seed is None else ["--seed", str(seed)])]
         # Only DDP can exchange nothing: sharded weights must be gathered. The silent run is the floor for all engines.
         return flags + (["--engine", "ddp", "--shard-size", "None", "--intra", "None"] if entry.label == SILENT else [])
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from thinwire.base.errors import ThinwireError
 
-CONFIG, PRESET = "--config", "net20m"
+PRESET = "net20m"
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Entry:
         from thinwire.methods import AUTO, resolve
 
         optimizer = "adamw" if self.method == AUTO else resolve(self.method).OPTIMIZER.__name__.lower()
-        chosen = is_among(("--optimizer", CONFIG), (*extra, *self.flags))
+        chosen = is_among("--optimizer", (*extra, *self.flags))
         return [*([] if chosen or optimizer == "adamw" else ["--optimizer", optimizer]), *self.flags]
 
 
-def is_among(flags: Collection[str], words: Iterable[str]) -> bool:
-    """Is one of ``flags`` among a command line's ``words``?"""
-    return any(word.partition("=")[0] in flags for word in words)
+def is_among(flag: str, words: Iterable[str]) -> bool:
+    """Is ``flag`` among a command line's ``words``?"""
+    return any(word.partition("=")[0] == flag for word in words)
 
 
 def preset_flags(preset: str | None, extra: Sequence[str]) -> list[str]:
     """Return the flags of ``preset``; None: of ``PRESET``, unless a file among ``extra`` says what the model is."""
-    return [] if preset is None and is_among((CONFIG,), extra) else ["--preset", preset or PRESET]
+    return [] if preset is None and is_among("--config", extra) else ["--preset", preset or PRESET]
 
 
 def method_names(text: str) -> list[str]:

@@ -57,11 +57,12 @@ class DGC(TopK):
         self._refuse_momentum(step.holders)  # which schedules change
 
     def _refuse_momentum(self, holders: Mapping[str, Holder]) -> None:
-        for name, (_, group) in holders.items() if self.momentum else ():
+        for name, (optimizer, group) in holders.items() if self.momentum else ():
             if group.get("momentum") and keep_dense(self, self.run.parameters[name]) is None:
                 raise ThinwireError(
-                    f"dgc keeps a momentum, and so does the optimizer of {name} (momentum={group['momentum']:g}): set "
-                    "momentum=0 in SGD and cycle_momentum=False in OneCycleLR, or take dgc(momentum=0)"
+                    f"dgc keeps a momentum, and so does {type(optimizer).__name__} of {name} (momentum="
+                    f"{group['momentum']:g}): take SGD with momentum=0 (in OneCycleLR cycle_momentum=False), or "
+                    "dgc(momentum=0)"
                 )
 
     def compress(self, bucket: Bucket, exchange: Exchange) -> None:

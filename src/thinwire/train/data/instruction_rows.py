@@ -188,8 +188,10 @@ def _check_shown(messages: list[Any], text: str, number: int, key: str, tokenize
     message, value = messages[number], messages[number][key]
     # In place of an empty text a template may write its own, which may be this one.
     other = f"{value}a" if isinstance(value, str) else ""
+    alike = [name for name in REASONING if message.get(name) == value] if key in REASONING else [key]
     try:
-        changed = _write([*messages[:number], {**message, key: other}, *messages[number + 1 :]], tokenizer)
+        other_message = message | dict.fromkeys(alike, other)
+        changed = _write([*messages[:number], other_message, *messages[number + 1 :]], tokenizer)
     except Exception:  # whatever the template raises: it reads the value
         changed = ""
     if value and changed == text:

@@ -59,7 +59,7 @@ def encode_behind(encode: Callable[[str], list[int]], left: str, text: str) -> l
     """
     for lead in (left, *LEADS):
         start, both = encode(lead), encode(lead + text)
-        if both[: len(start)] == start:
+        if (start or not lead) and both[: len(start)] == start:  # some drop a lead that is white
             return both[len(start) :]
     return encode(text)
 
@@ -164,7 +164,7 @@ class Tokenizer:
             # With special tokens, some tokenizers would put one before every span.
             encodings = tokenizer.encode_batch_fast([lead + span for span in batch], add_special_tokens=False)
             for span, ids in zip(batch, (encoding.ids for encoding in encodings), strict=True):
-                kept = ids[: len(start)] == start
+                kept = (start or not lead) and ids[: len(start)] == start
                 yield np.array(ids[len(start) :] if kept else encode_behind(encode, lead, span), self.dtype)
 
 
