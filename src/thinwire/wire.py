@@ -832,7 +832,7 @@ class Wire:
 
 
 class _CopyError(ThinwireError, AttributeError):
-    """Of a copy: who asks with ``hasattr`` is told that there is no such attribute."""
+    """Tells who asks a copy with ``hasattr`` that it has no such attribute."""
 
 
 class WireCopy:
