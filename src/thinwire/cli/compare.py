@@ -48,10 +48,6 @@ def check_flags(settings: Comparison) -> Config:
                 raise ThinwireError(f"{flag} {source}: thinwire compare sets it itself; {OURS[flag]}")
     program = settings.program[2:]  # flags behind `thinwire train`
     configs = [from_arguments([*program, *settings.flags(entry, None, settings.out)]).check() for entry in entries]
-    for config in configs:
-        if config.elastic:
-            raise ThinwireError("--elastic: thinwire compare trains on ranks that stay; leave it out")
-        config.check_files()
     for entry, config in zip(entries, configs, strict=True):
         for name in SAME:
             if getattr(config, name) != getattr(configs[0], name):  # that of the silent run, without flags of its own
@@ -59,4 +55,8 @@ def check_flags(settings: Comparison) -> Config:
                     f"--{name.replace('_', '-')} of {entry.method}: every method trains the same model on the same "
                     "text, with the same seeds and as many tokens in a step; write it after --, for all methods"
                 )
+    for config in configs:
+        if config.elastic:
+            raise ThinwireError("--elastic: thinwire compare trains on ranks that stay; leave it out")
+        config.check_files()
     return configs[0]
