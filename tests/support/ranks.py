@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import threading
 import traceback
@@ -48,7 +49,7 @@ def _rank(rank: int, world: int, store: str, function: Callable, args: tuple, en
         limit = timedelta(seconds=240 * PATIENCE)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         dist.barrier()  # a rank that fails at once would otherwise take its connections from one still connecting
-        results.put((rank, function(rank, world, *args), None))
+        results.put((rank, pickle.dumps(function(rank, world, *args)), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
     finally:
@@ -60,7 +61,7 @@ def _alone(function: Callable, args: tuple, environment: dict, results: Any) -> 
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
     try:
-        results.put((0, function(*args), None))
+        results.put((0, pickle.dumps(function(*args)), None))
     except BaseException:
         results.put((0, None, traceback.format_exc()))
 
@@ -77,7 +78,7 @@ def _collect(ranks: list[Any], results: Any, seconds: float, name: str) -> list[
         rank, value, error = results.get()
         if error:
             raise AssertionError(f"rank {rank}:\n{error}")
-        found[rank] = value
+        found[rank] = pickle.loads(value)
     return [found[rank] for rank in range(len(ranks))]
 
 
@@ -86,9 +87,9 @@ def run(
 ) -> list[Any]:
     """``[function(rank, world, *args) for rank in range(world)]``, each in its own process.
 
-    ``function`` lives at a module's top level; what it returns is pickled (no tensors that share memory: ``.tolist()``,
-    numpy, or ``.clone()``d tensors are converted by the caller). Raises with the first rank's traceback, and when no
-    rank has finished for ``seconds`` times THINWIRE_PATIENCE. ``warm``: the module that ranks are born with.
+    ``function`` lives at a module's top level; what it returns is pickled, tensors by value: to share memory, as
+    ``multiprocessing`` does, the rank would have to live until it is read. Raises with the first rank's traceback, and
+    when no rank has finished for ``seconds`` times THINWIRE_PATIENCE. ``warm``: the module that ranks are born with.
     """
     results = _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
