@@ -640,8 +640,7 @@ class StepLoop:
             warnings.warn(
                 f"{self.method.name}: gradients were thrown away after backward(): they count as a skipped step of "
                 "this rank's round. If backward() only passes through this model (a GAN's discriminator), let it make "
-                "none: requires_grad_(False) on its parameters meanwhile. With SAM take an even every and start",
-                ThinwireWarning, stacklevel=2,
+                "none: requires_grad_(False) on its parameters meanwhile", ThinwireWarning, stacklevel=2,
             )  # fmt: skip
         self.guard.forget()
         self._skip(later=later)

@@ -194,7 +194,6 @@ class LocalSteps(Method):
             )
         self._missed = self._lost = 0  # steps not taken, rounds that did not count
         self._ranks_differ = False  # do the ranks' weights differ?
-        self._copied_early = False  # was W copied in the backward pass of the step under way?
         self._timetable = Timetable(self.every, self.fragments, self.delay)
         self._fragments: list[Fragment] = []
         self._journey: Journey | None = None  # a round under way on another thread
@@ -329,10 +328,6 @@ class LocalSteps(Method):
             self._starter.reduce(bucket, exchange)
         elif bucket.step < self.first:
             self._end_start(bucket, exchange)
-        elif self.state.get("anchor", bucket.segments[0].name) is None:
-            # If this pass is dropped, W is what it was made with: the first pass of SAM moves each rank after it.
-            self._copy_shared_weights()
-            self._copied_early = True
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
         """Average the gradients in the start; after it, let the round's end deliver what waits."""
@@ -350,7 +345,7 @@ class LocalSteps(Method):
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
             return
-        self._copy_shared_weights(anew=self._copied_early)
+        self._copy_shared_weights()
         self._numbers.watch(step)
         if self.second_moment == "mean":
             step_by_mean_moment(step, self.run.exchange.ranks)
@@ -368,15 +363,10 @@ class LocalSteps(Method):
             self._count_step(step)
         self._missed += 1
 
-    def _copy_shared_weights(self, *, anew: bool = False) -> None:
-        """Copy W, which all ranks hold, before the run's first local step and the first one after ``reset``.
-
-        ``anew``: also if they have been copied.
-        """
+    def _copy_shared_weights(self) -> None:
+        """Copy W, which all ranks hold, before the run's first local step and the first one after ``reset``."""
         self._drop_saved()
-        self._copied_early = False
-        is_copied = bool(find_entries(self.state, "anchor")) and not anew
-        if is_copied or not any(fragment.anchors for fragment in self._fragments):
+        if find_entries(self.state, "anchor") or not any(fragment.anchors for fragment in self._fragments):
             return
         for kind in self._starter.card.promise.waits:
             self._starter.state.drop(kind)
@@ -552,7 +542,7 @@ class LocalSteps(Method):
                     anchor.data = saved_anchor
                 if (momentum := self.state.get("outer momentum", name)) is not None:
                     fragment.sgd.state[anchor]["momentum_buffer"] = momentum
-        self._ranks_differ = self._copied_early = False
+        self._ranks_differ = False
         anchors = {name: anchor for fragment in self._fragments for name, anchor in fragment.anchors.items()}
         for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
