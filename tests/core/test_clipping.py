@@ -15,7 +15,7 @@ from thinwire.optim import AdamS
 from user_programs import METHODS, ONLY
 
 STEPS = 8
-SIZES = ((1, 1e9), (16, 0.25), (256, 0.25))
+SIZES = ((1, 1e9), (256, 0.25))
 """Factors of the loss, whose gradients have norms of about 0.7, and clips: none bites in the first run."""
 ADAMS = [
     method

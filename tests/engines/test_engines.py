@@ -578,7 +578,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
         "shared": "with a GPU for each rank; or DDP",
         "ignored": "head.weight is trained, but", "delayed": "head.weight is trained, but",
-        "whole": "a whole tensor has replaced",
+        "whole": "another tensor has replaced",
     }  # fmt: skip
     for case, words in expected.items():
         assert found[case] is not None, f"{case} was not refused"

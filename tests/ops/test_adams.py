@@ -74,19 +74,19 @@ def test_a_weight_without_moment_moves_by_a_fixed_step(b2, moved):
         assert weight.item() == pytest.approx(-moved, rel=1e-3)
 
 
-def test_off_the_mask_of_a_given_moment_there_is_none():
-    """On it the gradient counts as it is, clipped or not."""
+def test_a_given_moment_takes_the_place_of_the_average():
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = AdamS([weight], lr=0.1, weight_decay=0, bias_correction=False, eps=0)
-    g, kept = torch.tensor([[1.0, 2.0], [3.0, -4.0]]), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    optimizer.next_moments[weight], weight.grad = (0.1 * g * kept).flatten(), g
+    g = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
+    given = torch.tensor([0.1001, 0.1999, 0.0, -0.4])  # 0: off the mask
+    optimizer.next_moments[weight], weight.grad = given, g
     optimizer.step()
-    moment = optimizer.state[weight]["exp_avg"].clone()
-    assert torch.allclose(moment, 0.1 * g * kept) and not optimizer.next_moments
-    assert torch.allclose(weight.detach(), 1 - 0.1 * moment / (0.05**0.5 * g.abs()))
-    optimizer.next_moments[weight], weight.grad = (0.9 * moment + kept).flatten(), torch.full((2, 2), 0.25)  # clipped
+    assert torch.equal(optimizer.state[weight]["exp_avg"].flatten(), given)
+    assert torch.allclose(weight.detach(), 1 - 0.1 * given.view(2, 2) / (0.05**0.5 * g.abs()))
+    assert not optimizer.next_moments
+    optimizer.next_moments[weight], weight.grad = 0.9 * given + 0.1 * (given != 0), torch.full((2, 2), 0.25)  # clipped
     optimizer.step()
-    assert torch.allclose(optimizer.state[weight]["exp_avg"], (0.9 * moment + 0.025) * kept)
+    assert torch.equal(optimizer.state[weight]["exp_avg"].flatten(), 0.9 * given + 0.025 * (given != 0))
 
 
 def test_a_compiled_step_is_the_step():
@@ -163,6 +163,7 @@ def check(module, n: int, dtype: torch.dtype, device: str = "cpu") -> None:
         results = []
         for which in (reference, module):
             weight, moment, gradient, given = operands(n, dtype, device)
+            given[::3] = (KNOBS[1] * moment + 0.1003 * gradient)[::3]  # not clipped; what is given
             given[1::3] = 0
             which.adams(weight, moment, gradient, given if use else None, *KNOBS)
             results.append((weight, moment))

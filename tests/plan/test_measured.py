@@ -36,7 +36,7 @@ def test_tuned_runs_on_all_held_out_text_take_the_place_of_others():
     rows = [row for row in read_measured() if row.dense != "Muon" and row.regime == "scratch"]
     same = Counter((row.method, row.text, row.ranks, row.parameters, row.steps) for row in rows)
     assert {key for key, count in same.items() if count > 1} == {
-        ("trickle", "peps", 4, 120576, 2400), ("trickle", "peps", 4, 842496, 2056),
+        ("trickle", "peps", 4, 120576, 600), ("trickle", "peps", 4, 120576, 2400), ("trickle", "peps", 4, 842496, 2056),
     }, "two batches"  # fmt: skip
     setting = ("trickle", "peps", 4, 120576, 800)
     (short,) = (row for row in rows if (row.method, row.text, row.ranks, row.parameters, row.steps) == setting)

@@ -425,6 +425,7 @@ class VirtualRank:
 
     def take(self, turn: Turn) -> Taken:
         """One step."""
+        self._clip = 1.0
         flat = torch.from_numpy(turn.ranks[self.rank].copy()).to(self.case.dtype)
         numel = flat.numel() // self.exchange.ranks
         out = torch.full((numel,), torch.nan, dtype=flat.dtype) if self.exchange.owner else flat
@@ -448,7 +449,7 @@ class VirtualRank:
         taken = Taken(
             counts, mean.numpy().copy(), float(sum(self.ledger.current.bytes.values())),
             {key: value.numpy() for key, value in state.items()}, self._moments(state),
-            {name: weight.detach().numpy().copy() for name, weight in self.weights.items()},
+            {name: weight.detach().numpy().copy() for name, weight in self.weights.items()}, self._clip,
         )  # fmt: skip
         self.ledger.close_step()
         return taken
@@ -463,6 +464,7 @@ class VirtualRank:
         parts = mean.split([weight.numel() for weight in self.weights.values()])
         for weight, values in zip(self.weights.values(), parts, strict=True):
             weight.grad = values * clip
+        self._clip = float(clip)
         step = Step(number, (self.optimizer,), self.weights, clip)
         self.method.before_step(step)
         self.optimizer.step()

@@ -27,6 +27,7 @@ from thinwire.codecs.intquant import Integers, ShiftedInt8
 from thinwire.codecs.projection import Projection
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method, count_of
+from thinwire.ops.adams.reference import EXACT, ROUNDED
 from thinwire.ops.projection import LANES
 from thinwire.ops.quant import ORDER
 
@@ -59,6 +60,7 @@ class Taken:
     state: dict[str, Array]
     moments: dict[str, Array]
     weights: dict[str, Array]
+    clip: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -494,12 +496,16 @@ def scape(view: View, turn: int, name: str) -> Iterator[Claim]:
     sizes += view.size * (b1 * np.abs(m) + np.abs(x) + np.abs(after) + np.abs(waits))
     # products with b1 and 1 - b1 (and those two themselves), sums, twice each: at most 16 roundings, and N of the sum
     error = (16 + view.size + SPARE) * U * sizes
-    yield "moment and what waited = moment and what waits", went, came, error + 16 * view.size * LEAST
+    clip = view.played.ranks[0][turn].clip
+    if clip == 1:  # else the optimizer's moment is of the clipped gradient
+        yield "moment and what waited = moment and what waits", went, came, error + 16 * view.size * LEAST
     # m' = (1 - b1) g^ + b1 m at the mask, by a division and the products and sums above
     mean = view.mean(turn, name)
     unit = U8 if view.case.dtype == torch.bfloat16 else U
     error = (1 - b1) * (unit * np.abs(mean) + LEAST8) + 8 * U * ((1 - b1) * np.abs(mean) + b1 * np.abs(m))
-    wanted = np.where(mean == 0, after, (1 - b1) * mean + b1 * m)
+    if clip < 1:  # which is noticed by what it changes, from ROUNDED and EXACT on
+        error += (1 - b1) * ROUNDED * np.abs(mean) + EXACT * np.abs(after) + 2.0**-120
+    wanted = np.where(mean == 0, after, (1 - b1) * clip * mean + b1 * m)
     yield "the moment of the mean", after, wanted, error
 
 
@@ -540,8 +546,9 @@ def _one_scale_a_group(h: Array, new: Array, where: Array, method: Any) -> Itera
 def _momentum(view: View, turn: int, name: str) -> Array:
     """As all workers have received it, or, at first, Adam's own: (R, S)."""
     wire = view.small(turn, "moment", name)
-    if wire is None:
-        return view.moment(turn, name)
+    if wire is None:  # Adam's is of clipped gradients
+        clip = view.small(turn, "clip")
+        return view.moment(turn, name) / (1.0 if clip is None else clip)
     span, width = view.played.spans[name]
     codec = view.method.codec
     assert codec is not None

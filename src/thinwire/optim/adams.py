@@ -61,8 +61,9 @@ class AdamS(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
         self.next_moments: dict[Tensor, Tensor] = {}
-        """Parameter -> m after the next step, if its gradient is not clipped: (numel of this rank's shard,), 0 off a
-        mask, where m becomes 0. On it the gradient, as it is then, gives m. A step empties the dict."""
+        """Parameter -> m after the next step, (numel of this rank's shard,), 0 off a mask, in place of b1 m + (1-b1) g.
+        On the mask the gradient must give the same to rounding; if it was clipped since, what it gives is m. A step
+        empties the dict."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

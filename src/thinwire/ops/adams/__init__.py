@@ -17,8 +17,9 @@ def adams(
 ) -> None:  # fmt: skip
     """Take one AdamS step on ``weight`` and ``moment`` along ``gradient``; all 1-D, adjacent, of one length and dtype.
 
-    m' = b1 m + (1-b1) g, but 0 where a ``next_moment`` is;  v = b2 m^2 + (1-b2) g^2;  u = m'/c1 / (sqrt(v/c2) + eps);
-    w = (1 - lr decay) w - lr u. Computed in float32. ``correction1`` and ``correction2`` are c1 and c2 (1 for none).
+    m' = b1 m + (1-b1) g, or where that is the same to rounding, or 0, ``next_moment``;  v = b2 m^2 + (1-b2) g^2;
+    u = m'/c1 / (sqrt(v/c2) + eps);  w = (1 - lr decay) w - lr u. Computed in float32. ``correction1`` and
+    ``correction2`` are c1 and c2 (1 for none).
     """
     if weight.numel():
         keep, root = 1 - lr * decay, correction2**-0.5

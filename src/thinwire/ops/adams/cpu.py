@@ -10,12 +10,19 @@ from torch import Tensor
 from thinwire.ops.adams import reference
 from thinwire.ops.kernels import njit
 
+_ROUNDED, _EXACT, _LEAST = map(np.float32, (reference.ROUNDED, reference.EXACT, reference.LEAST))
+
 
 @njit
 def _adams(weight, moment, gradient, next_moment, rate, beta1, rest1, beta2, rest2, eps, keep, root):
     for i in range(weight.size):
         old, g = moment[i], gradient[i]
-        new = np.float32(0) if next_moment is not None and next_moment[i] == 0 else beta1 * old + rest1 * g
+        new = beta1 * old + rest1 * g
+        if next_moment is not None:
+            given = next_moment[i]
+            rounding = abs(given - beta1 * old) * _ROUNDED + abs(given) * _EXACT + _LEAST
+            if given == 0 or not abs(new - given) > rounding:
+                new = given
         denominator = np.sqrt(beta2 * old * old + rest2 * g * g) * root + eps
         weight[i] = weight[i] * keep - rate * new / denominator
         moment[i] = new

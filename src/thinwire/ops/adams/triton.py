@@ -23,7 +23,9 @@ def _adams(
     new = beta1 * old + rest1 * g
     if HAS_NEXT:
         given = tl.load(along(next_moment, element, ALIGN), mask=inside, other=0).to(tl.float32)
-        new = tl.where(given == 0, 0.0, new)
+        rounding = tl.abs(given - beta1 * old) * 0.0078125 + tl.abs(given) * 9.5367431640625e-7  # ROUNDED, EXACT
+        rounding += 7.52316384526264e-37  # LEAST
+        new = tl.where((given != 0) & (tl.abs(new - given) > rounding), new, given)
     denominator = tl.sqrt_rn(beta2 * old * old + rest2 * g * g) * root + eps
     w = tl.load(along(weight, element, ALIGN), mask=inside, other=0).to(tl.float32)
     w = w * keep - rate * tl.div_rn(new, tl.where(inside, denominator, 1.0))
