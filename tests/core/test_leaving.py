@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ranks
 import thinwire
 from breadth import dealt
-from engines import build
+from engines import build, refusal
 from models import loss_of
 from test_strangers import UPDATES, WORLDS, begun, runs
 from thinwire.network.comm import local
@@ -97,14 +97,6 @@ def _begin(world, kind="ddp", method="dense", **safety):
     return model, optimizer, thinwire.compress(model, optimizer, method, safety=thinwire.Safety(**safety))
 
 
-def _said(call):
-    try:
-        call()
-    except thinwire.ThinwireError as error:
-        return str(error)
-    return ""
-
-
 def _begun_apart(rank, world, kind):
     """What is said of ranks with weights or moments of their own, which come before compress() or after it."""
     warnings.simplefilter("ignore")
@@ -123,7 +115,7 @@ def _begun_apart(rank, world, kind):
                 optimizer.state[weight] = {"step": torch.tensor(5.0), **moments}
         for step in range(3):
             _rates(optimizer, LR * (step > 0))  # a schedule that warms up begins with 0
-            said[case] = _said(functools.partial(_pass, model, optimizer, step, rank))
+            said[case] = refusal(functools.partial(_pass, model, optimizer, step, rank))
             if said[case]:
                 break
         wire.close()
@@ -149,10 +141,10 @@ def _no_mean(rank, world):
         (loss_of(model, step, rank) * (float("nan") if rank else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    said = [_said(wire.hand_over)]
+    said = [refusal(wire.hand_over)]
     for weight in model.parameters():
         optimizer.state[weight] = {"codes": torch.zeros(3, dtype=torch.uint8)}
-    said.append(_said(wire.hand_over))
+    said.append(refusal(wire.hand_over))
     wire.close()
     return said
 

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import ranks
 import thinwire
 from breadth import dealt
-from engines import build, train
+from engines import build, refusal, train
 from models import flat
 from thinwire.methods import TABLE, LocalSteps
 from thinwire.proof.record import small
@@ -39,14 +39,6 @@ def _advance(run, rank, steps):
     return flat(run[0])
 
 
-def _refusal(use):
-    try:
-        use()
-    except thinwire.ThinwireError as error:
-        return str(error)
-    return ""
-
-
 def _copied(rank, world):
     warnings.simplefilter("ignore")
     broken = []
@@ -61,7 +53,7 @@ def _copied(rank, world):
         if closed := number % 4 == 1:
             first[2].close()
         copied, fresh = COPIES[how](copy.deepcopy(first[0])), build("ddp", world)
-        if kept and "this is a copy" not in _refusal(lambda copied=copied: copied.wire.step):
+        if kept and "this is a copy" not in refusal(lambda copied=copied: copied.wire.step):
             broken.append(f"{cls.name}, {how}: the copy's wire does not say that it is one")
         fresh.load_state_dict(first[0].state_dict())
         weights, sent = [], []

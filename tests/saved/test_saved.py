@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 import ranks
 import thinwire
 from breadth import falls_on, spread
-from engines import adamw, build, train
+from engines import adamw, build, refusal, train
 from models import loss_of
-from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method, Run
 from thinwire.core.state import find_entries
@@ -34,15 +33,6 @@ from thinwire.proof.record import small
 from thinwire.saved.format import Header
 
 TOPK = "topk(feedback='gradients', smallest=100, density=0.1)"
-
-
-def refusal(load: Any, *args: Any, **more: Any) -> str:
-    """What is said, in one line; "" where nothing is."""
-    try:
-        load(*args, **more)
-    except ThinwireError as error:
-        return str(error) if "\n" not in str(error) else "several lines"
-    return ""
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from models import Net, flat, loss_of
+from thinwire.base.errors import ThinwireError
 
 warnings.simplefilter("ignore")
 
@@ -89,3 +90,12 @@ def same_on_all_ranks(model: nn.Module) -> bool:
     torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
     torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
     return torch.equal(low, high)
+
+
+def refusal(call: Callable[..., object], *args: object, **more: object) -> str:
+    """What is said, in one line; "" where nothing is."""
+    try:
+        call(*args, **more)
+    except ThinwireError as error:
+        return str(error) if "\n" not in str(error) else "several lines"
+    return ""

@@ -14,9 +14,12 @@ CHAT = (
 )
 
 
+TOKENIZERS = ["ByteLevel", "ByteLevel with a space", "Prepend", "Metaspace"]
+
+
 def make_tokenizer(kind: str) -> Any:
-    """Return a BPE of tokenizers: "ByteLevel", or one that begins a text with a space, by "Prepend" (Llama 2),
-    "Metaspace" (Llama's in transformers 5) or "ByteLevel with a space"."""
+    """Return a BPE of tokenizers, one of ``TOKENIZERS``: "ByteLevel", or one that begins a text with a space, by
+    "Prepend" (Llama 2), "Metaspace" (Llama's in transformers 5) or "ByteLevel with a space"."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE(unk_token="<unk>"))

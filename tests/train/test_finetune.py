@@ -418,7 +418,6 @@ def test_answers_are_learnt_and_nothing_else(place, tmp_path):
         rows({"messages": talk})
 
 
-KINDS = ["ByteLevel", "ByteLevel with a space", "Prepend", "Metaspace"]
 TURNS = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}#\n{% endfor %}"
 TURNS += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 
@@ -433,7 +432,7 @@ def rows_of(tokenizer: Any, folder: Path, row: object) -> list[int]:
 
 
 @needs_hub
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", pretrained_models.TOKENIZERS)
 @pytest.mark.parametrize(
     ("prompt", "answer"),
     [("2 times 2 is ", "4"), ("2 times 2 is", " 4"), ("2 times 2 is ", " 4"), ("times\n", "    is 4\n"),
@@ -454,7 +453,7 @@ def test_a_row_is_its_text_behind_a_prompt_as_generation_sees_it(kind, prompt, a
 
 
 @needs_hub
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", pretrained_models.TOKENIZERS)
 def test_what_precedes_an_answer_of_messages_is_what_the_template_asks_for_it(kind, tmp_path):
     import transformers
 

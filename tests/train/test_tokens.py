@@ -44,7 +44,7 @@ def test_files_hold_what_the_text_is_tokenized_to(length, tokenizer, tmp_path):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["ByteLevel", "ByteLevel with a space", "Prepend", "Metaspace"])
+@pytest.mark.parametrize("kind", pretrained_models.TOKENIZERS)
 def test_a_text_of_several_spans_begins_once(kind, tmp_path, monkeypatch):
     """So do both sides of token files, which have more spans than one: no space is added in the middle of a word."""
     monkeypatch.setattr("thinwire.train.data.corpus.SPAN", 256)

@@ -55,12 +55,12 @@ def doctor_main(argv: list[str]) -> int:
     """Run ``thinwire doctor ... [-- flags of thinwire train]`` as one rank, or start ranks here."""
     began = time.monotonic()
     begin_rank()
-    from thinwire.lab.entries import preset_flags
+    from thinwire.lab.entries import is_among, preset_flags
     from thinwire.train.config import from_arguments
 
     options, extra = split(argv)
     settings = read_options(Doctor, options, "thinwire doctor", after="[-- options of thinwire train]")
-    if any(word.partition("=")[0] in ("--method", "--out", "--preset") for word in extra):
+    if any(is_among(flag, extra) for flag in ("--method", "--out", "--preset")):
         raise ThinwireError("write --methods, --out and --preset before --: they are options of thinwire doctor")
     words = [*preset_flags(settings.preset, extra), *extra]
     config = from_arguments(words)

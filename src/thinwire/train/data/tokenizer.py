@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BATCH = 16  # spans tokenized at a time: the library tokenizers keeps about 100 bytes for each byte of them
+Encode = Callable[[str], list[int]]  # a text: its tokens
 LEADS = ("\n", "a", "0")  # no tokenizer merges all three with what follows
 
 
@@ -52,19 +53,20 @@ def _read_name(name: str) -> tuple[str, str]:
     return kind, argument
 
 
-def encode_behind(encode: Callable[[str], list[int]], left: str, text: str) -> list[int]:
-    """Return the tokens of ``text`` behind ``left``, which keeps its own; where they would merge, behind another lead.
+def encode_behind(encode: Encode, left: str, text: str, both: list[int] | None = None) -> list[int]:
+    """Return the tokens of ``text`` behind ``left`` (``both``: those of the two), or, where they merge, another lead.
 
     ``encode`` may put a space before whatever it is given, as SentencePiece does. In the middle of a text it is wrong.
     """
     for lead in (left, *LEADS):
-        start, both = encode(lead), encode(lead + text)
-        if (start or not lead) and both[: len(start)] == start:  # some drop a lead that is white
-            return both[len(start) :]
+        start, tokens = encode(lead), encode(lead + text) if both is None else both
+        if (start or not lead) and tokens[: len(start)] == start:  # some drop a lead that is white
+            return tokens[len(start) :]
+        both = None
     return encode(text)
 
 
-def adds_space(encode: Callable[[str], list[int]]) -> bool:
+def adds_space(encode: Encode) -> bool:
     """Does ``encode`` begin each text with a space of its own?"""
     try:
         return encode_behind(encode, LEADS[0], "a") != encode("a")
@@ -159,13 +161,11 @@ class Tokenizer:
 
         text, spaced = iter(text), adds_space(encode)
         while batch := list(itertools.islice(text, 1 if spaced and begins else BATCH)):
-            lead = LEADS[0] if spaced and not begins else ""
-            start, begins = encode(lead), False
+            lead, begins = LEADS[0] if spaced and not begins else "", False
             # With special tokens, some tokenizers would put one before every span.
             encodings = tokenizer.encode_batch_fast([lead + span for span in batch], add_special_tokens=False)
-            for span, ids in zip(batch, (encoding.ids for encoding in encodings), strict=True):
-                kept = (start or not lead) and ids[: len(start)] == start
-                yield np.array(ids[len(start) :] if kept else encode_behind(encode, lead, span), self.dtype)
+            for span, encoding in zip(batch, encodings, strict=True):
+                yield np.array(encode_behind(encode, lead, span, encoding.ids), self.dtype)
 
 
 def _byte_level(model: models.Model, use_regex: bool = True) -> HubTokenizer:
