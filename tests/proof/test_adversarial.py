@@ -23,7 +23,7 @@ from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads
 from threaded import reduce_on_threads
 
-CHUNKS, CASES = 10, 200
+CHUNKS, CASES = 10, 120
 
 
 @pytest.mark.parametrize("chunk", spread(2, range(CHUNKS)))

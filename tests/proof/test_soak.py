@@ -32,13 +32,13 @@ def test_a_long_run_takes_no_more_memory_for_its_accounts_than_a_short_one():
 
 @pytest.mark.parametrize("case", ["trickle:ddp", "sdp4bit:fsdp2"])
 def test_steps_leave_nothing_behind(case):
-    seen, found = soak.soak(case, 120, megabytes=10.0)
+    seen, found = soak.soak(case, 72, megabytes=10.0)
     assert len(seen) == soak.READINGS and not found, found
 
 
 @pytest.mark.parametrize("case", ["cycles:ddp", "cycles:fsdp2"])
 def test_cycles_of_compress_and_close_leave_nothing_behind(case):
-    seen, found = soak.soak(case, 15 if case == "cycles:ddp" else 16, megabytes=10.0)
+    seen, found = soak.soak(case, 15 if case == "cycles:ddp" else 12, megabytes=10.0)
     assert len(seen) >= 3 and not found, found
 
 
