@@ -17,7 +17,7 @@ from models import loss_of
 from test_strangers import UPDATES, WORLDS, begun, runs
 from thinwire.network.comm import local
 
-LR, BEFORE, AFTER = 1e-3, 30, 2
+LR, BEFORE, AFTER = 1e-3, 12, 2
 OWN = [*UPDATES, "onebit-adam", "onebit-adam", "local-steps", "local-steps", "scape"]
 """What steps in the optimizer's place, changes what it holds, or lets ranks step alone; dealt out over the engines."""
 KNOBS = {"onebit-adam": {"warmup": 5}}

@@ -11,7 +11,7 @@ import torch
 import gpu_cases
 import ranks
 import thinwire
-from engines import build, train
+from engines import build, made, train
 from models import flat
 from thinwire import methods
 
@@ -74,9 +74,9 @@ def _trained(rank: int, world: int, kind: str) -> dict[str, bool]:
         if {"ddp": "ddp"}.get(kind, "fsdp2") not in methods.resolve(spec).engines:
             continue
         ends = []
-        for default, dtype in (("cpu", torch.float32), ("meta", torch.float32), ("cpu", torch.bfloat16)):
+        for default, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
             model = build(kind, world)
-            optimizer = methods.resolve(spec).OPTIMIZER(model.parameters(), lr=3e-3)
+            optimizer = made(methods.resolve(spec).OPTIMIZER, model)
             train(model, optimizer, rank, range(1))  # the optimizer's own state is made by torch
             torch.set_default_device(default)
             torch.set_default_dtype(dtype)

@@ -18,7 +18,7 @@ import engines
 import ranks
 import thinwire
 from breadth import dealt, spread
-from engines import adamw, build, same_on_all_ranks, shown, stats_of, train
+from engines import adamw, build, made, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
@@ -37,11 +37,11 @@ REST = [method for method in METHODS if method not in ("bf16", "int8(smallest=10
 
 def _dense(rank, world, kind):
     stock = build(kind, world)
-    train(stock, adamw(stock), rank, range(20))
+    train(stock, adamw(stock), rank, range(6))
     ours = build(kind, world)
     optimizer = adamw(ours)
     wire = thinwire.compress(ours, optimizer, "dense")
-    train(ours, optimizer, rank, range(20), wire)
+    train(ours, optimizer, rank, range(6), wire)
     wire.close()
     return torch.equal(flat(stock), flat(ours))
 
@@ -249,7 +249,7 @@ def _unlike_policies(rank, world, kind):
     cases = itertools.product(alike, ((narrow, wide), (wide, narrow), (narrow, MixedPrecisionPolicy())))
     for cls, (blocks, root) in dealt(cases, kind, ("fsdp2", "hsdp", "")):
         model = build(kind, world, policy=blocks, root=root, reshard_after_forward=False)
-        optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+        optimizer = made(cls.OPTIMIZER, model)
         wire = thinwire.compress(model, optimizer, small(cls), steps=60)
         handed = {}
 
@@ -620,7 +620,7 @@ def _set_after_sharding(rank, world, kind):
             for module in model.modules() if anew else ():
                 for name, weight in module.named_parameters(recurse=False):
                     setattr(module, name, nn.Parameter(weight.detach().clone()))
-            optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+            optimizer = made(cls.OPTIMIZER, model)
             wire = thinwire.compress(model, optimizer, small(cls))
             train(model, optimizer, rank, range(2), wire)
             ends.append((flat(model), wire.ledger.stats()["wire_bytes_per_step"]))

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import ranks
 import thinwire
 from breadth import falls_on, spread
-from engines import adamw, build, refusal, train
+from engines import adamw, build, made, refusal, train
 from models import loss_of
 from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Method, Run
@@ -51,7 +51,7 @@ def _forms(rank: int, world: int, kind: str) -> list[str]:
         model = build(kind, world, net=_shorter)
         for _, group in [] if kind == "ddp" else param_groups(model):  # as in torch 2.15, before it has found an order
             vars(group).setdefault("_reduce_scatter_param_indices", [])
-        optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+        optimizer = made(cls.OPTIMIZER, model)
         wire = thinwire.compress(model, optimizer, method, steps=100)
         fresh = {key: (value.shape, value.dtype) for key, value in wire.state_dict().items()}
         if any(not key.startswith(f"rank-{rank:04d}-of-{world:04d}/") for key in fresh):
@@ -195,7 +195,7 @@ def _unlike(rank: int, world: int, kind: str) -> list[str]:
         states: dict[int, Any] = {}
         for goes_on in (False, True):
             model = build(kind, world, net=_shorter)
-            optimizer = cls.OPTIMIZER(model.parameters(), lr=1e-3)
+            optimizer = made(cls.OPTIMIZER, model)
             check = thinwire.Safety(check_every=0)
             wire = thinwire.compress(model, optimizer, small(cls), steps=100, safety=check)
             if not goes_on:
@@ -238,7 +238,7 @@ def _of_another_length(rank: int, world: int, kind: str) -> list[str]:
 
         def begin(steps: int, method: Method = method) -> tuple[Any, Any, thinwire.Wire]:
             model = build(kind, world, net=_shorter)
-            optimizer = method.OPTIMIZER(model.parameters(), lr=1e-3)
+            optimizer = made(method.OPTIMIZER, model)
             return model, optimizer, thinwire.compress(model, optimizer, replace(method), steps=steps)
 
         def go_on(begun: tuple[Any, Any, thinwire.Wire], first: int) -> list[Any]:
@@ -251,24 +251,25 @@ def _of_another_length(rank: int, world: int, kind: str) -> list[str]:
             wire.close()
             return seen
 
-        for before, stop, after in ((8, 1, 20), (8, 3 + number % 2, 20), (20, 3, 16), (20, 3, 5)):
+        for before, stop, afters in ((8, 1, [20]), (8, 3 + number % 2, [20]), (20, 3, [16, 5])):
             model, optimizer, wire = begin(before)
             train(model, optimizer, rank, range(stop), wire)
             saved = *map(copy.deepcopy, (model.state_dict(), optimizer.state_dict())), wire.state_dict()
             expected = go_on((model, optimizer, wire), stop)
-            model, optimizer, wire = begin(after)
-            fresh = wire.state_dict()
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            said, case = refusal(wire.load_state_dict, saved[2]), f"{method}, step {stop} of {before}, then {after}"
-            if said and (" beyond the end of the run of " not in said or not same(fresh, wire.state_dict())):
-                wrong.append(f"{case}: {said}")
-            if bool(said) != (after == 5):
-                wrong.append(f"{case}: {said or 'not refused'}")
-            if said:
-                wire.close()
-            elif not all(map(torch.equal, expected, go_on((model, optimizer, wire), stop))):
-                wrong.append(f"{case}: other weights or bytes")
+            for after in afters:
+                model, optimizer, wire = begin(after)
+                fresh = wire.state_dict() if after == 5 else {}
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(copy.deepcopy(saved[1]))
+                said, case = refusal(wire.load_state_dict, saved[2]), f"{method}, step {stop} of {before}, then {after}"
+                if said and (" beyond the end of the run of " not in said or not same(fresh, wire.state_dict())):
+                    wrong.append(f"{case}: {said}")
+                if bool(said) != (after == 5):
+                    wrong.append(f"{case}: {said or 'not refused'}")
+                if said:
+                    wire.close()
+                elif not all(map(torch.equal, expected, go_on((model, optimizer, wire), stop))):
+                    wrong.append(f"{case}: other weights or bytes")
     return wrong
 
 

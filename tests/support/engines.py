@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +17,12 @@ from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
 
 warnings.simplefilter("ignore")
+
+
+@functools.cache
+def _mesh(world: dist.ProcessGroup, device: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """One for all models of a rank: each has groups, whose threads of gloo's wake a hundred times a second."""
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard") if shape[1:] else None)
 
 
 def build(
@@ -37,12 +45,8 @@ def build(
     prepare(model)
     if kind == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
-    if kind == "hsdp":
-        mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    elif kind == "hsdp-1":
-        mesh = init_device_mesh(device, (world, 1), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device, (world,))
+    shape = {"hsdp": (2, world // 2), "hsdp-1": (world, 1)}.get(kind, (world,))
+    mesh = _mesh(dist.group.WORLD, device, shape)
     options.setdefault("reshard_after_forward", kind != "fsdp2-keep")
     if policy is not None:
         options["mp_policy"] = policy
@@ -55,6 +59,12 @@ def adamw(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     """In one operation for all weights: each by itself takes longer than a step of these models does otherwise."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(weights, lr=lr, fused=True)
+
+
+def made(make: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    """As a method wants it, at lr 1e-3; AdamW of shards is fused: weight by weight it is a third of a step."""
+    fused = make is torch.optim.AdamW and not isinstance(model, DistributedDataParallel)
+    return make(model.parameters(), lr=1e-3, weight_decay=0.01, **({"fused": True} if fused else {}))
 
 
 def train(model, optimizer, rank: int, steps, wire=None, *, poison: tuple[int, int] | None = None, loss=loss_of):

@@ -67,7 +67,7 @@ def train(*words, predicted=None, seconds=None):
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(20000)))
+    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(3000)))
     return path
 
 
