@@ -25,6 +25,7 @@ from frameworks import Sequences, gpt2, launched, needs, net
 from models import flat, loss_of
 from thinwire.adapters import environment
 from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.train.cli import begin_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 METHOD = "topk:feedback:gradients:smallest:0:density:0.05"
@@ -149,6 +150,16 @@ def test_a_trainer_gets_the_callback_and_its_checkpoints_the_state(tmp_path):
 
 
 @needs("transformers")
+def test_the_program_itself_takes_no_method_from_it(monkeypatch, capsys):
+    """Its ranks inherit what it has; they would compress the model twice."""
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("THINWIRE_METHOD", "int8")
+        monkeypatch.setenv("RANK", rank)
+        begin_rank()
+        assert "THINWIRE_METHOD" not in os.environ
+        assert capsys.readouterr().err.count("THINWIRE_METHOD=int8 is for other programs, and left out") == lines
+
+
 def test_torch_calls_it_by_the_entry_point(tmp_path):
     """In a process of its own: transformers is imported before torch, and nobody imports Thinwire."""
     [(group, entries)] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"].items()

@@ -291,6 +291,21 @@ def test_loopback_runs_and_counts_nothing(tmp_path: Path) -> None:
     assert "127.0.0.1 lo" in log.read_text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_on_loopback_either(number: int, request: pytest.FixtureRequest) -> None:
+    """Of what the ranks have started: a shell's children outlive it."""
+    mark = mark_of(request)
+    program = f'{sys.executable} -c "import time; time.sleep(600)" {mark} & echo up; wait'
+    words = ["thinwire", "lab", "run", "--link", "loopback", "--", "sh", "-c", program]
+    with subprocess.Popen(
+        [sys.executable, "-m", *words], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": SOURCE}
+    ) as lab:
+        assert [lab.stdout.readline(), lab.stdout.readline()]
+        lab.send_signal(number)
+        assert lab.wait(60 * PATIENCE) == -number
+    assert gone(mark)
+
+
 def test_without_namespaces_it_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("thinwire.lab.cluster.shutil.which", lambda tool: None)
     with pytest.raises(NoNamespaces, match="missing"), Cluster(2, 1, "200mbit"):

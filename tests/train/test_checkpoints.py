@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -1013,6 +1014,40 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
     assert told[0] == told[1], "also the first evaluation, and the last ten losses, of which some are from before"
 
 
+def _train_spoilt(rank: int, world: int, port: int, words: list[str], steps: list[int]) -> int:
+    """As ``_train``; in these steps the last rank's loss is not a number."""
+    take = loop.Trainer._take_step
+
+    def spoil(self: loop.Trainer, **how: Any) -> Any:
+        with ExitStack() as stack:
+            if self.step + 1 in steps and rank == world - 1:
+                stack.callback(self.net.register_forward_hook(lambda *given: given[-1] * float("nan")).remove)
+            return take(self, **how)
+
+    with mock.patch.object(loop.Trainer, "_take_step", spoil):
+        return _train(rank, world, port, words, -1)
+
+
+@pytest.mark.parametrize("method", ["int8(smallest=0)", "local-steps(every=3)"])
+def test_a_step_that_one_rank_skipped_is_told_as_skipped(tmp_path, method):
+    """In its row and in the summary, also of a run that goes on; a last one keeps the checkpoint good, and no loss that
+    is not a number is in the mean of the last ten."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    words = [
+        "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--corpus",
+        str(text), "--eval-sequences", "4", "--method", method, "--resume", "auto", "--out", f"{tmp_path}/run",
+    ]  # fmt: skip
+    for steps in ("6", "7"):
+        given = ([*words, "--steps", steps], [2, 6])
+        assert ranks.run(_train_spoilt, 2, free_port(), *given, LOCAL_WORLD_SIZE="2") == [0, 0]
+        rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+        assert [row["step"] for row in rows if row.get("skipped")] == [2, 6]
+        summary = json.loads((tmp_path / "run/summary.json").read_text())
+        assert summary["skipped_steps"] == 2 and math.isfinite(summary["train_loss"])
+        assert (tmp_path / "run/checkpoints/latest").read_text().strip() == f"step-00000{steps}"
+
+
 def measured(key: str) -> bool:
     """Is this entry of summary.json a time or this process's memory?"""
     return key.endswith(("_ms", "_s")) or "memory" in key
@@ -1083,13 +1118,14 @@ def test_metrics_are_cut_back_to_one_row_per_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": 0, "valid_loss": 5.0, "wall_s": 0.0}]
     rows += [{"step": step, "loss": 4.0, "wall_s": step / 2} for step in range(1, 8)]
+    rows[3] |= {"loss": 9.0, "skipped": True}
     rows.insert(5, {"step": 4, "valid_loss": 3.0, "wall_s": 2.0})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
     kept = cut_metrics(path, 4)
-    assert kept == (2.0, 5.0, [4.0] * 4, 4, {}, 7)
+    assert kept == (2.0, 5.0, [4.0] * 3, 4, 1, {}, 7)
     left = [json.loads(line) for line in path.read_text().splitlines()]
     assert left == [row for row in rows if row["step"] < 4 or (row["step"] == 4 and "loss" in row)]
-    assert cut_metrics(tmp_path / "none", 4)[2:] == ([], 0, {}, -1)
+    assert cut_metrics(tmp_path / "none", 4)[2:] == ([], 0, 0, {}, -1)
     path.write_bytes(b"\xff\xfe\n[]\n3\n")
     assert cut_metrics(path, 4)[0] == 0.0 and path.read_text() == ""
 

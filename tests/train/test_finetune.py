@@ -598,6 +598,7 @@ def test_a_line_that_is_no_row_is_named(place, tmp_path, line, said):
         (["--init", "a", "--tokenizer", "bpe:300"], "--tokenizer bpe:300 does not go with --init"),
         (["--init", "a", "--data", "a.jsonl", "--corpus", "b"], "--data takes the place of --corpus"),
         (["--init", "a", "--lora-alpha", "3"], "--lora-alpha and --lora-targets need --lora"),
+        (["--init", "a", "--lora", "4", "--lora-alpha", "0"], "must be above 0"),
         (["--init", "a", "--lora", "0"], "--lora must be 1 or more"),
     ],
 )

@@ -66,7 +66,7 @@ class Counting(ReplicaTrainer):
         self.wire.attach()
         place = RunFolder(folder, (0,), SimpleNamespace(rank=0), read_owner(folder))
         self.checkpoints: Any = SimpleNamespace(run={}, latest="", folder=place)
-        self.step = self.sequences = self.trained = self.streak = self.dropped = 0
+        self.step = self.sequences = self.trained = self.streak = self.skipped = self.dropped = 0
         self.wall_s, self.first_loss, self.ranks = 0.0, 0.0, SimpleNamespace(per_node=1)
         self.step_seconds, self.losses, self.unshared = [], [], []
         self._begin_counts()

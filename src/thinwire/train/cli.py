@@ -28,6 +28,9 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def begin_rank() -> None:
     """Prepare this process to be a rank, or to start ranks, before torch is imported."""
+    # For programs that know nothing of Thinwire: it would compress the model before the program itself does.
+    if (method := os.environ.pop("THINWIRE_METHOD", "")) and os.environ.get("RANK", "0") == "0":
+        say(f"thinwire: THINWIRE_METHOD={method} is for other programs, and left out: here --method is", sys.stderr)
     # Torch's sockets would print stack traces beside our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if under_torchrun():

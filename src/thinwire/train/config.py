@@ -37,6 +37,7 @@ ShareOrZero = Annotated[float, Within(lambda share: 0 <= share <= 1, "is a share
 _BELOW_1 = Within(lambda betas: 0 <= min(betas) <= max(betas) < 1, "are two numbers from 0 to below 1")
 Betas = Annotated[tuple[float, float], _BELOW_1]
 Seed = Annotated[int, Within(lambda s: abs(s) <= LARGEST_SEED, f"is a whole number up to {LARGEST_SEED:,} in size")]
+Alpha = Annotated[float, Within(lambda alpha: alpha > 0, "must be above 0")]
 Megabytes = Annotated[float, Within(lambda mb: 0 < mb <= 1e6, "is above 0 and up to 1,000,000")]
 Seconds = Annotated[float, Within(lambda s: 0 < s <= 1e9, "is in seconds, above 0 and up to 1,000,000,000")]
 
@@ -88,7 +89,7 @@ class Config:
     """With --init: train only LoRA adapters (peft) of this rank (lower: fewer parameters). Default: train the whole
     model.
     """
-    lora_alpha: float | None = None
+    lora_alpha: Alpha | None = None
     """LoRA's alpha: adapters are scaled by alpha / rank. Default: twice the rank."""
     lora_targets: tuple[str, ...] = ()
     """Names of the modules that get adapters. Default: all linear modules except the head."""

@@ -151,7 +151,8 @@ class Trainer(Stepper):
         streak: steps in a row that were skipped, or had a loss that is not finite.
         diverged: the first and the last step of a streak that is too long; None: there is none.
         earlier: what a resumed run had done by its checkpoint.
-        losses: mean loss of all ranks for each step since the process began, after ``earlier.losses``.
+        losses: mean loss of all ranks for each step since the process began that none skipped, after
+            ``earlier.losses``. skipped: steps that a rank skipped, with those before the checkpoint.
         step_seconds: this rank's time for each step since the process began.
         wall_s: seconds of all steps, including those before the checkpoint.
         trained: sequences that all ranks together have trained on since the process began.
@@ -175,7 +176,7 @@ class Trainer(Stepper):
         if config.engine != "ddp":
             self.net = wrap(self.net, config, ranks)
         self.optimizers = make_optimizers(self.net, config)
-        self.streak, self.wall_s, self.trained = 0, 0.0, 0
+        self.streak, self.skipped, self.wall_s, self.trained = 0, 0, 0.0, 0
         self.unshared: list[tuple[Tensor, dict[str, Any]]] = []
         self.steps_alone = 1
         self.losses: list[float] = []
@@ -257,6 +258,7 @@ class Trainer(Stepper):
                     )
                     warnings.warn(line, ThinwireWarning, stacklevel=2)
             self.wall_s, self.losses = self.earlier.wall_s, list(self.earlier.losses)
+            self.skipped = self.earlier.skipped
             self.display.say(self._headline() + (f"\n{choice.headline}" if (choice := self.wire.plan.choice) else ""))
             self.wire.ledger.close_step()
             self.wire.reset_stats()
@@ -344,9 +346,10 @@ class Trainer(Stepper):
     def _note_losses(self, means: list[list[float]]) -> StepOutcome:
         """Log steps whose ``means`` over the ranks are known; return the outcome of the last."""
         for (_, row), (loss, skipped, _, _, sent, _) in zip(self.unshared, means, strict=True):
-            self.losses.append(loss)
+            self.losses += [] if skipped else [loss]
+            self.skipped += bool(skipped)
             self.streak = self.streak + 1 if skipped or not math.isfinite(loss) else 0
-            row |= {"loss": loss, "node_bytes": sent * self.ranks.per_node}
+            row |= {"loss": loss, "node_bytes": sent * self.ranks.per_node, "skipped": bool(skipped)}
             self.display.step(row, self.tokens_per_step / row["step_ms"] * 1e3)
             if not self.diverged and 0 < self.config.max_skipped <= self.streak:
                 self.diverged = (row["step"] - self.streak + 1, row["step"])
@@ -385,7 +388,7 @@ class Trainer(Stepper):
         # One skipped step leaves the state of the step before: good, if no better checkpoint will come (at the end).
         # Earlier, a run that diverges would replace an older checkpoint by it.
         good = self.streak == 0
-        if final and self.streak == 1 and outcome.skipped == 1:
+        if final and self.streak == 1 and outcome.skipped:
             good = all(self.collective.gather(lambda: _is_finite(self.model)))
         if self.step == config.steps:
             self.result = self._result()
@@ -533,7 +536,7 @@ class Trainer(Stepper):
             "world_size": self.place[1],
             "nodes": self.ranks.nodes,
             "steps": config.steps,
-            "train_loss": statistics.fmean(self.losses[-10:]),
+            "train_loss": statistics.fmean(self.losses[-10:] or [math.nan]),
             "first_valid_loss": self.first_loss if config.eval_sequences else None,
             "valid_loss": None,
             "valid_tokens": 0,
@@ -553,7 +556,7 @@ class Trainer(Stepper):
             "compute_ms": step_ms - stats["exposed_ms"],
             "peak_memory_mb": float(highest),
             **{kind: stats[kind] for kind in ("memory_bytes", "memory_planned_bytes")},
-            "skipped_steps": self.wire.skipped,
+            "skipped_steps": self.skipped,
             "facts": stats["method"],
             "wall_s": self.wall_s,
             "torch": torch.__version__,

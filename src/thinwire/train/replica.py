@@ -407,7 +407,7 @@ class ReplicaTrainer(Trainer):
 
     def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
         summary = super()._summary(stats)
-        return summary | {"dropped_attempts": self.dropped, "lost": stats["lost"]}
+        return summary | {"skipped_steps": self.wire.skipped, "dropped_attempts": self.dropped, "lost": stats["lost"]}
 
 
 class _Leaves(Exception):

@@ -33,14 +33,16 @@ COLUMNS = (
 class Earlier(NamedTuple):
     """The part of a run before the checkpoint that it goes on from, by its rows of metrics.jsonl.
 
-    wall_s: its seconds. first_loss: of its first evaluation; NaN: there is none. losses: of its last ten steps. steps,
-    sent: its steps, and rank 0's bytes in them by link. last_step: of which there was a row; -1: none.
+    wall_s: its seconds. first_loss: of its first evaluation; NaN: there is none. losses: of its last ten steps that
+    no rank skipped. steps, skipped, sent: its steps, those that a rank skipped, and rank 0's bytes in them by link.
+    last_step: of which there was a row; -1: none.
     """
 
     wall_s: float = 0.0
     first_loss: float = math.nan
     losses: Sequence[float] = ()
     steps: int = 0
+    skipped: int = 0
     sent: Mapping[str, float] = MappingProxyType({})
     last_step: int = -1
 
@@ -52,7 +54,7 @@ class Earlier(NamedTuple):
 def cut_metrics(path: Path, step: int) -> Earlier:
     """Cut a metrics.jsonl back to ``step``; its evaluation goes too, as the resumed run makes it again."""
     lines, wall_s, first_loss, last_step = [], 0.0, math.nan, -1
-    steps, losses, sent = 0, deque[float](maxlen=10), Counter[str]()
+    steps, skipped, losses, sent = 0, 0, deque[float](maxlen=10), Counter[str]()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
@@ -67,10 +69,11 @@ def cut_metrics(path: Path, step: int) -> Earlier:
             first_loss = row["valid_loss"] if math.isnan(first_loss) else first_loss
         elif "loss" in row:
             steps += 1
-            losses.append(row["loss"])
+            skipped += bool(row.get("skipped"))
+            losses.extend([] if row.get("skipped") else [row["loss"]])
             sent.update(row.get("wire_bytes", {}))
     write(path, "".join(lines))
-    return Earlier(wall_s, first_loss, list(losses), steps, dict(sent), last_step)
+    return Earlier(wall_s, first_loss, list(losses), steps, skipped, dict(sent), last_step)
 
 
 class _Console(Console):
