@@ -136,6 +136,22 @@ def _in(folder: str, commands: list[list[str]]) -> list[Seen]:
     return terminals.each_on_terminal(commands)
 
 
+@pytest.mark.parametrize(
+    ("closed", "words", "status"),
+    [(">&-", "methods", 0), ("2>&-", "nonsense", 2), ("<&- >&- 2>&-", "train --corpus text --valid held", 0)],
+)
+def test_closed_streams_change_neither_what_is_done_nor_the_status(closed, words, status, tmp_path):
+    """Ranks too have nowhere to write. What is opened next does not get the stream's number."""
+    for name, sentence in (("text", "a rank sends, a network waits. "), ("held", "a network waits, ranks do. ")):
+        (tmp_path / name).write_text(sentence * 100)
+    if words.startswith("train"):
+        words += " --preset tiny --layers 1 --width 32 --heads 1 --seq-len 16 --steps 2 --eval-sequences 1 --ranks 1"
+    environment = os.environ | {"PYTHONPATH": SOURCE}
+    program = f"{sys.executable} -m thinwire {words} {closed}"
+    assert subprocess.run(program, shell=True, cwd=tmp_path, env=environment).returncode == status
+    assert len(list(tmp_path.rglob("summary.json"))) == words.startswith("train")
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     """As in ``thinwire train --help | head``: the status is that of any program that SIGPIPE ends."""
     commands = [

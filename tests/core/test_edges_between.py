@@ -258,3 +258,50 @@ def _shared(rank: int, world: int) -> str:
 def test_an_optimizer_of_two_open_wires_is_refused():
     for said in ranks.run(_shared, 2):
         assert "another wire, still open, has this SGD" in said and "wire.close()" in said
+
+
+class Adversaries(nn.Module):
+    """A generator whose output the discriminator judges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.judge = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.judge(torch.tanh(self.generator(noise)))
+
+
+def _passed_through(rank: int, world: int, engine: str) -> dict[str, tuple[float, bool]]:
+    """How far the discriminator moves that only the generator's passes go through, and whether a warning said so."""
+    moved = {}
+    for method in ("int8", "topk", "tagc", "sign", "loco", "powersgd"):
+        feedback = "" if method == "loco" else ", feedback='gradients'"
+        model = build(engine, world, net=Adversaries)
+        of = parts(model)
+        generator, judge = (torch.optim.SGD([of[f"{part}.weight"]], lr=0.1) for part in ("generator", "judge"))
+        wire = thinwire.compress(model, [generator, judge], f"{method}(smallest=0{feedback})", steps=20)
+        before = full(of["judge.weight"]).clone()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            refused = False
+            for step in range(4):
+                noise = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+                try:
+                    for one, sign in ((generator, -1.0), (judge, 0.0)):
+                        one.zero_grad()
+                        (sign * model(noise)).mean().backward()
+                        one.step()
+                except ThinwireError as error:
+                    refused = "did not step after the last exchange" in str(error)
+                    break
+        said = refused or any("did not step after the last exchange" in str(one.message) for one in heard)
+        moved[method] = (float((full(of["judge.weight"]) - before).norm()), said)
+        wire.close()
+    return moved
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_gradient_that_is_cleared_in_place_of_a_step_moves_nothing_or_is_warned_of(engine: str) -> None:
+    for moved in ranks.run(_passed_through, 2, engine):
+        assert all(far == 0 or said for far, said in moved.values()), moved
+        assert any(far > 0 for far, _ in moved.values())

@@ -994,7 +994,7 @@ def test_a_parameter_that_some_ranks_alone_use_is_named_where_ranks_are_compared
 
 def _layer_anew(rank, world, kind):
     """How often weights are said to be replaced: a layer drawn anew; in the same way, but the user resets; a little
-    changed; all weights there and back again, as ScheduleFree's eval and train take them."""
+    changed; all weights there and back again, as ScheduleFree's eval and train take them; all decayed by hand."""
     said = {}
     for name in dealt(NAMES, kind):
         if kind not in BY_NAME[name].engines or not BY_NAME[name]().card.keeps_state:
@@ -1002,7 +1002,7 @@ def _layer_anew(rank, world, kind):
         model, optimizer, wire = begun(kind, world, name)
         layer = wire._step_loop.weights["head.weight"]
         told = said[name] = {}
-        for case in ("little", "reset", "back", "anew", "again"):
+        for case in ("little", "reset", "back", "decay", "anew", "again"):
             with warnings.catch_warnings(record=True) as heard:
                 warnings.simplefilter("always")
                 for step in range(2):
@@ -1014,6 +1014,9 @@ def _layer_anew(rank, world, kind):
                             if case == "back":
                                 for weight in model.parameters():
                                     weight.mul_(1.1).mul_(1 / 1.1)
+                            elif case == "decay":
+                                for weight in model.parameters():
+                                    weight.mul_(1 - 3e-4)
                             else:
                                 layer.mul_(0.9 if case == "little" else 0)
                         if case == "reset":
@@ -1028,4 +1031,4 @@ def test_a_layer_that_begins_anew_is_warned_of_once(kind, world):
     for said in ranks.run(_layer_anew, world, kind):
         assert said
         for name, told in said.items():
-            assert told == {"little": 0, "reset": 0, "back": 0, "anew": 1, "again": 0}, (name, told)
+            assert told == {"little": 0, "reset": 0, "back": 0, "decay": 0, "anew": 1, "again": 0}, (name, told)

@@ -48,7 +48,7 @@ class Fingerprint:
     def replaced(self, *, some: bool) -> Literal["", "some", "most"]:
         """Say whether samples of "most" weights have changed, or of "some" by half of their norm. Waits for the device.
 
-        A weight decay or a projection of the user's own changes a weight by less, and a way to other weights and back
+        A weight decay of the user's own changes none, a projection by less, and a way to other weights and back
         (ScheduleFree's eval and train, in fp32) by some roundings. ``some``: is that asked, too?
         """
         actual, expected = self._samples(), self._reference
@@ -59,7 +59,7 @@ class Fingerprint:
         sizes = [min(SAMPLES, local(weight).numel()) for weight in self._weights()]
         both = zip(expected.cpu().float().nan_to_num().split(sizes), changes.split(sizes), strict=True)
         pairs = [(old, by) for old, by in both if len(old)]
-        moved = [(old, by) for old, by in pairs if not bool(by.abs().max() <= ROUNDINGS * old.abs().max())]  # or NaN
+        moved = [(old, by) for old, by in pairs if not _is_decay(old, by)]
         if len(moved) > 0.5 * len(pairs):
             return "most"
         return "some" if some and any(2 * by.norm() > old.norm() for old, by in moved) else ""
@@ -89,6 +89,12 @@ class Fingerprint:
         self._places = places if are_views else None
         self._strides = [(of.size(), of.stride(), int(of.storage_offset())) for of in samples]
         return torch.cat(samples)
+
+
+def _is_decay(old: Tensor, by: Tensor) -> bool:
+    """Do all values shrink by one factor, a tenth at most, or not at all, up to roundings? NaN: no."""
+    factor = (old @ by / (old @ old)).clamp(-0.1, 0).nan_to_num()
+    return bool((by - factor * old).abs().max() <= ROUNDINGS * old.abs().max())
 
 
 class WeightWatch:

@@ -44,6 +44,11 @@ _LATE = (
     "anew and call compress() again"
 )
 ENDED = "{what} after wire.close(): wrap the model anew, and call compress() again"
+_MISSED = (
+    "{kind} did not step after the last exchange. If its gradients add up, all is well; but what {method} kept of them "
+    "moves weights later, also if they are cleared: then (a GAN's generator passes through the discriminator) let that "
+    "backward pass make none, with requires_grad_(False) on its parameters meanwhile"
+)
 _MISSING = (
     "{name} has no gradient in this step, so DDP exchanged neither its bucket nor those after it: use the parameter "
     "in every step, freeze it before wrapping, or use fully_shard, which allows unused parameters"
@@ -115,7 +120,7 @@ class StepLoop:
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow; if no step is open: in skipping the last one
         self._untold: list[int] = []  # numbers of skipped steps of which the method does not know yet
-        self._warned = False
+        self._warned = self._warned_of_missing = False
         self.scaler: torch.amp.GradScaler | None = None
         self._scale: Tensor | None = None  # the scaler's, of the gradients exchanged last
         self._stepped_before: set[int] | None = None  # by the scaler since its update, before the step's exchanges
@@ -379,6 +384,11 @@ class StepLoop:
                 f"{missing} did not step after the last exchange, but {self.method.name} has updated its momentum for "
                 "that step: step all optimizers after each exchange"
             )
+        card = self.method.card
+        if self._waiting and card.keeps_state and card.promise.of == "gradients" and not self._warned_of_missing:
+            self._warned_of_missing = True
+            kind = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
+            warnings.warn(_MISSED.format(kind=kind, method=self.method.name), ThinwireWarning, stacklevel=2)
         self._finish()
 
     def _again(self, name: str) -> None:
