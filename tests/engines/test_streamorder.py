@@ -150,7 +150,7 @@ CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradients"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]
-CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2", "fsdp2-keep", "fsdp2-unshard")]
+CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2-keep", "fsdp2-unshard")]
 
 
 @pytest.mark.parametrize(("kind", "cls", "knobs"), CASES, ids=lambda of: getattr(of, "name", str(of)))

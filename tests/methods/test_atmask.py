@@ -25,7 +25,7 @@ SPECS = ["trickle(mask='merged', density=0.05, bits=4, {})", "trickle(mask='merg
 
 def _wired(kind: str, world: int, spec: str, weights: str, **more):
     model = build(kind, world, **more)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.3, fused=True)
     return model, optimizer, thinwire.compress(model, optimizer, spec.format(f"smallest=100, weights='{weights}'"))
 
 

@@ -39,7 +39,7 @@ CONSERVING = (
 STEPPING = (
     "trickle(density=0.2, smallest=0)", "trickle:merged(smallest=0)", "powersgd(rank=1, smallest=0)", "dense",
 )  # fmt: skip
-SEEDS = 200
+SEEDS = 200 if ALL else 120
 FORMS = [
     text + ("(smallest=0)" if any(knob.name == "smallest" for knob in knobs_of(resolve(text))) else "")
     for cls in TABLE
@@ -73,7 +73,7 @@ def play(seed: int, attempts: int = 5) -> Counter[str]:
     return run.seen
 
 
-def test_two_hundred_schedules() -> None:
+def test_schedules() -> None:
     seen = sum((play(seed) for seed in range(SEEDS)), Counter())
     joins = ("fetched first", "took all steps again", "died as it fetched", "its source died")
     assert all(seen[what] > 10 for what in (*joins, "steps taken again")) and seen["fetched more"], seen
@@ -451,7 +451,7 @@ ANY = _Any()
 def test_planted_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="seed"):
-        for seed in range(SEEDS):
+        for seed in sorted(range(SEEDS), key=lambda seed: seed % 2 == 0):  # first those in which who joins fetches
             play(seed)
 
 
