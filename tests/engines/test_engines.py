@@ -533,6 +533,13 @@ def _refusals(rank, world):
         model.head.weight = Net(layers=1).head.weight
         return model, adamw(model), ("int8",)
 
+    def tied():
+        """Inside one FSDP module; those of two modules are exchanged twice."""
+        net = Net()
+        model = fully_shard(net)
+        model.head.weight = model.embedding.weight
+        return model, adamw(model), ("int8",)
+
     def silent():
         model = build("fsdp2", world)
         return model, adamw(model), ("none",)
@@ -564,7 +571,7 @@ def _refusals(rank, world):
         return model, adamw(model), ("int8",)
 
     cases = (hooked, half, imaginary, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless,
-             shared, ignored, delayed, whole)  # fmt: skip
+             shared, ignored, delayed, whole, tied)  # fmt: skip
     return {make.__name__: refusal(make) for make in cases}
 
 
@@ -578,7 +585,7 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
         "shared": "with a GPU for each rank; or DDP",
         "ignored": "head.weight is trained, but", "delayed": "head.weight is trained, but",
-        "whole": "another tensor has replaced",
+        "whole": "another tensor has replaced", "tied": "tied after fully_shard(): tie them before",
     }  # fmt: skip
     for case, words in expected.items():
         assert found[case] is not None, f"{case} was not refused"

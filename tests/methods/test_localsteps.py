@@ -541,6 +541,39 @@ def test_between_rounds_nothing_travels(kind, world, per_node):
             assert sent == pytest.approx(planned, rel=1e-9)
 
 
+def _absent(rank: int, world: int, kind: str) -> list[list[tuple[np.ndarray, bool]]]:
+    """The weights after each step, and whether ranks have the same; the second optimizer has no part in each second."""
+    runs = []
+    for called in (True, False):  # without a gradient, in place of not at all
+        model, after = build(kind, world), []
+        weights = list(model.parameters())
+        optimizers = [torch.optim.AdamW(half, lr=1e-3) for half in (weights[::2], weights[1::2])]
+        wire = thinwire.compress(model, optimizers, LocalSteps(every=2))
+        for step in range(6):
+            loss_of(model, step, rank).backward()
+            optimizers[0].step()
+            if step % 2:
+                optimizers[1].zero_grad()
+            if called or not step % 2:
+                optimizers[1].step()
+            model.zero_grad()
+            with torch.no_grad():
+                loss_of(model, step, rank)
+            values = torch.cat([local(weight).detach().flatten() for weight in weights])
+            after.append((values.numpy(), _equal(model, kind)))
+        runs.append(after)
+        wire.close()
+    return runs
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_an_optimizer_that_is_absent_from_the_last_step_of_a_round_does_not_put_it_off(kind, world):
+    """The round ended in the next backward pass, for which a forward pass with other weights had been; or never."""
+    for called, absent in ranks.run(_absent, world, kind):
+        assert [equal for _, equal in absent] == [equal for _, equal in called] == [False, True] * 3
+        assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(called, absent, strict=True))
+
+
 def _poisoned(rank: int, world: int, kind: str, at: int, every: int) -> dict[str, Any]:
     """A loss that is not finite on rank 1 in step ``at``; what each rank did, and what it would have done without."""
     found: dict[str, Any] = {}

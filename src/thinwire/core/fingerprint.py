@@ -7,7 +7,7 @@ was taken back (averaged weights, put in for an evaluation).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -126,7 +126,7 @@ class WeightWatch:
         """Sample the weights as the step has left them."""
         self._optimizer_loaded = False
         self._fingerprint.take()
-        self._version = self._count_versions()
+        self._version = count_writes(self._weights)
 
     def look(self, *, alone: bool) -> None:
         """Check whether weights changed since the last step. ``alone``: drop nothing, since ranks could differ."""
@@ -135,7 +135,7 @@ class WeightWatch:
         loaded, self._optimizer_loaded = self._optimizer_loaded, False
         # The comparison waits for a GPU, so there it happens only if torch has counted a change.
         on_gpu = any(devices.streams(weight.device) is not None for weight in self._weights[:1])
-        if on_gpu and self._count_versions() == self._version:
+        if on_gpu and count_writes(self._weights) == self._version:
             return
         if not (share := self._fingerprint.replaced(some=not self._warned)):
             return
@@ -157,8 +157,10 @@ class WeightWatch:
             text += ": if you restored or drew weights, call wire.reset() or wire.load_state_dict() after that"
         warnings.warn(text, ThinwireWarning, stacklevel=2)
 
-    def _count_versions(self) -> int:
-        return sum(weight._version + local(weight)._version for weight in self._weights)
+
+def count_writes(weights: Iterable[Tensor]) -> int:
+    """Count the writes in place to ``weights`` since they were made, as torch does."""
+    return sum(weight._version + local(weight)._version for weight in weights)
 
 
 def _share_storage(a: Tensor, b: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
 from thinwire.core.engine import Engine, all_zero
-from thinwire.core.fingerprint import WeightWatch
+from thinwire.core.fingerprint import WeightWatch, count_writes
 from thinwire.core.method import Run, Step, drop_waiting
 from thinwire.core.names import bare_name
 from thinwire.core.replica_check import ReplicaCheck
@@ -67,6 +67,11 @@ _CLOSURE = (
     "{kind}.step(closure) asks for gradients at weights that it has changed, as SAM does, or beside those of a pass "
     "before it, and Thinwire runs a closure once, before the step: pass the inner optimizer to compress(), and call "
     "first_step() and second_step() yourself"
+)
+_MOVED = (
+    "{name}: weights were changed between backward() and the end of its gradients, which were thrown away, as SAM's "
+    "first pass does, so each rank has weights of its own: make that pass inside model.no_sync() (DDP), where it is no "
+    "step, or choose a method that averages gradients, such as int8"
 )
 _WRITTEN = (
     ".grad of {name} was written between backward() and optimizer.step(), and holds a step of the weights, not a "
@@ -116,6 +121,7 @@ class StepLoop:
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
         self._own: dict[str, None] = {}  # of them, those whose gradient another pass has changed since, on this rank
         self._written: dict[str, int] | None = None if run.scaled else {}  # writes of each step; None: warned
+        self._writes = 0  # of the weights, before the step under way
         self._open: Step | None = None  # begun by one optimizer; others are to follow
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow; if no step is open: in skipping the last one
@@ -192,6 +198,7 @@ class StepLoop:
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, names)
         if not self._exchanged:
+            self._writes = count_writes(self.weights.values())
             self._thawed = {id(weight): name for name, weight in self._frozen.items() if weight.requires_grad}
             if self.scaler is not None:
                 self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
@@ -293,8 +300,10 @@ class StepLoop:
 
     @torch._disable_dynamo
     def before_forward(self) -> None:
-        """Learn before the model's forward pass whether this rank, which steps alone, has dropped a step."""
+        """Learn before the model's forward pass whether this rank, which steps alone, has dropped or ended a step."""
         if self._alone and torch._C._current_graph_task_id() == -1:
+            if not any(_has_gradients(optimizer) for optimizer in self.optimizers if id(optimizer) in self._waiting):
+                self._leave()  # not in the backward pass, which needs the weights that a round would change
             self.look_for_dropped(self._inside)
 
     def begin_micro_batch(self) -> None:
@@ -643,10 +652,18 @@ class StepLoop:
             if self._alone:
                 self.weight_watch.step_is_over()
                 self._look(number)
+            self._writes = count_writes(self.weights.values())
 
     def _abandon(self, *, later: bool = False) -> None:
-        """Skip a step whose exchanged gradients were thrown away."""
+        """Skip a step whose exchanged gradients were thrown away.
+
+        Raises:
+            ThinwireError: this rank, which steps alone, has moved its weights meanwhile.
+        """
         if self._alone:
+            if count_writes(self.weights.values()) != self._writes:
+                self._forget()  # close() is to follow
+                raise ThinwireError(_MOVED.format(name=self.method.name))
             warnings.warn(
                 f"{self.method.name}: gradients were thrown away after backward(): they count as a skipped step of "
                 "this rank's round. If backward() only passes through this model (a GAN's discriminator), let it make "

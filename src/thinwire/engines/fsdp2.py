@@ -186,6 +186,8 @@ class FSDP2(ShardedEngine):
                 )
             if isinstance(group.offload_policy, CPUOffloadPolicy):
                 raise ThinwireError(f"{name}: CPUOffloadPolicy is not supported: keep the shards on the device")
+            if len({id(param.sharded_param) for param in params}) < len(params):
+                raise ThinwireError(f"{name}: some of its weights were tied after fully_shard(): tie them before it")
             if len({param.mp_policy.param_dtype for param in params}) > 1:
                 raise ThinwireError(
                     f"{name}: gathering weights in several dtypes is not supported: leave out MixedPrecisionPolicy's "
