@@ -92,6 +92,13 @@ def test_a_link_of_your_own(by_hand: None, capsys) -> None:
         (["--scale", "8..10000000"], "cannot read --scale"),
         (["--nodes", "10000000"], "--nodes 10000000: clusters of up to 1,000,000"),
         (["--intra", "int8"], "--intra averages inside a node: it needs --engine hsdp or --two-level True"),
+        (["--nodes", "2", "--ranks", "8"], "--nodes and --ranks exclude each other: choose one"),
+        (
+            ["--two-level", "True"],
+            "several nodes of several ranks, and here 2 are in nodes of 1 (l40s-10g): leave",
+        ),
+        (["--cluster", "h100-25g", "--nodes", "1", "--two-level", "True"], "here 8 are in nodes of 8 (h100-25g)"),
+        (["--cluster", "h100-25g", "--ranks", "4", "--two-level", "True"], "here 4 are in nodes of 8 (h100-25g)"),
         (["--link", "fast"], "cannot read the link rate 'fast': write 200mbit or 10gbit"),
         (["--link", "0mbit"], "cannot read the link rate '0mbit': write 200mbit or 10gbit"),
         (["--method", "int7"], "unknown method 'int7'"),

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -13,7 +14,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.cli.compare import compare_main
 from thinwire.lab import report as reports
 from thinwire.lab import verdict
-from thinwire.lab.compare import SILENT, Comparison, joined, mean, measure
+from thinwire.lab.compare import SILENT, Comparison, _facts, joined, mean, measure
 from thinwire.lab.entries import Entry
 from thinwire.plan.plan import in_text
 from thinwire.train.config import from_arguments
@@ -274,6 +275,22 @@ def test_the_model_that_trains_is_that_of_the_file_and_is_called_so(tmp_path, mo
     assert taken[0].name == config.model == model and config.shape(256).width == width
     flags = taken[0].flags(Entry("scape"), None, Path("run"))
     assert from_arguments(flags).check().optimizer_name == "adams"  # whatever the file says: it has no other
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "preset"),
+    [
+        ({}, "net20m", "net20m"), ({"preset": "tiny"}, "tiny", "tiny"),
+        ({"extra": ("--config=a.yaml",)}, "the model of --config", None),
+        ({"extra": ("--config", "a.yaml"), "preset": "tiny", "model": "tiny (layers 1)"}, "tiny (layers 1)", "tiny"),
+    ],
+)  # fmt: skip
+def test_in_python_too_the_report_names_the_model_that_trains(settings, model, preset):
+    """A comparison of which no command line has read the file was said to be of net20m."""
+    comparison = Comparison(**settings)
+    cluster = MagicMock(link=comparison.parse_link())
+    facts = _facts(comparison, cluster)
+    assert (comparison.name, facts["model"], facts["preset"]) == (model, model, preset)
 
 
 @pytest.mark.parametrize("extra", ["--engine fsdp2", "--engine hsdp --shard-size 2", "--engine hsdp --intra bf16"])

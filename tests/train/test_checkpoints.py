@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -869,6 +870,21 @@ def test_losses_of_a_model_that_does_not_move_are_one_in_the_last_line(tmp_path,
     assert "on more text" not in capsys.readouterr().out
 
 
+def test_the_first_loss_in_the_last_line_is_of_the_windows_of_the_last_one(tmp_path, one_rank, capsys):
+    """Resumed with another --eval-sequences, it was of the windows of before."""
+    words = ["--lr", "0", "--weight-decay", "0", "--steps", "6"]
+    for last, more in ((3, []), (5, ["--eval-sequences", "3"])):
+        with ended_after(last), pytest.raises(ThinwireError, match="--resume auto goes on"):
+            one_rank(*words, *more, "--resume", "auto")
+    capsys.readouterr()
+    summary = one_rank(*words, "--eval-sequences", "3", "--resume", "auto")
+    losses = re.search(r"^validation loss (\S+) -> (\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert losses[1].rstrip(",") == losses[2].rstrip(",") == f"{summary['first_valid_loss']:.4f}"
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    losses = {(row["eval_sequences"], row["valid_loss"]) for row in rows if "valid_loss" in row}
+    assert len(losses) == 2, "it tells them apart"
+
+
 def test_muon_and_adamw_go_on_exactly_too(tmp_path, one_rank):
     words = ["--steps", "6", "--optimizer", "muon", "--muon-lr", "8e-3", "--method", "trickle:muon(smallest=1000)"]
     one_rank(*words, "--out", f"{tmp_path}/whole")
@@ -1121,13 +1137,13 @@ def test_metrics_are_cut_back_to_one_row_per_step(tmp_path):
     rows[3] |= {"loss": 9.0, "skipped": True}
     rows.insert(5, {"step": 4, "valid_loss": 3.0, "wall_s": 2.0})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
-    kept = cut_metrics(path, 4)
+    kept = cut_metrics(path, 4, 64)
     assert kept == (2.0, 5.0, [4.0] * 3, 4, 1, {}, 7)
     left = [json.loads(line) for line in path.read_text().splitlines()]
     assert left == [row for row in rows if row["step"] < 4 or (row["step"] == 4 and "loss" in row)]
-    assert cut_metrics(tmp_path / "none", 4)[2:] == ([], 0, 0, {}, -1)
+    assert cut_metrics(tmp_path / "none", 4, 64)[2:] == ([], 0, 0, {}, -1)
     path.write_bytes(b"\xff\xfe\n[]\n3\n")
-    assert cut_metrics(path, 4)[0] == 0.0 and path.read_text() == ""
+    assert cut_metrics(path, 4, 64)[0] == 0.0 and path.read_text() == ""
 
 
 # --- thinwire inspect -------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import json
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,14 +96,34 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def _trained(run: Path) -> trained_model.TrainedModel:
+    model = decoder("gpt")
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    return trained_model.TrainedModel(run, 0, run, Config(), model.shape, "", weights, Tokenizer("bytes", ()))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_others_put_into_the_folder_of_an_export_meanwhile_stays(fails, tmp_path, monkeypatch):
+    """An export that failed emptied the folder, whoever had written there."""
+    trained, others = _trained(tmp_path), tmp_path / "hf/others/notes"
+
+    def write_beside(*operands):
+        others.parent.mkdir(parents=True)
+        others.write_text("mine")
+        if fails:
+            raise OSError(28, "No space left on device")
+        return export(*operands)
+
+    monkeypatch.setattr(trained_model, "export", write_beside)
+    with pytest.raises(ThinwireError, match="No space left") if fails else nullcontext():
+        trained.export(tmp_path / "hf")
+    assert others.read_text() == "mine" and sum(1 for _ in (tmp_path / "hf").iterdir()) == (1 if fails else 5)
+
+
 @pytest.mark.parametrize("size", [0, 500, 100_000])
 @pytest.mark.parametrize("there", [True, False])
 def test_an_export_that_cannot_be_written_is_one_line_and_leaves_nothing(size, there, tmp_path):
-    model = decoder("gpt")
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    trained = trained_model.TrainedModel(
-        tmp_path, 0, tmp_path, Config(), model.shape, "", weights, Tokenizer("bytes", ())
-    )  # fmt: skip
+    trained = _trained(tmp_path)
     if there:
         (tmp_path / "hf").mkdir()
     with pytest.raises((ThinwireError, OSError), match=r"hf/\w+\.(safetensors|json)"), files_of_at_most(size):

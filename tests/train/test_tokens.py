@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from unittest import mock
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, normalizers, pre_tokenizers
 
 import pretrained_models
 from thinwire.base.errors import ThinwireError
+from thinwire.base.processes import free_port
 from thinwire.train.data import token_files
 from thinwire.train.data.corpus import SPAN, read_corpus, spans, split
 from thinwire.train.data.tokenizer import Tokenizer
@@ -78,6 +82,20 @@ def test_a_tokenizer_may_leave_numbers_out(tmp_path):
     assert tokenizer.vocabulary == 301 and tokenizer.encode("x").tolist() == [300]
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_tokenizer_of_the_hub_that_nobody_answers_for_is_refused_at_once(cached, monkeypatch):
+    """The hub's client tried again for a minute and a half before it gave up; what it has in its cache needs no hub."""
+    asked, made = [], HubTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    client = type("Client", (), {"from_pretrained": staticmethod(lambda name: asked.append(name) or made)})
+    monkeypatch.setattr("thinwire.train.data.tokenizer.HubTokenizer", client)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "a file" if cached else None)
+    refused = pytest.raises(ThinwireError, match=r"load the tokenizer a/b: http://127.* does not answer .*folder:PATH")
+    with nullcontext() if cached else refused:
+        assert Tokenizer("hub:a/b", ()).vocabulary == 1
+    assert asked == ["a/b"] * cached
+
+
 def test_pieces_of_several_documents_are_the_text():
     cut = list(spans(["a" * 7, "", "b" * (2 * SPAN), "c"]))
     assert "".join(cut) == "a" * 7 + "b" * (2 * SPAN) + "c" and [len(span) for span in cut] == [SPAN, SPAN, 8]
@@ -129,6 +147,13 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path):
     np.array([1, 2, 9], "<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(ThinwireError, match="token 9, but the tokenizer has only 9"):
         token_files.find_token_files([str(tmp_path / "a.bin")], (), "ids:9").train[0:3]
+    for side in token_files.SIDES:
+        whole = bytearray((out / f"{side}.bin").read_bytes())
+        (out / f"{side}.bin").write_bytes(whole[:70] + bytes([whole[70] ^ 1]) + whole[71:])
+        with pytest.raises(ThinwireError, match=rf"{side}.bin is damaged: its bytes are others than were written"):
+            token_files.find_token_files([str(out)], (), "bytes")
+        (out / f"{side}.bin").write_bytes(whole)
+    token_files.find_token_files([str(out)], (), "bytes")
     (out / "train.bin").write_bytes(b"short")
     with pytest.raises(ThinwireError, match="is damaged: it has 5 bytes"):
         token_files.find_token_files([str(out)], (), "bytes")

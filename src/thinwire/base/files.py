@@ -38,17 +38,24 @@ def write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def whole_or_empty(folder: Path) -> Iterator[None]:
-    """Leave nothing in ``folder``, which is empty or not there, unless the block fills it to its end."""
-    was_there = folder.exists()
+def whole_or_empty(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder inside ``folder``, whose files move there at the end of the block; after an error none do.
+
+    What others put into ``folder`` meanwhile stays.
+    """
+    was_there, hidden = folder.exists(), folder / f".{uuid.uuid4().hex[:8]}.partial"
     try:
-        yield
-    except BaseException:
-        for path in folder.iterdir() if folder.exists() else ():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if folder.exists() and not was_there:
-            folder.rmdir()
-        raise
+        hidden.mkdir(parents=True)
+        yield hidden
+        for path in list(hidden.iterdir()):
+            path.rename(folder / path.name)
+    except (OSError, ThinwireError) as error:
+        raise ThinwireError(str(in_one_line(error)).replace(str(hidden), str(folder))) from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+        if not was_there:
+            with contextlib.suppress(OSError):  # there is something in it
+                folder.rmdir()
 
 
 def sync(path: Path) -> None:

@@ -56,8 +56,8 @@ class SimulateOptions:
     """Methods, separated by commas, with or without knobs. dense is always added."""
     engine: str = "ddp"
     """torch's engine for data parallelism: ddp, fsdp2 or hsdp."""
-    nodes: int = 2
-    """Number of nodes. The cluster's file says how many ranks each has."""
+    nodes: int | None = None
+    """Number of nodes. The cluster's file says how many ranks each has. Default: 2."""
     ranks: int | None = None
     """Number of ranks in all, in place of --nodes."""
     sequence: int | None = None
@@ -129,6 +129,8 @@ def _check(options: SimulateOptions) -> list[int]:
             raise ThinwireError(f"--{name.replace('_', '-')} must be 1 or more, got {count}")
         if name in ("nodes", "ranks") and (count or 0) > MOST_RANKS:
             raise ThinwireError(f"--{name} {count}: clusters of up to {MOST_RANKS:,} are simulated")
+    if options.nodes is not None and options.ranks is not None:
+        raise ThinwireError("--nodes and --ranks exclude each other: choose one")
     if options.intra is not None and options.engine != "hsdp" and not options.two_level:
         raise ThinwireError("--intra averages inside a node: it needs --engine hsdp or --two-level True")
     if options.strong and options.weak:
@@ -154,7 +156,12 @@ def make_job(options: SimulateOptions) -> Job:
     cluster = read_cluster(options.cluster)
     if options.link is not None:
         cluster = cluster.with_link(bit_rate(options.link, "200mbit or 10gbit")[1] / 8)
-    ranks = options.ranks or options.nodes * cluster.per_node
+    ranks = options.ranks or (options.nodes or 2) * cluster.per_node
+    if options.two_level and not 1 < cluster.per_node < ranks:
+        raise ThinwireError(
+            f"--two-level True is for several nodes of several ranks, and here {ranks} are in nodes of "
+            f"{cluster.per_node} ({cluster.name}): leave it out"
+        )
     bf16 = options.dtype == "bf16" or (options.dtype == "auto" and not cluster.codec_on_core)
     dtype = torch.bfloat16 if bf16 else torch.float32
     model, inputs, length = load_model(options.model, options.sequence)

@@ -18,7 +18,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
-from thinwire.lab.entries import PRESET, Entry, method_names, preset_flags
+from thinwire.lab.entries import Entry, method_names, preset_flags, preset_of
 from thinwire.lab.link import Network, share
 from thinwire.lab.progress import Progress
 from thinwire.lab.run import describe_machine, launch, open_cluster, say
@@ -75,7 +75,7 @@ class Comparison(Network):
 
     @property
     def name(self) -> str:
-        return self.model or self.preset or PRESET
+        return self.model or preset_of(self.preset, self.extra) or "the model of --config"
 
     @property
     def fail_above(self) -> float | None:
@@ -176,7 +176,7 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
     return {
         "verdict": "",
         **{name: getattr(settings, name) for name in settings_told},
-        "preset": settings.preset or PRESET,
+        "preset": preset_of(settings.preset, settings.extra),
         "model": settings.name,
         "seeds": list(settings.seed_numbers),
         "extra": list(settings.extra),

@@ -46,9 +46,14 @@ def is_among(flag: str, words: Iterable[str]) -> bool:
     return any(word.partition("=")[0] == flag for word in words)
 
 
+def preset_of(preset: str | None, extra: Sequence[str]) -> str | None:
+    """Return ``preset``; without one ``PRESET``, or None if a file among the flags ``extra`` says what the model is."""
+    return preset or (None if is_among("--config", extra) else PRESET)
+
+
 def preset_flags(preset: str | None, extra: Sequence[str]) -> list[str]:
-    """Return the flags of ``preset``; None: of ``PRESET``, unless a file among ``extra`` says what the model is."""
-    return [] if preset is None and is_among("--config", extra) else ["--preset", preset or PRESET]
+    """Return the flags of ``preset_of``."""
+    return [] if (name := preset_of(preset, extra)) is None else ["--preset", name]
 
 
 def method_names(text: str) -> list[str]:

@@ -157,7 +157,7 @@ class Trainer(Stepper):
         wall_s: seconds of all steps, including those before the checkpoint.
         trained: sequences that all ranks together have trained on since the process began.
         wire: the exchange. kept: what saves its state, and takes it back; ``wire`` itself where ranks are fixed.
-        first_loss: of the evaluation before the first step.
+        first_loss: of the run's first evaluation of as many sequences.
         result: at the end of the steps, the summary and the report without the last evaluation; in the checkpoint, too.
     """
 

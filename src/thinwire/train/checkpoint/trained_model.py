@@ -64,13 +64,13 @@ class TrainedModel:
         """
         if folder.exists() and any(folder.iterdir()):
             raise ThinwireError(f"{folder} holds files already: name another folder")
-        with whole_or_empty(folder):
+        with whole_or_empty(folder) as hidden:
             if self.shape is None:
-                pretrained.export(self.model(), self.run, folder, adapter=adapter)
+                pretrained.export(self.model(), self.run, hidden, adapter=adapter)
             elif adapter:
                 raise ThinwireError("--adapter is for runs with --lora")
             else:
-                export(self.shape, self.weights, self.tokenizer.as_hub(), folder)
+                export(self.shape, self.weights, self.tokenizer.as_hub(), hidden)
 
 
 def read(path: Path) -> TrainedModel:

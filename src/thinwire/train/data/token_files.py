@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 FORMAT, META, SIDES = 1, "tokens.json", ("train", "valid")
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int32")}
 CHUNK = 1 << 22  # tokens hashed at a time
+CHECKED = 1 << 28
+"""Bytes of the largest file of a folder whose hash is checked as it is opened: larger ones take seconds."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ def _open_folder(
         actual, needed = path.stat().st_size if path.exists() else 0, count * dtype.itemsize
         if actual != needed:
             raise ThinwireError(f"{path} is damaged: it has {actual} bytes in place of {needed}")
+        if needed <= CHECKED and _hash(path) != digest:
+            raise ThinwireError(f"{path} is damaged: its bytes are others than were written; tokenize the text anew")
         files[side] = TokenFiles([FileRange(path, 0, count, dtype)], size, digest)
     if model is not None:
         made_with = Tokenizer(name, folder).as_hub()
@@ -179,6 +183,11 @@ def _open_folder(
                 f"thinwire tokenize --tokenizer {model[0].name}"
             )
     return TokenCorpus(name, files["train"], files["valid"], folder)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
 
 
 def _whole_file(path: Path) -> FileRange:
@@ -227,9 +236,7 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
                     files[held_out].write(tokens.astype(DTYPES[dtype]).data)
         meta = {"format": FORMAT, "tokenizer": tokenizer, "vocabulary": encoder.vocabulary, "dtype": dtype}
         for side, path in zip(SIDES, paths, strict=True):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-            meta[side] = {"tokens": path.stat().st_size // DTYPES[dtype].itemsize, "hash": digest}
+            meta[side] = {"tokens": path.stat().st_size // DTYPES[dtype].itemsize, "hash": _hash(path)}
         encoder.save(folder)
         for side, path in zip(SIDES, paths, strict=True):
             path.rename(folder / f"{side}.bin")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BATCH = 16  # spans tokenized at a time: the library tokenizers keeps about 100 bytes for each byte of them
+ANSWER_S = 5.0  # seconds in which the hub answers, or is taken to be out of reach
 Encode = Callable[[str], list[int]]  # a text: its tokens
 LEADS = ("\n", "a", "0")  # no tokenizer merges all three with what follows
 
@@ -185,6 +186,20 @@ def _train_bpe(size: str, train: Iterable[str]) -> HubTokenizer:
 def _load(source: Path | str) -> HubTokenizer:
     """Load a tokenizer from a file, or by its name on the hub."""
     try:
+        if isinstance(source, str):
+            _check_hub(source)
         return HubTokenizer.from_file(str(source)) if isinstance(source, Path) else HubTokenizer.from_pretrained(source)
     except Exception as error:  # whatever the parser or the hub's client raises
         raise ThinwireError(f"cannot load the tokenizer {source}: {first_line(error)}") from None
+
+
+def _check_hub(name: str) -> None:
+    """Refuse what is not in the cache if the hub does not answer: its client would try again for a minute and more."""
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+
+    if try_to_load_from_cache(name, "tokenizer.json") is None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+        except Exception as error:  # whatever its transport raises
+            reason = f"{constants.ENDPOINT} does not answer ({first_line(error)})"
+            raise ThinwireError(f"{reason}: name a folder that has its tokenizer.json, folder:PATH") from None

@@ -33,9 +33,9 @@ COLUMNS = (
 class Earlier(NamedTuple):
     """The part of a run before the checkpoint that it goes on from, by its rows of metrics.jsonl.
 
-    wall_s: its seconds. first_loss: of its first evaluation; NaN: there is none. losses: of its last ten steps that
-    no rank skipped. steps, skipped, sent: its steps, those that a rank skipped, and rank 0's bytes in them by link.
-    last_step: of which there was a row; -1: none.
+    wall_s: its seconds. first_loss: of its first evaluation of as many windows; NaN: there is none. losses: of its
+    last ten steps that no rank skipped. steps, skipped, sent: its steps, those that a rank skipped, and rank 0's bytes
+    in them by link. last_step: of which there was a row; -1: none.
     """
 
     wall_s: float = 0.0
@@ -51,8 +51,11 @@ class Earlier(NamedTuple):
         return loss if math.isnan(self.first_loss) else self.first_loss
 
 
-def cut_metrics(path: Path, step: int) -> Earlier:
-    """Cut a metrics.jsonl back to ``step``; its evaluation goes too, as the resumed run makes it again."""
+def cut_metrics(path: Path, step: int, windows: int) -> Earlier:
+    """Cut a metrics.jsonl back to ``step``; its evaluation goes too, as the resumed run makes it again.
+
+    ``windows``: of an evaluation.
+    """
     lines, wall_s, first_loss, last_step = [], 0.0, math.nan, -1
     steps, skipped, losses, sent = 0, 0, deque[float](maxlen=10), Counter[str]()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
@@ -66,7 +69,8 @@ def cut_metrics(path: Path, step: int) -> Earlier:
             continue
         lines.append(line + "\n")
         if "valid_loss" in row:
-            first_loss = row["valid_loss"] if math.isnan(first_loss) else first_loss
+            if math.isnan(first_loss) and row.get("eval_sequences", windows) == windows:
+                first_loss = row["valid_loss"]
         elif "loss" in row:
             steps += 1
             skipped += bool(row.get("skipped"))
@@ -115,7 +119,7 @@ class Display:
             return self
         metrics = self.config.out / "metrics.jsonl"
         if self.start:
-            self.earlier = cut_metrics(metrics, self.start)
+            self.earlier = cut_metrics(metrics, self.start, self.config.eval_sequences)
         else:
             (self.config.out / IDENTITIES).unlink(missing_ok=True)
         self.last_step = min(self.earlier.last_step, self.start)
@@ -156,7 +160,7 @@ class Display:
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write and show one evaluation's row of metrics.jsonl."""
-        self._write(row)
+        self._write(row | {"eval_sequences": self.config.eval_sequences})
         whose = f", of {row['valid_loss_of']}" if "valid_loss_of" in row else ""
         self.say(f"step {row['step']:>6}  validation loss {row['valid_loss']:.4f}{whose}")
 
