@@ -27,6 +27,11 @@ def columns(stream: TextIO | None = None) -> int | None:
         return None
 
 
+def counted(count: int, noun: str) -> str:
+    """Return ``count`` and the ``noun``, in the plural unless it is one."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def fold(text: str, width: int, indent: str = "  ") -> str:
     """Break the lines of ``text`` between words; what goes on begins with ``indent``. A word stays whole."""
     lines: list[str] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.options import read_options
-from thinwire.base.terminal import note
+from thinwire.base.terminal import counted, note
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.link import Network
 from thinwire.lab.run import launch, open_cluster, say
@@ -44,7 +44,7 @@ def lab_main(argv: list[str]) -> int:
             status = f"exit status {outcome.returncode}"
             say(f"thinwire: rank {outcome.failed_rank} failed with {status}; all ranks were ended")
         link = ", ".join(filter(None, (cluster.link.text, cluster.link.distance)))
-        ranks = f"{cluster.ranks_per_node} rank{'s' * (cluster.ranks_per_node > 1)}"
+        ranks = counted(cluster.ranks_per_node, "rank")
         say(f"lab: {outcome.seconds:.1f} s on {cluster.nodes} nodes of {ranks}, link {link}")
         for node, traffic in enumerate(outcome.traffic or []):
             say(f"lab: node {node} sent {traffic.tx:,} B, received {traffic.rx:,} B")

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.terminal import counted
 from thinwire.lab.plots import DASHES, GREY, INK, PANEL_CURVES, SHADE, STYLE, colour, save
 from thinwire.predict.play import Prediction
 from thinwire.predict.simulate import DENSE, Job, Simulation, at_rates, bits, pays_below, seconds
@@ -129,7 +130,7 @@ def _lines(methods: Collection[str]) -> dict[str, dict[str, Any]]:
 def _subtitle(job: Job, *, nodes: bool = True) -> tuple[str, str]:
     cluster = job.cluster
     number = job.ranks // job.per_node
-    count = f"{number} node{'s' * (number > 1)} x {job.per_node} " if nodes else f"nodes of {job.per_node} "
+    count = f"{counted(number, 'node')} x {job.per_node} " if nodes else f"nodes of {job.per_node} "
     return (
         f"{job.name}, {job.profile.parameters / 1e6:,.4g} million parameters, {job.engine}, on {count}{cluster.device}",
         f"({cluster.name}), {job.sequences * job.micro_batches:g} sequences per rank and step; predicted",

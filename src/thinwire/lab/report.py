@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.base.terminal import counted
 from thinwire.lab import framing, verdict
 from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
 from thinwire.plan.plan import human
@@ -24,7 +25,7 @@ from thinwire.plan.plan import human
 def network(report: dict[str, Any]) -> str:
     """Describe the network of the runs in one line."""
     per_node = report["ranks_per_node"]
-    world = f"{report['nodes']} nodes of {per_node} rank{'s' * (per_node > 1)}"
+    world = f"{report['nodes']} nodes of {counted(per_node, 'rank')}"
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
     frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""

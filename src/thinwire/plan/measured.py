@@ -16,6 +16,7 @@ from typing import get_type_hints
 
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import own_knobs_of
+from thinwire.base.terminal import counted
 from thinwire.core.method import Method
 from thinwire.methods import resolve
 
@@ -54,7 +55,7 @@ class MeasuredLoss:
         return self.gap_percent + self.error_percent
 
     def __str__(self) -> str:
-        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        seeds = counted(self.seeds, "seed")
         error = "" if math.isnan(self.error_percent) else f" ± {self.error_percent:.1f}%"
         length = f" ({self.tokens_per_parameter:.2g} tokens per parameter)" if self.tokens_per_parameter else ""
         return (

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from thinwire.base import device as devices
 from thinwire.base.errors import LostRank, ThinwireError, in_words
+from thinwire.base.terminal import counted
 from thinwire.core.agreement import Agreement
 from thinwire.core.card import Card
 from thinwire.core.exchange import AllReduce
@@ -297,7 +298,7 @@ def _is_comparable(row: MeasuredLoss, auto: Auto, steps: int | None) -> bool:
 
 
 def _in_words(worst: MeasuredLoss, count: int) -> str:
-    seeds = f"{worst.seeds} seed{'s' * (worst.seeds > 1)}"
+    seeds = counted(worst.seeds, "seed")
     among = f", the highest of {count} runs" if count > 1 else ""
     return f"{seeds}, {worst.steps} steps, {worst.tokens_per_parameter:.2g} tokens per parameter{among}"
 

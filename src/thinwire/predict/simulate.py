@@ -17,7 +17,7 @@ from torch import nn
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
-from thinwire.base.terminal import columns
+from thinwire.base.terminal import columns, counted
 from thinwire.plan.plan import human, in_text
 from thinwire.predict.cluster import Cluster
 from thinwire.predict.layouts import timeline_of
@@ -92,7 +92,7 @@ class Job:
         batches = f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (
             f"{self.name} ({self.profile.parameters / 1e6:,.4g} million parameters) on {self.engine}, "
-            f"{nodes} node{'s' * (nodes > 1)} x {self.per_node} {cluster.device} "
+            f"{counted(nodes, 'node')} x {self.per_node} {cluster.device} "
             f"({cluster.name}: {bits(cluster.inter_rate.value)} a node), "
             f"{self.sequences * self.micro_batches:g} sequences per rank and step{batches}"
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import POLL_S, die_with_parent, free_port, rank_variables, wait
-from thinwire.base.terminal import SHOW_CURSOR, begin_line, columns, ends_at_once, note, say
+from thinwire.base.terminal import SHOW_CURSOR, begin_line, columns, counted, ends_at_once, note, say
 
 if TYPE_CHECKING:
     from thinwire.train.config import Config
@@ -53,7 +53,7 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], int | None]
         per_node = config.ranks_per_node or ranks
         if ranks % per_node:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
-        note(f"starting {ranks} rank{'s' * (ranks > 1)} on this machine")
+        note(f"starting {counted(ranks, 'rank')} on this machine")
         return start_ranks(command, ranks, per_node)
     warnings.formatwarning = _one_line
     if (here := os.environ.get("LOCAL_WORLD_SIZE")) and config.ranks_per_node not in (None, int(here)):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import write
 from thinwire.base.processes import Bytes, interface_bytes
-from thinwire.base.terminal import note, say
+from thinwire.base.terminal import counted, note, say
 from thinwire.core.safety import Safety
 from thinwire.methods import resolve
 from thinwire.network.comm import local
@@ -60,7 +60,7 @@ def train(config: Config) -> dict[str, Any]:
     config.check()
     with join_ranks(config) as ranks:
         if ranks.comm.rank == 0:
-            note(f"{ranks.comm.size} rank{'s' * (ranks.comm.size > 1)} joined; reading {config.text_name}")
+            note(f"{counted(ranks.comm.size, 'rank')} joined; reading {config.text_name}")
         return train_on(config, ranks)
 
 
@@ -495,7 +495,7 @@ class Trainer(Stepper):
 
     def _ranks_in_words(self) -> str:
         ranks, nodes = self.ranks.comm.size, self.ranks.nodes
-        return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        return f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
 
     def _row(self, norm: float, seconds: float, skipped: bool) -> dict[str, Any]:
         """Return the step's row of metrics.jsonl, whose loss is not known yet."""

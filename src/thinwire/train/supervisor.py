@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from thinwire.base.errors import ThinwireError
 from thinwire.base.files import write
 from thinwire.base.processes import POLL_S, free_port, rank_variables
-from thinwire.base.terminal import begin_line, note, say
+from thinwire.base.terminal import begin_line, counted, note, say
 from thinwire.train.cli import Children, prepare_child, show_cursor
 from thinwire.train.config import LIGHTHOUSE
 from thinwire.train.job.replica_log import ELASTIC, REPLICA, REPLICAS, STARTS, read_log, summary_time
@@ -100,7 +100,7 @@ def supervise(words: list[str], config: Config) -> int:
         url = shared or f"http://127.0.0.1:{_read_port(lighthouse)}"
         facts = {"lighthouse": url, "min_replicas": config.min_replicas, "host": socket.gethostname()}
         write(config.out / ELASTIC, json.dumps(facts) + "\n")
-        note(f"starting {len(names)} replica{'s' * (len(names) > 1)} on this machine; the lighthouse is {url}")
+        note(f"starting {counted(len(names), 'replica')} on this machine; the lighthouse is {url}")
         loopback = address.startswith("127.") or address == "::1"
         interface = {"GLOO_SOCKET_IFNAME": "lo"} if loopback else {}
         environment = {

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.base.elastic import find_store
 from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning
+from thinwire.base.terminal import counted
 from thinwire.core.exchange import AllReduce
 from thinwire.core.names import describe
 from thinwire.methods import resolve
@@ -106,7 +107,7 @@ def _gpu_backend(device: torch.device, store: dist.Store, rank: int, size: int) 
         gpus = {store.get(f"gpu/{peer}") for peer in range(size)}
         store.set("gpu", "nccl" if len(gpus) == size else "gloo")
         if len(gpus) < size:
-            line = f"{size} ranks share {len(gpus)} GPU{'s' * (len(gpus) > 1)}: they talk by gloo, through the host"
+            line = f"{size} ranks share {counted(len(gpus), 'GPU')}: they talk by gloo, through the host"
             warnings.warn(line, ThinwireWarning, stacklevel=2)
     return store.get("gpu").decode()
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.terminal import columns, fold
+from thinwire.base.terminal import columns, counted, fold
 from thinwire.train.job.replica_log import ELASTIC, REPLICAS, read_log, summary_time
 from thinwire.train.job.run_folder import where_set_aside
 
@@ -205,7 +205,7 @@ def shown(run: Run, clock: float, alive: Sequence[str] | None) -> str:
     if (share := goodput(gaps := run.gaps)) is not None:
         longest = max(gap.seconds for gap in gaps)
         lines.append(f"goodput       {share:.1%} of {since(run.rows[-1]['wall_s'])}; longest gap {longest:.2f} s")
-    lines.append(f"dropped       {run.dropped} attempt{'s' * (run.dropped != 1)} at a step, to be taken again")
+    lines.append(f"dropped       {counted(run.dropped, 'attempt')} at a step, to be taken again")
     losses = run.losses
     lines += [f"lost          what waited on replica {name} after step {step}, of norm {norm:.3g}"
               for name, step, norm in losses]  # fmt: skip
