@@ -149,17 +149,18 @@ def test_a_trainer_gets_the_callback_and_its_checkpoints_the_state(tmp_path):
         assert len(logged) >= 6
 
 
-@needs("transformers")
 def test_the_program_itself_takes_no_method_from_it(monkeypatch, capsys):
     """Its ranks inherit what it has; they would compress the model twice."""
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("THINWIRE_METHOD", "int8")
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
         begin_rank()
         assert "THINWIRE_METHOD" not in os.environ
         assert capsys.readouterr().err.count("THINWIRE_METHOD=int8 is for other programs, and left out") == lines
 
 
+@needs("transformers")
 def test_torch_calls_it_by_the_entry_point(tmp_path):
     """In a process of its own: transformers is imported before torch, and nobody imports Thinwire."""
     [(group, entries)] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"].items()

@@ -295,7 +295,7 @@ def test_an_ordinary_user_gets_delays_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(seconds) == 20 and seconds[0] >= 0.010
 
 
-CASES = [("local-steps(every=5)", "ddp"), ("sdp4bit(weight_group=64, smallest=0)", "fsdp2")]
+CASES = [("int8(smallest=0)", "ddp"), ("sdp4bit(weight_group=64, smallest=0)", "fsdp2")]
 if ALL:
     methods = lossy.all_methods()
     CASES = [(method, engine) for engine in ("ddp", "fsdp2") for method in methods if engine in resolve(method).engines]

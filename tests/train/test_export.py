@@ -120,6 +120,19 @@ def test_what_others_put_into_the_folder_of_an_export_meanwhile_stays(fails, tmp
     assert others.read_text() == "mine" and sum(1 for _ in (tmp_path / "hf").iterdir()) == (1 if fails else 5)
 
 
+def test_an_export_takes_the_name_of_no_file_that_others_wrote_meanwhile(tmp_path, monkeypatch):
+    trained, others = _trained(tmp_path), tmp_path / "hf/config.json"
+
+    def write_beside(*operands):
+        others.write_text("mine")
+        return export(*operands)
+
+    monkeypatch.setattr(trained_model, "export", write_beside)
+    with pytest.raises(ThinwireError, match=r"hf/config.json came into being meanwhile, and stays"):
+        trained.export(tmp_path / "hf")
+    assert others.read_text() == "mine" and [path.name for path in (tmp_path / "hf").iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("size", [0, 500, 100_000])
 @pytest.mark.parametrize("there", [True, False])
 def test_an_export_that_cannot_be_written_is_one_line_and_leaves_nothing(size, there, tmp_path):

@@ -47,8 +47,12 @@ def whole_or_empty(folder: Path) -> Iterator[Path]:
     try:
         hidden.mkdir(parents=True)
         yield hidden
-        for path in list(hidden.iterdir()):
-            path.rename(folder / path.name)
+        moves = [(path, folder / path.name) for path in hidden.iterdir()]
+        for _, target in moves:
+            if target.exists():
+                raise ThinwireError(f"{target} came into being meanwhile, and stays: name another folder")
+        for path, target in moves:
+            path.rename(target)
     except (OSError, ThinwireError) as error:
         raise ThinwireError(str(in_one_line(error)).replace(str(hidden), str(folder))) from None
     finally:

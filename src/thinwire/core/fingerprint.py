@@ -48,8 +48,8 @@ class Fingerprint:
     def replaced(self, *, some: bool) -> Literal["", "some", "most"]:
         """Say whether samples of "most" weights have changed, or of "some" by half of their norm. Waits for the device.
 
-        A weight decay of the user's own changes none, a projection by less, and a way to other weights and back
-        (ScheduleFree's eval and train, in fp32) by some roundings. ``some``: is that asked, too?
+        A weight decay of the user's own (in fp32) counts as no change, a projection changes a weight by less, and a way
+        to other weights and back (ScheduleFree's eval and train, in fp32) by some roundings. ``some``: is that asked?
         """
         actual, expected = self._samples(), self._reference
         differing = self._differing(actual)
@@ -92,7 +92,7 @@ class Fingerprint:
 
 
 def _is_decay(old: Tensor, by: Tensor) -> bool:
-    """Do all values shrink by one factor, a tenth at most, or not at all, up to roundings? NaN: no."""
+    """Do all values shrink by one factor, a tenth at most, or not at all, up to fp32's roundings? NaN: no."""
     factor = (old @ by / (old @ old)).clamp(-0.1, 0).nan_to_num()
     return bool((by - factor * old).abs().max() <= ROUNDINGS * old.abs().max())
 

@@ -46,8 +46,8 @@ _LATE = (
 ENDED = "{what} after wire.close(): wrap the model anew, and call compress() again"
 _MISSED = (
     "{kind} did not step after the last exchange. If its gradients add up, all is well; but what {method} kept of them "
-    "moves weights later, also if they are cleared: then (a GAN's generator passes through the discriminator) let that "
-    "backward pass make none, with requires_grad_(False) on its parameters meanwhile"
+    "moves weights later, also if they are cleared (a GAN's generator passes through the discriminator): then wrap and "
+    "compress() each network by itself, and freeze the other with requires_grad_(False) in that pass"
 )
 _MISSING = (
     "{name} has no gradient in this step, so DDP exchanged neither its bucket nor those after it: use the parameter "
@@ -69,9 +69,8 @@ _CLOSURE = (
     "first_step() and second_step() yourself"
 )
 _MOVED = (
-    "{name}: weights were changed between backward() and the end of its gradients, which were thrown away, as SAM's "
-    "first pass does, so each rank has weights of its own: make that pass inside model.no_sync() (DDP), where it is no "
-    "step, or choose a method that averages gradients, such as int8"
+    ". Weights were written since that pass: if by its gradients (SAM's first pass), each rank has its own now. On DDP "
+    "make such a pass inside model.no_sync(), where it is no step"
 )
 _WRITTEN = (
     ".grad of {name} was written between backward() and optimizer.step(), and holds a step of the weights, not a "
@@ -198,7 +197,7 @@ class StepLoop:
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, names)
         if not self._exchanged:
-            self._writes = count_writes(self.weights.values())
+            self._writes = count_writes(self.weights.values()) if self._alone else 0
             self._thawed = {id(weight): name for name, weight in self._frozen.items() if weight.requires_grad}
             if self.scaler is not None:
                 self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
@@ -394,11 +393,15 @@ class StepLoop:
                 "that step: step all optimizers after each exchange"
             )
         card = self.method.card
-        if self._waiting and card.keeps_state and card.promise.of == "gradients" and not self._warned_of_missing:
+        missed = [o for o in self.optimizers if id(o) in self._waiting and self._has_exchanged(o)]
+        if missed and card.keeps_state and card.promise.of == "gradients" and not self._warned_of_missing:
             self._warned_of_missing = True
-            kind = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
+            kind = type(missed[0]).__name__
             warnings.warn(_MISSED.format(kind=kind, method=self.method.name), ThinwireWarning, stacklevel=2)
         self._finish()
+
+    def _has_exchanged(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(self.name_of(weight) in self._exchanged for weight in _parameters(optimizer))
 
     def _again(self, name: str) -> None:
         """Allow or refuse a second exchange of ``name`` in one step."""
@@ -655,19 +658,14 @@ class StepLoop:
             self._writes = count_writes(self.weights.values())
 
     def _abandon(self, *, later: bool = False) -> None:
-        """Skip a step whose exchanged gradients were thrown away.
-
-        Raises:
-            ThinwireError: this rank, which steps alone, has moved its weights meanwhile.
-        """
+        """Skip a step whose exchanged gradients were thrown away."""
         if self._alone:
-            if count_writes(self.weights.values()) != self._writes:
-                self._forget()  # close() is to follow
-                raise ThinwireError(_MOVED.format(name=self.method.name))
+            moved = count_writes(self.weights.values()) != self._writes
             warnings.warn(
                 f"{self.method.name}: gradients were thrown away after backward(): they count as a skipped step of "
                 "this rank's round. If backward() only passes through this model (a GAN's discriminator), let it make "
-                "none: requires_grad_(False) on its parameters meanwhile", ThinwireWarning, stacklevel=2,
+                "none: requires_grad_(False) on its parameters meanwhile" + _MOVED * moved,
+                ThinwireWarning, stacklevel=2,
             )  # fmt: skip
         self.guard.forget()
         self._skip(later=later)

@@ -24,13 +24,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.processes import Bytes, free_port, interface_bytes, rank_variables
+from thinwire.base.processes import Bytes, die_with_parent, free_port, interface_bytes, rank_variables
 from thinwire.lab.link import Link
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")
@@ -72,7 +72,7 @@ class Cluster:
         self._enter: list[list[str]] = []
         self._holders: list[int] = []
         self._processes: list[subprocess.Popen[Any]] = []
-        self._watchers: list[subprocess.Popen[bytes]] = []
+        self._watchers: dict[int, subprocess.Popen[bytes]] = {}
         self._forwarder: subprocess.Popen[bytes] | None = None
         self._port = 29500
         self.new_port()
@@ -110,21 +110,26 @@ class Cluster:
 
     def close(self) -> None:
         """End every process of the lab, and so its namespaces and interfaces."""
-        for watcher in self._watchers:  # before its process's number can be another's
-            with watcher:
-                watcher.kill()
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
             if not self.emulated:
                 kill_group(process, signal.SIGKILL)
+        self.end_watchers(self._processes)  # before a process that is waited for leaves its number to another
+        for process in self._processes:
             try:
                 process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 kill_group(process, signal.SIGKILL)
                 process.wait()
         self._processes.clear()
-        self._watchers.clear()
+
+    def end_watchers(self, processes: Iterable[subprocess.Popen[Any]]) -> None:
+        """End what would kill the process groups of ``processes``, which have ended."""
+        for process in processes:
+            if (watcher := self._watchers.pop(process.pid, None)) is not None:
+                with watcher:
+                    watcher.kill()
 
     def popen(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a node, in its own session. Signal it by ``kill_group``: it may be a child."""
@@ -133,12 +138,14 @@ class Cluster:
             # Joining a mount namespace changes the directory to its root; env changes it back.
             directory = str(options.pop("cwd", None) or os.getcwd())
             command = [*self._enter[node], "env", f"--chdir={directory}", *command]
+        else:
+            options["preexec_fn"] = die_with_parent  # a process in a namespace ends with the lab's pipe
         process = subprocess.Popen(command, **options)
         self._processes.append(process)
         if not self.emulated:
             # A shell kills the process and what it has started when the lab ends, even by SIGKILL, and so its pipe.
             watch = ["sh", "-c", 'trap "" HUP INT TERM; read _; kill -s KILL -- "-$1"', "sh", str(process.pid)]
-            self._watchers.append(subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True))
+            self._watchers[process.pid] = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
         return process
 
     def environment(self, rank: int, base: Mapping[str, str] | None = None) -> dict[str, str]:

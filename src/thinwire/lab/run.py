@@ -102,6 +102,7 @@ def launch(
             failed = wait(ranks, None if limit_s is None else start + limit_s, check)
         finally:
             _end(ranks)
+            cluster.end_watchers(ranks)
             for copier in copiers:
                 copier.join(0.5)  # a process that left its rank's session may hold the pipe open
     seconds = time.monotonic() - start

@@ -556,7 +556,7 @@ class Trainer(Stepper):
             "compute_ms": step_ms - stats["exposed_ms"],
             "peak_memory_mb": float(highest),
             **{kind: stats[kind] for kind in ("memory_bytes", "memory_planned_bytes")},
-            "skipped_steps": self.skipped,
+            "skipped_steps": max(self.skipped, self.wire.skipped),
             "facts": stats["method"],
             "wall_s": self.wall_s,
             "torch": torch.__version__,

@@ -74,7 +74,7 @@ def cut_metrics(path: Path, step: int, windows: int) -> Earlier:
         elif "loss" in row:
             steps += 1
             skipped += bool(row.get("skipped"))
-            losses.extend([] if row.get("skipped") else [row["loss"]])
+            losses.extend([row["loss"]] if math.isfinite(row["loss"]) and not row.get("skipped") else [])
             sent.update(row.get("wire_bytes", {}))
     write(path, "".join(lines))
     return Earlier(wall_s, first_loss, list(losses), steps, skipped, dict(sent), last_step)
