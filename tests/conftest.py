@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -36,6 +37,11 @@ if not WORKER:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if WORKER and os.environ["THINWIRE_COLD"] == "1":
         kernels.compile_all(backwards=int(WORKER[2:]) % 2 == 1)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules and tests are no garbage: each full collection would look at all of them
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -39,3 +39,6 @@ for kernel in gc.get_objects():  # wherever it is held: most are in the closure 
     if issubclass(type(kernel), Dispatcher) and hasattr(kernel._cache, "_cache_file"):
         for signature, *_ in kernel._cache._cache_file._load_index():
             kernel.compile(signature)
+
+gc.collect()
+gc.freeze()  # what ranks are born with is no garbage: each full collection of a rank would look at all of it
