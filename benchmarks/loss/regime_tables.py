@@ -21,6 +21,7 @@ from statistics import fmean, variance
 from typing import Any
 
 import ladder_tables
+from thinwire.base.terminal import counted
 from thinwire.lab.verdict import T95, interval
 
 Run = dict[str, Any]
@@ -194,8 +195,7 @@ def markdown(chosen: Iterable[Row]) -> str:
 
 def title(row: Row) -> str:
     """What runs in a row's table, but for the number of steps and the checkpoint that it goes on from."""
-    ranks = f"{row.ranks} rank{'s' * (row.ranks > 1)}"
-    return f"{row.regime}: `{row.model}` on {row.text}, {ranks}"
+    return f"{row.regime}: `{row.model}` on {row.text}, {counted(row.ranks, 'rank')}"
 
 
 def _table(of: list[Row]) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
+from pretrained_models import TEXT
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
@@ -67,7 +68,7 @@ def train(*words, predicted=None, seconds=None):
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(3000)))
+    path.write_text("".join(TEXT))
     return path
 
 

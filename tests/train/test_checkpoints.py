@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ranks
+from pretrained_models import TEXT
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.processes import free_port
@@ -767,7 +768,7 @@ def one_rank(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """``thinwire train`` with these words, on the one rank of this process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    text.write_text("".join(TEXT[:2000]))
     small = [
         "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--device", "cpu",
         "--corpus", str(text), "--eval-sequences", "2", "--eval-every", "2",
@@ -1006,7 +1007,7 @@ def _train(rank: int, world: int, port: int, words: list[str], dies_at: int) -> 
 
 def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    text.write_text("".join(TEXT[:2000]))
     words = [
         "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--steps", "5",
         "--accumulate", "2", "--corpus", str(text), "--eval-sequences", "4", "--checkpoint-every", "2",
@@ -1049,7 +1050,7 @@ def test_a_step_that_one_rank_skipped_is_told_as_skipped(tmp_path, method):
     """In its row and in the summary, also of a run that goes on; a last one keeps the checkpoint good, and no loss that
     is not a number is in the mean of the last ten."""
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    text.write_text("".join(TEXT[:2000]))
     words = [
         "--preset", "tiny", "--layers", "1", "--width", "64", "--seq-len", "16", "--batch-size", "2", "--corpus",
         str(text), "--eval-sequences", "4", "--method", method, "--resume", "auto", "--out", f"{tmp_path}/run",

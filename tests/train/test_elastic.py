@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from patience import PATIENCE
+from pretrained_models import TEXT
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program as cli
@@ -491,7 +492,7 @@ def watched(tmp_path: Path, *more: str, steps: int, **plan: Any) -> tuple[subpro
 def words(tmp_path: Path, *more: str, steps: int = 100) -> list[str]:
     text = tmp_path / "text"
     if not text.exists():
-        text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(3000)))
+        text.write_text("".join(TEXT))
     return [
         "train", "--elastic", "--replicas", "3", "--preset", "tiny", "--layers", "1", "--width", "64", "--heads", "2",
         "--seq-len", "32", "--batch-size", "2", "--eval-sequences", "4", "--eval-every", "0", "--steps", str(steps),

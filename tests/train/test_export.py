@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer as HubTokenizer
 
 import ranks
+from pretrained_models import TEXT
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
@@ -155,7 +156,7 @@ def _train(rank: int, world: int, port: int, words: list[str]) -> int:
 @pytest.mark.parametrize("family, engine", [("gpt", "fsdp2"), ("llama", "ddp")])
 def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "run"
-    text.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    text.write_text("".join(TEXT[:2000]))
     assert cli.main(["tokenize", str(text), "--tokenizer", "bpe:280", "--out", str(tmp_path / "tokens")]) == 0
     words = [
         "--preset", "tiny", "--family", family, "--layers", "1", "--width", "30", "--heads", "3", "--seq-len", "16",

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from pretrained_models import TEXT
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program as cli
 from thinwire.train.job.scheduler import first_host, forgotten_srun, torchrun_variables
@@ -120,7 +121,7 @@ def test_the_first_host_of_slurms_list(nodes, first):
 
 def test_two_tasks_of_srun_are_one_run(tmp_path):
     """Two processes, started at once with the environment of srun's tasks on one node, as srun would."""
-    (tmp_path / "text.txt").write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(2000)))
+    (tmp_path / "text.txt").write_text("".join(TEXT[:2000]))
     words = [
         sys.executable, "-m", "thinwire", "train", "--preset", "tiny", "--layers", "1", "--width", "32", "--steps", "3",
         "--eval-sequences", "0", "--no-checkpoints", "--corpus", f"{tmp_path}/text.txt", "--out", f"{tmp_path}/run",

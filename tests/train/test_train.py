@@ -32,6 +32,7 @@ from tokenizers import processors
 import ranks
 from breadth import spread
 from patience import PATIENCE
+from pretrained_models import TEXT
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
 from thinwire.cli import program as cli
@@ -348,7 +349,7 @@ def thinwire(*words: str, **environment: str) -> subprocess.CompletedProcess:
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}.\n" for i in range(3000)))
+    path.write_text("".join(TEXT))
     return path
 
 

@@ -386,22 +386,18 @@ class StepLoop:
         """Leave the step under way, as the next one begins: an optimizer that has not stepped misses it."""
         if self._open is None:
             return
-        if self._waiting and not self.method.card.adds_up:
-            missing = next(type(o).__name__ for o in self.optimizers if id(o) in self._waiting)
+        card, missing = self.method.card, [o for o in self.optimizers if id(o) in self._waiting]
+        if missing and not card.adds_up:
             raise ThinwireError(
-                f"{missing} did not step after the last exchange, but {self.method.name} has updated its momentum for "
-                "that step: step all optimizers after each exchange"
+                f"{type(missing[0]).__name__} did not step after the last exchange, but {self.method.name} has updated "
+                "its momentum for that step: step all optimizers after each exchange"
             )
-        card = self.method.card
-        missed = [o for o in self.optimizers if id(o) in self._waiting and self._has_exchanged(o)]
-        if missed and card.keeps_state and card.promise.of == "gradients" and not self._warned_of_missing:
+        exchanged = [o for o in missing if any(self.name_of(weight) in self._exchanged for weight in _parameters(o))]
+        if exchanged and card.keeps_state and card.promise.of == "gradients" and not self._warned_of_missing:
             self._warned_of_missing = True
-            kind = type(missed[0]).__name__
-            warnings.warn(_MISSED.format(kind=kind, method=self.method.name), ThinwireWarning, stacklevel=2)
+            line = _MISSED.format(kind=type(exchanged[0]).__name__, method=self.method.name)
+            warnings.warn(line, ThinwireWarning, stacklevel=2)
         self._finish()
-
-    def _has_exchanged(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(self.name_of(weight) in self._exchanged for weight in _parameters(optimizer))
 
     def _again(self, name: str) -> None:
         """Allow or refuse a second exchange of ``name`` in one step."""
@@ -655,7 +651,7 @@ class StepLoop:
             if self._alone:
                 self.weight_watch.step_is_over()
                 self._look(number)
-            self._writes = count_writes(self.weights.values())
+                self._writes = count_writes(self.weights.values())
 
     def _abandon(self, *, later: bool = False) -> None:
         """Skip a step whose exchanged gradients were thrown away."""

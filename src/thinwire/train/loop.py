@@ -346,8 +346,9 @@ class Trainer(Stepper):
     def _note_losses(self, means: list[list[float]]) -> StepOutcome:
         """Log steps whose ``means`` over the ranks are known; return the outcome of the last."""
         for (_, row), (loss, skipped, _, _, sent, _) in zip(self.unshared, means, strict=True):
-            self.losses += [] if skipped else [loss]
             self.skipped += bool(skipped)
+            if not skipped:
+                self.losses.append(loss)
             self.streak = self.streak + 1 if skipped or not math.isfinite(loss) else 0
             row |= {"loss": loss, "node_bytes": sent * self.ranks.per_node, "skipped": bool(skipped)}
             self.display.step(row, self.tokens_per_step / row["step_ms"] * 1e3)

@@ -186,9 +186,10 @@ def _train_bpe(size: str, train: Iterable[str]) -> HubTokenizer:
 def _load(source: Path | str) -> HubTokenizer:
     """Load a tokenizer from a file, or by its name on the hub."""
     try:
-        if isinstance(source, str):
-            _check_hub(source)
-        return HubTokenizer.from_file(str(source)) if isinstance(source, Path) else HubTokenizer.from_pretrained(source)
+        if isinstance(source, Path):
+            return HubTokenizer.from_file(str(source))
+        _check_hub(source)
+        return HubTokenizer.from_pretrained(source)
     except Exception as error:  # whatever the parser or the hub's client raises
         raise ThinwireError(f"cannot load the tokenizer {source}: {first_line(error)}") from None
 

@@ -74,7 +74,8 @@ def cut_metrics(path: Path, step: int, windows: int) -> Earlier:
         elif "loss" in row:
             steps += 1
             skipped += bool(row.get("skipped"))
-            losses.extend([row["loss"]] if math.isfinite(row["loss"]) and not row.get("skipped") else [])
+            if math.isfinite(row["loss"]) and not row.get("skipped"):
+                losses.append(row["loss"])
             sent.update(row.get("wire_bytes", {}))
     write(path, "".join(lines))
     return Earlier(wall_s, first_loss, list(losses), steps, skipped, dict(sent), last_step)
