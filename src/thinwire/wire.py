@@ -33,12 +33,13 @@ from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Run, drop_waiting, intra_of
+from thinwire.core.optimizers import unwrapped
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state, load_state
-from thinwire.core.step import StepLoop, serves, split_counts, unwrapped
+from thinwire.core.step import StepLoop, serves, split_counts
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.engines.replicas import Replicas
@@ -404,8 +405,7 @@ class Wire:
         if scaler is not None and run.scaled and card.keeps_state:
             self._stage.scale = lambda device: scaler.scale(torch.ones((), dtype=torch.float32, device=device))
         compile_kernels(self._road, run, self._device)  # which may refuse: nothing is hooked yet
-        self._step_loop = StepLoop(engine, run, self._road, safety)
-        self._step_loop.scaler = scaler if run.scaled else None
+        self._step_loop = StepLoop(engine, run, self._road, safety, scaler)
         self.turnover: Turnover | None = None
         if isinstance(engine, Replicas):
             self.turnover = engine.attempts = Turnover(
@@ -521,7 +521,7 @@ class Wire:
         self._step_loop.warn_of_writes()
         for parameters in meshes.values():
             clip_grads_with_norm_(parameters, max_norm, norm)
-        self._step_loop.note_steps()  # which may share memory, and its count, with what was clipped
+        self._step_loop.gradient_watch.note()  # which may share memory, and its count, with what was clipped
         self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
         factor, former = (max_norm / (norm + 1e-6)).clamp(max=1.0), self._step_loop.clip_factor
         self._step_loop.clip_factor = factor if former is None else former * factor

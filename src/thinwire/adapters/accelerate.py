@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from thinwire.adapters import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
-from thinwire.core.step import unwrapped
+from thinwire.core.optimizers import unwrapped
 from thinwire.methods import Method, resolve
 from thinwire.wire import Wire
 from thinwire.wire import compress as compress_model

@@ -133,7 +133,7 @@ def _compress(model: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     from thinwire.base.errors import ThinwireWarning
-    from thinwire.core.step import unwrapped
+    from thinwire.core.optimizers import unwrapped
     from thinwire.wire import Wire, compress
 
     gc.collect()

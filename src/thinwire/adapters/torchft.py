@@ -23,8 +23,8 @@ from thinwire.adapters.transport import Transport, follow
 from thinwire.base.errors import FailedExchange, LostRank, ThinwireError, Unanswered, first_line
 from thinwire.base.extras import load
 from thinwire.core.agreement import Agreement
+from thinwire.core.optimizers import unwrapped
 from thinwire.core.safety import Safety
-from thinwire.core.step import unwrapped
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.engines.replicas import Replicas, any_of
 from thinwire.engines.sharded_replicas import ShardedReplicas

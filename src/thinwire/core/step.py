@@ -10,11 +10,8 @@ compress() was not told of, weights that were put back.
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -28,21 +25,22 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
 from thinwire.core.engine import Engine, all_zero
 from thinwire.core.fingerprint import WeightWatch, count_writes
 from thinwire.core.method import Run, Step, drop_waiting
-from thinwire.core.names import bare_name
+from thinwire.core.optimizers import (
+    UNSUITABLE_CLOSURE,
+    drop_gradients,
+    has_gradients,
+    makes_state,
+    parameters,
+    replace_closure,
+)
 from thinwire.core.replica_check import ReplicaCheck
 from thinwire.core.road import Road, without_autocast
-from thinwire.core.run import NO_SCALER
 from thinwire.core.safety import Safety
+from thinwire.core.scaler import ScalerWatch, back_off, scaler_above
 from thinwire.core.state import State, next_exchange
+from thinwire.core.watches import GradientWatch, ParameterWatch
 from thinwire.network.comm import Comm, GroupComm, local
 
-FRAMES = 16
-"""The number of callers of ``optimizer.step()`` searched for a GradScaler."""
-
-_LATE = (
-    "{name} was frozen when compress() was called, and has a gradient now: unfreeze it before, or wrap the model "
-    "anew and call compress() again"
-)
 ENDED = "{what} after wire.close(): wrap the model anew, and call compress() again"
 _MISSED = (
     "{kind} did not step after the last exchange. If its gradients add up, all is well; but what {method} kept of them "
@@ -58,23 +56,9 @@ _OWN = (
     "one backward pass after each forward pass, and none inside no_sync(). Add the losses and call backward() once, or "
     "put forward and backward pass of each loss into `with wire.accumulate(last=...)`, with last=True for the last one"
 )
-_STRANGER = (
-    "{kind} updates {name}, and compress() was not told of it: its steps would be neither guarded nor agreed on by the "
-    "ranks. Pass all optimizers to compress(); to change one in mid-run, keep wire.state_dict(), call wire.close(), "
-    "then compress() with the new one, and wire.load_state_dict() with what you kept"
-)
-_CLOSURE = (
-    "{kind}.step(closure) asks for gradients at weights that it has changed, as SAM does, or beside those of a pass "
-    "before it, and Thinwire runs a closure once, before the step: pass the inner optimizer to compress(), and call "
-    "first_step() and second_step() yourself"
-)
 _MOVED = (
     ". Weights were written since that pass: if by its gradients (SAM's first pass), each rank has its own now. On DDP "
     "make such a pass inside model.no_sync(), where it is no step"
-)
-_WRITTEN = (
-    ".grad of {name} was written between backward() and optimizer.step(), and holds a step of the weights, not a "
-    "gradient: clipping has no effect on it (call wire.clip_grad_norm_), and what a mask takes from it is lost"
 )
 
 
@@ -87,12 +71,14 @@ class StepLoop:
         step_was_skipped: the last optimizer step was skipped by all ranks that take it together.
         norm, clip_factor: of the averaged gradients, 0-dim, once the user has clipped them in this step.
         closed: no exchange is due now: micro-batches are being accumulated.
-        weight_watch: notices that weights were put back.
+        parameter_watch, gradient_watch, weight_watch, scaler_watch: notice what others do to these.
         ended: there will be no more steps.
-        scaler: the GradScaler of which compress() was told, if any.
     """
 
-    def __init__(self, engine: Engine, run: Run, road: Road, safety: Safety) -> None:
+    def __init__(
+        self, engine: Engine, run: Run, road: Road, safety: Safety, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """``scaler``: the one of which compress() was told, if any."""
         last = road.last
         self.engine, self.road, self.method = engine, road, last.method
         self.optimizers, self.weights = run.optimizers, run.weights
@@ -111,30 +97,19 @@ class StepLoop:
         self._hooks: dict[torch.optim.Optimizer, int] = {}  # ``before``'s numbers among the optimizers' own
         self._inside_before = 0  # how deep: a replica that joins takes counted steps again there
         self._late_closure = ""  # the optimizer whose closure runs although gradients have been exchanged before it
-        self._frozen = {
-            bare_name(name): weight
-            for name, weight in engine.model.named_parameters()
-            if id(weight) not in engine.parameters
-        }
-        self._thawed: dict[int, str] = {}  # of those, by id, that the last backward pass differentiated
         self._exchanged: dict[str, None] = {}  # parameters exchanged since the last step, in order
         self._own: dict[str, None] = {}  # of them, those whose gradient another pass has changed since, on this rank
-        self._written: dict[str, int] | None = None if run.scaled else {}  # writes of each step; None: warned
         self._writes = 0  # of the weights, before the step under way
         self._open: Step | None = None  # begun by one optimizer; others are to follow
         self._part: Step | None = None  # of it, which an optimizer is taking
         self._waiting: set[int] = set()  # optimizers that are to follow; if no step is open: in skipping the last one
         self._untold: list[int] = []  # numbers of skipped steps of which the method does not know yet
         self._warned = self._warned_of_missing = False
-        self.scaler: torch.amp.GradScaler | None = None
-        self._scale: Tensor | None = None  # the scaler's, of the gradients exchanged last
-        self._stepped_before: set[int] | None = None  # by the scaler since its update, before the step's exchanges
-        self._scales_wrappers = False  # is it given other objects than the optimizers that compress() has?
-        self._knows_scaler = run.scaled or (self.method.rank_equal and not self.method.card.keeps_state)
-        self._names = {id(weight): name for name, weight in self.weights.items()}
-        self._kinds = {name: _kind(weight) for name, weight in self.weights.items()}
         dense = last.dense if self.method.card.keeps_state else self.weights  # for which nothing waits
         watched = [weight for name, weight in self.weights.items() if name not in dense]
+        self.parameter_watch = ParameterWatch(engine, run)
+        self.gradient_watch = GradientWatch(self.method.card.step_maker, run)
+        self.scaler_watch = ScalerWatch(scaler, self.method, run)
         self.weight_watch = WeightWatch(self.method.name, watched, functools.partial(drop_waiting, self.method))
 
     def attach(self) -> list[RemovableHandle]:
@@ -176,9 +151,7 @@ class StepLoop:
                 "block, too, and static_graph=True exchanges its first pass always (let it be one with last=True); "
                 "with a pipeline, give all micro-batches of an optimizer step to one schedule.step()"
             )
-        for name in names:
-            if name not in self.weights:
-                raise ThinwireError(_LATE.format(name=name))
+        self.parameter_watch.check_names(names)
         if names:
             devices.refuse_capture(self.weights[names[0]].device)
         self.compare_start()
@@ -191,22 +164,18 @@ class StepLoop:
             # A backward pass needs the weights that a round would change.
             self._abandon(later=self._alone and torch._C._current_graph_task_id() != -1)
         elif repeated is not None and self._late_closure:
-            raise ThinwireError(_CLOSURE.format(kind=self._late_closure))
+            raise ThinwireError(UNSUITABLE_CLOSURE.format(kind=self._late_closure))
         elif repeated is not None:
             self._again(repeated)
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, names)
         if not self._exchanged:
             self._writes = count_writes(self.weights.values()) if self._alone else 0
-            self._thawed = {id(weight): name for name, weight in self._frozen.items() if weight.requires_grad}
-            if self.scaler is not None:
-                self._scale = self.scaler.scale(torch.ones((), dtype=torch.float32, device=self._device))
-                stepped = _stepped_by(self.scaler)
-                self._stepped_before = stepped if self._stepped_before is None else stepped & self._stepped_before
-        if not self._exchanged and self._written is not None and self.method.card.step_maker is not None:
-            at_end = torch.autograd.Variable._execution_engine.queue_callback
-            if torch._C._current_graph_task_id() != -1:
-                at_end(lambda: at_end(self.note_steps))  # behind the engine's own last callback
+            self.parameter_watch.exchange_begins()
+            self.scaler_watch.exchange_begins(self._device)
+            if self.gradient_watch.active and torch._C._current_graph_task_id() != -1:
+                at_end = torch.autograd.Variable._execution_engine.queue_callback
+                at_end(lambda: at_end(self.gradient_watch.note))  # behind the engine's own last callback
         self._waiting.clear()
         self.norm = self.clip_factor = None
         self._exchanged.update(dict.fromkeys(names))
@@ -235,20 +204,10 @@ class StepLoop:
         with self.inside("the comparison of the steps from which ranks go on (all must load, or none)"):
             self._replica_check.compare_start(start, gathers=gathers)
 
-    def note_steps(self) -> None:
-        """Note how often the gradients were written that hold steps of the weights."""
-        if self._written is not None and (step_maker := self.method.card.step_maker) is not None:
-            gradients = ((name, self.weights[name].grad) for name in step_maker.names)
-            self._written = {name: gradient._version for name, gradient in gradients if gradient is not None}
-
     def warn_of_writes(self) -> None:
-        """Warn once if others have written such a gradient. (torch does not count what one call does to DTensors.)"""
-        for name, count in (self._written or {}).items() if self._open is None else ():
-            gradient = self.weights[name].grad
-            if gradient is not None and gradient._version != count:
-                self._written = None
-                warnings.warn(_WRITTEN.format(name=name), ThinwireWarning, stacklevel=2)
-                return
+        """Warn once if others have written gradients that hold steps of the weights, before an optimizer steps."""
+        if self._open is None:
+            self.gradient_watch.warn()
 
     @property
     def number(self) -> int:
@@ -270,20 +229,8 @@ class StepLoop:
 
     @property
     def left_out(self) -> bool:
-        """Did a GradScaler leave out the step of the last exchange? It calls no optimizer then, and so no hook.
-
-        It steps each optimizer once until its update: what is exchanged after that (a GAN's generator passes through
-        the discriminator) it cannot leave out. Of other models' optimizers it may leave out what it will.
-        """
-        own, before = {id(optimizer) for optimizer in self.optimizers}, self._stepped_before or set()
-        if not self._exchanged or self._open is not None or own <= before:
-            return False
-        gradients = [local(gradient) for gradient in self.engine.gradients() if gradient is not None]
-        if not gradients or self.scaler is None or self._scale is None:  # of shards, one rank alone may see it
-            finite = self.engine.kind != "ddp" or all(bool(gradient.isfinite().all()) for gradient in gradients)
-            return not gradients or not finite
-        stepped = _stepped_by(self.scaler) - before
-        return bool(stepped if self._scales_wrappers else stepped & own) or self.scaler.get_scale() < float(self._scale)
+        """Did a GradScaler leave out the step of the last exchange?"""
+        return bool(self._exchanged) and self._open is None and self.scaler_watch.left_out(self.engine)
 
     def seen(self, name: str) -> bool:
         """Has the parameter been exchanged since the last step?"""
@@ -291,7 +238,7 @@ class StepLoop:
 
     def name_of(self, weight: Tensor) -> str | None:
         """Name ``weight`` if it is a trained parameter."""
-        return self._names.get(id(weight))
+        return self.parameter_watch.name_of(weight)
 
     def exchanged(self) -> list[Tensor]:
         """Return the parameters exchanged since the last step."""
@@ -301,7 +248,7 @@ class StepLoop:
     def before_forward(self) -> None:
         """Learn before the model's forward pass whether this rank, which steps alone, has dropped or ended a step."""
         if self._alone and torch._C._current_graph_task_id() == -1:
-            if not any(_has_gradients(optimizer) for optimizer in self.optimizers if id(optimizer) in self._waiting):
+            if not any(has_gradients(optimizer) for optimizer in self.optimizers if id(optimizer) in self._waiting):
                 self._leave()  # not in the backward pass, which needs the weights that a round would change
             self.look_for_dropped(self._inside)
 
@@ -326,7 +273,7 @@ class StepLoop:
             ThinwireError: that optimizer holds what the method has already taken out of its state.
         """
         self._leave()
-        if self.scaler is not None and self.left_out:
+        if self.scaler_watch.scaler is not None and self.left_out:
             self._abandon()
         if self._alone:
             self.look_for_dropped(self._inside)
@@ -340,20 +287,12 @@ class StepLoop:
             self.ended = True
         for optimizer in self.optimizers:
             if self._open is not None and id(optimizer) in self._waiting and not self.method.card.adds_up:
-                _drop_gradients(optimizer)
+                drop_gradients(optimizer)
 
     def stranger(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check any ``optimizer`` of this process before it steps.
-
-        Raise ThinwireError if compress() was not told of it, and a trained or thawed parameter in it has a gradient.
-        """
-        if self.ended or any(inner in self.optimizers for inner in unwrapped(optimizer)):
-            return
-        known = self._names | self._thawed
-        members = (weight for weight in _parameters(optimizer) if weight.grad is not None and id(weight) in known)
-        if (weight := next(members, None)) is not None and not _makes_state(optimizer):
-            reason = _LATE if id(weight) in self._thawed else _STRANGER
-            raise ThinwireError(reason.format(kind=type(optimizer).__name__, name=known[id(weight)]))
+        """Check any ``optimizer`` of this process before it steps: see ``ParameterWatch.check_optimizer``."""
+        if not self.ended:
+            self.parameter_watch.check_optimizer(optimizer)
 
     def counts(self) -> dict[str, Tensor]:
         """Return what a state holds beside the method's: counts of steps, int64, 0-dim, and the bound's values."""
@@ -392,7 +331,7 @@ class StepLoop:
                 f"{type(missing[0]).__name__} did not step after the last exchange, but {self.method.name} has updated "
                 "its momentum for that step: step all optimizers after each exchange"
             )
-        exchanged = [o for o in missing if any(self.name_of(weight) in self._exchanged for weight in _parameters(o))]
+        exchanged = [o for o in missing if any(self.name_of(weight) in self._exchanged for weight in parameters(o))]
         if exchanged and card.keeps_state and card.promise.of == "gradients" and not self._warned_of_missing:
             self._warned_of_missing = True
             line = _MISSED.format(kind=type(exchanged[0]).__name__, method=self.method.name)
@@ -455,39 +394,33 @@ class StepLoop:
         with torch.enable_grad():
             loss = closure()
         self._check(optimizer)
-        comes_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hooks[optimizer]
-        ran = _give_once(loss, optimizer, _marks(optimizer) if comes_last else None)
-        return (
-            tuple(ran if value is closure else value for value in args),
-            {name: ran if value is closure else value for name, value in kwargs.items()},
-        )
+        final = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._hooks[optimizer]
+        return replace_closure(closure, loss, optimizer, (args, kwargs), weights_are_final=final)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check whether the step counts; if not, drop the gradients of ``optimizer``."""
-        if not self._exchanged and self._open is None and _makes_state(optimizer):
+        if not self._exchanged and self._open is None and makes_state(optimizer):
             return
-        self._look_for_scaler()
-        if self.scaler is not None:
-            self._scales_wrappers = id(optimizer) not in self.scaler._per_optimizer_states
+        self.scaler_watch.step_begins(optimizer)
         if self._open is None and id(optimizer) not in self._waiting:
             self.exchange()
-        idle = not _has_gradients(optimizer) and not self.engine.accumulated()
+        idle = not has_gradients(optimizer) and not self.engine.accumulated()
         if not self._exchanged and self._open is None and idle:
             return  # the others have stepped already, and this one has nothing to do
         if self._open is None and (id(optimizer) in self._waiting or not self._begin(optimizer)):
-            _drop_gradients(optimizer)
+            drop_gradients(optimizer)
             self._waiting.discard(id(optimizer))
             return
-        if id(optimizer) not in self._waiting and _has_gradients(optimizer):
+        if id(optimizer) not in self._waiting and has_gradients(optimizer):
             raise ThinwireError(
                 f"{type(optimizer).__name__} steps a second time after one exchange of gradients: each step needs a "
                 "backward pass of its own"
             )
-        if (reason := self._unexchanged(_parameters(optimizer))) is not None:  # since another optimizer has stepped
+        if (reason := self._unexchanged(parameters(optimizer))) is not None:  # since another optimizer has stepped
             raise ThinwireError(reason)
         self.engine.stepping()
         assert self._open is not None
-        named = ((self.name_of(weight), weight) for weight in _parameters(optimizer))
+        named = ((self.name_of(weight), weight) for weight in parameters(optimizer))
         weights = {name: weight for name, weight in named if name is not None}
         former = self._part  # of this optimizer if its step raised an error, and is taken again
         hidden = former.put_back if former is not None and former.optimizers == (optimizer,) else []
@@ -527,12 +460,12 @@ class StepLoop:
             diverged = None if self.in_a_row != self._max_skipped else self._diverged(number)
             self._skip()
             self._look(number)
-            if (scaler := _scaler_above()) is None:  # it wants to see the gradients of each optimizer
+            if (scaler := scaler_above()) is None:  # it wants to see the gradients of each optimizer
                 for stopped_optimizer in self.optimizers:
-                    _drop_gradients(stopped_optimizer)
+                    drop_gradients(stopped_optimizer)
             elif overflowed:
-                _back_off(scaler, optimizer)
-            self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
+                back_off(scaler, optimizer)
+            self._waiting = {id(optimizer) for optimizer in self.optimizers if has_gradients(optimizer)}
             if diverged is not None:
                 raise ThinwireError(diverged)
             return False
@@ -540,7 +473,7 @@ class StepLoop:
         self.warn_of_writes()
         self._cancel()
         self._commit()
-        self._waiting = {id(optimizer) for optimizer in self.optimizers if _has_gradients(optimizer)}
+        self._waiting = {id(optimizer) for optimizer in self.optimizers if has_gradients(optimizer)}
         self._open = self._step()
         return True
 
@@ -670,8 +603,9 @@ class StepLoop:
         self._exchanged.clear()
         self._own.clear()
         self._waiting.clear()
-        self._written = None if self._written is None else {}
-        self._open = self._part = self.norm = self.clip_factor = self._stepped_before = None
+        self._open = self._part = self.norm = self.clip_factor = None
+        self.gradient_watch.step_is_over()
+        self.scaler_watch.step_is_over()
         self.engine.end_step()
 
     def _commit(self) -> None:
@@ -684,21 +618,14 @@ class StepLoop:
         has_gradients = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
         if has_gradients and not self._exchanged and self.engine.exchanges:
             missing = self.engine.missing()
-            for name, weight in self.weights.items():  # DDP's hooks are on what it was before
-                former, now = self._kinds[name], _kind(weight)
-                if now != former:
-                    return f"{name} was {former} at compress() and is {now} now: convert the model before you wrap it"
+            if (converted := self.parameter_watch.converted()) is not None:
+                return converted
             return (
                 "optimizer.step() was called before gradients were exchanged, so each rank has its own: the last "
                 "backward pass of a step must not be inside no_sync() or accumulate(last=False)"
                 + (f"; and {_MISSING.format(name=missing)}" if missing else "")
             )
-        # DDP does not exchange parameters that were frozen when it was made: each rank would go its own way.
-        for name, weight in self._frozen.items():
-            thawed = weight.requires_grad and weight.grad is not None
-            if thawed and any(weight is member for optimizer in self.optimizers for member in _parameters(optimizer)):
-                return _LATE.format(name=name)
-        return self._unexchanged(self.weights.values())
+        return self.parameter_watch.thawed() or self._unexchanged(self.weights.values())
 
     def _unexchanged(self, weights: Iterable[Tensor]) -> str | None:
         """Explain that this rank alone has the gradient of one of ``weights``, which all have exchanged before; None if
@@ -707,16 +634,6 @@ class StepLoop:
             return None
         own = {name: weight.grad for weight in weights if (name := self.name_of(weight)) in self._own}
         return None if all_zero(own.values()) else _OWN.format(name=next(name for name in own if own[name] is not None))
-
-    def _look_for_scaler(self) -> None:
-        if not self._knows_scaler and _scaler_above() is not None:
-            if not self.method.rank_equal:
-                raise ThinwireError(NO_SCALER.format(name=self.method.name))
-            raise ThinwireError(
-                f"{self.method.name} keeps values from step to step, and a GradScaler changes their scale: pass it "
-                "as compress(..., scaler=scaler)"
-            )
-        self._knows_scaler = True
 
 
 class _BeforeForward:
@@ -738,99 +655,11 @@ def split_counts(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: values.pop(key) for key in list(values) if key.startswith("bound/") or "/" not in key}
 
 
-def unwrapped(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers inside wrappers.
-
-    Accelerate's and Lightning's wrapper has one ``optimizer`` and never calls its own ``step`` hooks; torchtitan's
-    container has several ``optimizers``.
-    """
-    inner = getattr(optimizer, "optimizers", getattr(optimizer, "optimizer", None))
-    if isinstance(optimizer, list | tuple):
-        for member in optimizer:
-            yield from unwrapped(member)
-    elif inner is None:
-        yield optimizer
-    else:
-        yield from unwrapped(inner)
-
-
-def _scaler_above() -> torch.amp.GradScaler | None:
-    """Return the GradScaler that steps the optimizer. Its only trace is its frame among the callers of ``step``."""
-    frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), FRAMES)
-    callers = (frame.f_locals.get("self") for frame, _ in frames)
-    return next((of for of in callers if isinstance(of, torch.amp.GradScaler) and of.is_enabled()), None)
-
-
-def _stepped_by(scaler: torch.amp.GradScaler) -> set[int]:
-    """Return, by id, what ``scaler`` has stepped or left out since its last update."""
-    return {key for key, state in scaler._per_optimizer_states.items() if state["stage"].name == "STEPPED"}
-
-
-def _back_off(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Let ``scaler.update()`` lower the scale: a mask has hidden from ``scaler`` what overflowed, or another rank."""
-    states = scaler._per_optimizer_states
-    for key, state in states.items():
-        if key == id(optimizer) or id(optimizer) not in states:  # a wrapper's
-            for found in state["found_inf_per_device"].values():
-                found.fill_(1.0)
-
-
-def _kind(weight: Tensor) -> str:
-    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-
-
 def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _give_once(loss: Any, optimizer: torch.optim.Optimizer, marks: list | None) -> Callable[[], Any]:
-    """Make a closure that returns ``loss`` once, in place of the one that was run for ``optimizer``.
-
-    ``marks``: of the weights then; None: hooks that follow may change them.
-    """
-    losses = [loss]
-
-    def closure() -> Any:
-        if not losses:
-            raise ThinwireError(
-                f"{type(optimizer).__name__} calls its closure several times in one step, each time with other "
-                "weights: use an optimizer that needs one gradient per step"
-            )
-        if marks is not None and marks != _marks(optimizer):
-            raise ThinwireError(_CLOSURE.format(kind=type(optimizer).__name__))
-        return losses.pop()
-
-    return closure
-
-
-@torch._disable_dynamo
-def _marks(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool]]:
-    """Return what shows that weights were written, or gradients dropped."""
-    return [(weight._version, weight.grad is None) for weight in _parameters(optimizer)]
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
     """Is ``optimizer`` in the hands of a wire that is not closed?"""
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return any(isinstance(getattr(hook, "__self__", None), StepLoop) for hook in hooks)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Is this an empty first step? ``torch.distributed.checkpoint`` takes one, to have a state to load into."""
-    if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
-        return False
-    return _has_gradients(optimizer) and all_zero(parameter.grad for parameter in _parameters(optimizer))
-
-
-def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Drop gradients: an optimizer leaves such parameters, their moments and their step counts as they are."""
-    for parameter in _parameters(optimizer):
-        parameter.grad = None
-
-
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(parameter.grad is not None for parameter in _parameters(optimizer))
