@@ -110,7 +110,7 @@ class FSDP2(ShardedEngine):
             for fsdp_param in self.fsdp_params
         }
         dtypes = {
-            id(fsdp_param.sharded_param): self._reduce_dtype(group) or fsdp_param.sharded_param.dtype
+            id(fsdp_param.sharded_param): _reduce_dtype(group, fsdp_param)
             for _, group in self.groups
             for fsdp_param in group.fsdp_params
         }
@@ -166,11 +166,6 @@ class FSDP2(ShardedEngine):
             facts[f"FSDP module '{names[id(module)]}'"] = described
         return facts
 
-    @staticmethod
-    def _reduce_dtype(group: Any) -> torch.dtype | None:
-        policy = _policy(group)
-        return policy.reduce_dtype or policy.param_dtype
-
     def _check(self) -> None:
         for module, group in self.groups:
             name, params = type(module).__name__, group.fsdp_params
@@ -193,7 +188,8 @@ class FSDP2(ShardedEngine):
                     f"{name}: gathering weights in several dtypes is not supported: leave out MixedPrecisionPolicy's "
                     "param_dtype_override_fn"
                 )
-            if torch.float16 in (self._reduce_dtype(group), *(param.sharded_param.dtype for param in params)):
+            weights = (param.sharded_param.dtype for param in params)
+            if torch.float16 in (*(_reduce_dtype(group, param) for param in params), *weights):
                 raise ThinwireError(
                     f"{name}: float16 gradients are not supported: use "
                     "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
@@ -330,6 +326,17 @@ class FSDP2(ShardedEngine):
     def weights_changed(self) -> None:
         for replica in self.replicas:
             replica.changed = True
+
+
+def _reduce_dtype(group: Any, fsdp_param: Any) -> torch.dtype:
+    """Return the dtype in which a parameter's gradient is reduced.
+
+    Without ``reduce_dtype`` that is the parameter's own, or its ``grad_dtype``, from torch 2.15 on, and before
+    ``param_dtype``.
+    """
+    policy = _policy(group)
+    default = getattr(fsdp_param, "sharded_grad_dtype", None) or policy.param_dtype or fsdp_param.sharded_param.dtype
+    return policy.reduce_dtype or default
 
 
 def _policy(group: Any) -> Any:
