@@ -1,6 +1,7 @@
 """Replicas that die, join and lose messages: nothing is lost but what is counted, and all hold equal weights."""
 
 import copy
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -183,6 +184,7 @@ class Rounds:
         self, replica: lighthouse.Replica, text: str, weights: dict[tuple[int, int], set[int]], drops: float = 0.0
     ) -> None:
         self.replica, self.text, self.weights, self.drops = replica, text, weights, drops
+        self.rounds: list[tuple[int, int]] = []  # that counted: their votes, and how often it was healed until then
         model = Model()
         self.optimizer = resolve(text).OPTIMIZER(model.parameters(), lr=1e-2)
         options = Options(resolve(text), (self.optimizer,), None, None, 1000, 0, None, None, Safety(max_skipped=None))
@@ -200,6 +202,8 @@ class Rounds:
             else:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=bool(to_none))
+            if self.replica.step > votes:
+                self.rounds.append((self.replica.step, self.wire.turnover.healed))
             if self.replica.step > votes and self.wire.method.rank_equal:
                 values = torch.cat([weight.detach().reshape(-1) for weight in self.model.parameters()])
                 vote = self.replica.step, self.wire.engine.across.membership.number
@@ -263,6 +267,9 @@ def test_local_steps_in_rounds(text: str, drops: float) -> None:
             program.wire.close()
         assert not any("rounds that did not count" in program.wire.method.facts() for program in programs)
         assert weights and all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
+        for program in programs:  # what a replica has learnt is in the mean, and not replaced by the others' weights
+            for (vote, healed), (following, later) in itertools.pairwise(program.rounds):
+                assert later == healed or following > vote + 1, f"seed {seed}: {program.replica.name}, {following}"
         seen += played.seen
     for what in ("killed", "joined", "behind", "lost", "stopped", "deaf", "followed"):
         assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"

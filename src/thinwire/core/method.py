@@ -76,6 +76,9 @@ class Method:
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Knobs of the base class that this method lacks, and why: they are not listed, and setting one is refused."""
 
+    missed = 0
+    """Skipped steps of which it knows, if it lets ranks step alone. (No knob, so not annotated.)"""
+
     dense: tuple[str, ...] = ()
     send: tuple[str, ...] = ()
     state: State = field(init=False, repr=False, compare=False)

@@ -37,7 +37,7 @@ from thinwire.saved.tape import Entry, Tape
 
 SHARE = 8
 """The messages of a step are to be so much smaller than the state, or it takes longer to follow than to fetch it."""
-History = Sequence[tuple[int, int]]  # (first step, number of the membership) of the attempts that counted
+History = Sequence[tuple[int, int]]  # (first step that is over, number of the membership) of the attempts that counted
 
 
 class Loss(NamedTuple):
@@ -158,10 +158,16 @@ class Turnover:
         return stale or caught_up
 
     @property
+    def _over(self) -> int:
+        """The steps that have counted, with those that this replica skipped where each steps alone: as many on all."""
+        step = self._stage.step
+        return step + (self._method.missed if self._method.card.alone(step) else 0)
+
+    @property
     def branch(self) -> tuple[int, int]:
-        """The steps that have counted here, and the number of the membership in which the last of them did: who counted
+        """The steps that are over here, and the number of the membership in which the last of them counted: who counted
         a step, and was then away while others took it again, has as many as they."""
-        return self._stage.step, self._history[-1][1] if self._history else -1
+        return self._over, self._history[-1][1] if self._history else -1
 
     def waiting(self) -> float:
         """Return the norm of what waits on this rank if the step counts: of its part of the mean times N."""
@@ -182,7 +188,7 @@ class Turnover:
             self._entry.delivers = self._stage.flush_at == self._stage.step
         if counted:
             if not self._history or self._history[-1][1] != membership.number:
-                self._history.append((self._stage.step, membership.number))
+                self._history.append((self._over, membership.number))
             self._norms = dict(zip(membership.names, waiting, strict=True))
 
     def note_clip(self, *limits: float) -> None:
@@ -308,13 +314,13 @@ class Turnover:
     def doubt(self) -> None:
         """Keep what this rank's rows will be if it turns out that others have counted the attempt."""
         rows = {key: value.clone() for key, value in written_rows(self._method.state).items()}
-        self._doubt = self._stage.step, self._comm.membership.number, rows
+        self._doubt = self._over, self._comm.membership.number, rows
 
     def give(self) -> dict[str, Any]:
         """Return what a replica that joins needs of this one."""
         return {
             "about": self._header.dump(), "history": list(self._history), "counts": self._loop.counts(),
-            "ends_round": self._ends_round,
+            "ends_round": self._ends_round, "over": self._over,
             "values": {k: value for k, value in dump_state(self._method.state).items() if not self._is_own(k)},
             "weights": {name: local(value).clone() for name, value in self._model.state_dict().items()},
             "optimizers": [_state_of(optimizer) for optimizer in self._run.optimizers],
@@ -375,7 +381,7 @@ class Turnover:
             if unlike := new.unlike_run(peer):
                 raise ThinwireError(f"this replica does not fit the run that it wants to join: {unlike}")
             counts = received["counts"]
-            own_rows = self._own_rows(received["history"], int(counts["step"]), values)
+            own_rows = self._own_rows(received["history"], received["over"], values)
             values = {key: value for key, value in received["values"].items() if key not in own_rows}
             if not hears:  # in the very place of the peer all is as it is there
                 values = regroup(values, peer, new, self._method) | regroup(own_rows, self._header, new, self._method)
@@ -399,8 +405,8 @@ class Turnover:
 
     def _own_rows(self, history: History, reached: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's own rows, of ``values`` or of the attempt in doubt, given the ``history`` of those ahead,
-        with ``reached`` steps. Empty: it has none, or what it counted was taken again."""
-        step = self._stage.step
+        with ``reached`` steps over. Empty: it has none, or what it counted was taken again."""
+        step = self._over
         attempted, number, rows = (reached, 0, values) if self._doubt is None else self._doubt
         if attempted < reached and number_at(history, attempted) == number:
             values = rows

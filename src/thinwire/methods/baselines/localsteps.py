@@ -192,7 +192,7 @@ class LocalSteps(Method):
                 f"{self.name}: start_with={self._starter.name} does not do the same in each step (it has a start, "
                 "or keeps a mask): choose a method that does, such as int8"
             )
-        self._missed = self._lost = 0  # steps not taken, rounds that did not count
+        self.missed = self._lost = 0  # steps not taken, rounds that did not count
         self._ranks_differ = False  # do the ranks' weights differ?
         self._timetable = Timetable(self.every, self.fragments, self.delay)
         self._fragments: list[Fragment] = []
@@ -361,7 +361,7 @@ class LocalSteps(Method):
         if step.number >= self.first:
             self._copy_shared_weights()
             self._count_step(step)
-        self._missed += 1
+        self.missed += 1
 
     def _copy_shared_weights(self) -> None:
         """Copy W, which all ranks hold, before the run's first local step and the first one after ``reset``."""
@@ -381,7 +381,7 @@ class LocalSteps(Method):
 
     def _local_step(self, number: int) -> int:
         """Number, from 1, the local step that is the optimizer's step ``number``; skipped ones count."""
-        return number + self._missed + 1 - self.first
+        return number + self.missed + 1 - self.first
 
     def _count_step(self, step: Step) -> None:
         """Count a step, taken or skipped; end the rounds that end with it."""
@@ -506,7 +506,7 @@ class LocalSteps(Method):
     def finish(self) -> None:
         """Put this rank's own weights and moments into the state: the model's checkpoint does not hold them."""
         self._land()
-        for kind, count in (("missed", self._missed), ("lost", self._lost), ("merge at", self._merge_at)):
+        for kind, count in (("missed", self.missed), ("lost", self._lost), ("merge at", self._merge_at)):
             self.state.keep(kind, "", torch.tensor(count, device="cpu"))
         for fragment in self._fragments:
             fragment.method.finish()
@@ -528,7 +528,7 @@ class LocalSteps(Method):
         """Restore W, its momentum, and this rank's own weights and moments from a checkpoint."""
         self._land(forget=True)
         counts = (self.state.get(kind, "") for kind in ("missed", "lost", "merge at"))
-        self._missed, self._lost, self._merge_at = (0 if count is None else int(count) for count in counts)
+        self.missed, self._lost, self._merge_at = (0 if count is None else int(count) for count in counts)
         for kind, name, saved in find_entries(self.state):
             if kind in ("anchor", "outer momentum", OWN_WEIGHT):
                 check_saved_shape(self.run, kind, name, saved)
