@@ -275,6 +275,43 @@ def test_local_steps_in_rounds(text: str, drops: float) -> None:
         assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
 
 
+@pytest.mark.parametrize("text", ["dense", "int8(smallest=0)", "trickle(smallest=0)"])
+@pytest.mark.parametrize("unlike", ["", "optimizer", "clip_grad_norm_", "run"])
+def test_replicas_of_unlike_settings_take_no_step(text: str, unlike: str) -> None:
+    """Their weights would differ from then on, and nobody would notice; foreach=True makes no other step."""
+    refusals, weights = list[str](), defaultdict[int, set[tuple[float, ...]]](set)
+
+    def begin(replica: lighthouse.Replica) -> Any:
+        model, other = Model(), replica.name.endswith("1")
+        rate = 1e-2 * (1 + (other and unlike == "optimizer"))
+        optimizer = resolve(text).OPTIMIZER(model.parameters(), lr=rate, foreach=other)
+        options = Options(resolve(text), (optimizer,), None, None, 1000, 0, None, None, Safety())
+        wire = join(Replicas(model, replica, replica.comm), options, replica.comm.ledger)
+        wire.attach()
+        assert wire.turnover is not None
+        wire.turnover.run_settings = f"batch_size={2 + (other and unlike == 'run')}"
+
+        def run() -> None:
+            for step in range(2):
+                torch.stack([weight.square().sum() for weight in model.parameters()]).sum().backward()
+                try:
+                    wire.clip_grad_norm_(1.0 + (other and unlike == "clip_grad_norm_"))
+                    optimizer.step()
+                except thinwire.ThinwireError as error:
+                    refusals.append(str(error))
+                    break
+                optimizer.zero_grad()
+                weights[step].add(tuple(torch.cat([w.detach().reshape(-1) for w in model.parameters()]).tolist()))
+            wire.close()
+
+        return run
+
+    lighthouse.Lighthouse(0, begin, replicas=2, quorums=0).run()
+    assert len(weights) == (0 if unlike else 2) and all(len(values) == 1 for values in weights.values())
+    assert len(refusals) == (2 if unlike else 0) and len(set(refusals)) == len(refusals)
+    assert all(f"{unlike} differ" in refusal and "give all the same" in refusal for refusal in refusals)
+
+
 def test_a_checkpoint_within_a_round_keeps_the_steps_of_the_round() -> None:
     weights: dict[tuple[int, int], set[int]] = defaultdict(set)
     saved: list[Any] = []

@@ -9,6 +9,8 @@ error comes later is *in doubt*, and learns from the others (``saved/turnover.py
 from __future__ import annotations
 
 import itertools
+import textwrap
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -30,6 +32,11 @@ from thinwire.network.guard import Guard
 _FROZEN = (
     "{name} was frozen after compress(), and the optimizer would still move it, by the mean of the others and by its "
     "momentum: freeze it before, or give it a group of its own with lr=0"
+)
+
+_UNLIKE = (
+    "the replicas' {what} differ (here {own}), so the step would leave them with different weights: give all the same, "
+    "and set a schedule by manager.current_step(), which they share"
 )
 
 
@@ -203,25 +210,33 @@ class Replicas(Engine):
         if not lost and comms is not None:  # a step alone
             return finite, stuck
         verdict, outdated = 2.0 if stuck else float(not finite), False
-        waiting, agreed = list[float](), False
+        waiting, agreed, unlike = list[float](), False, list[str]()
         if not lost:
             with self._attempt(self.attempts.doubt):
-                vote = [verdict, self.attempts.waiting(), *self.attempts.branch]
+                settings = self.attempts.settings()
+                sums = (zlib.crc32(text.encode()) for text in settings.values())
+                vote = [verdict, self.attempts.waiting(), *self.attempts.branch, *sums]
                 row = torch.tensor(vote, dtype=torch.float64, device="cpu")
                 rows = row.new_zeros(self.across.size, len(row))
                 self.across.all_gather(rows, row)
                 verdict, waiting = max(verdict, float(rows[:, 0].max())), rows[:, 1].tolist()
-                branches = {*map(tuple, rows[:, 2:].tolist()), self.attempts.branch}
+                branches = {*map(tuple, rows[:, 2:4].tolist()), self.attempts.branch}
                 agreed = len(branches) == 1
+                columns = zip(settings, rows[:, 4:].unbind(1), strict=True)
+                unlike = [what for what, column in columns if len(column.unique()) > 1]
                 # Else some went on while others, who count as many steps, took them again.
                 outdated = self.attempts.branch != max(branches, key=lambda branch: branch[::-1])
         if any_of(self.inside, outdated):
             self.members.fall_behind()
+        refused = any_of(self.inside, agreed and bool(unlike))
+        verdict = 2.0 if refused else verdict
         counted = self.members.vote(agreed)
         if agreed and not counted:
             self.attempts.doubt()
         self.attempts.agreed(counted and verdict == 0, waiting, voted=counted)
         self.failed, self.void = None, not counted
+        if counted and refused and unlike:
+            raise ThinwireError(_UNLIKE.format(what=unlike[-1], own=textwrap.shorten(settings[unlike[-1]], 200)))
         return counted and verdict == 0, counted and verdict == 2
 
     @property

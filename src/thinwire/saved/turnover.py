@@ -37,6 +37,8 @@ from thinwire.saved.tape import Entry, Tape
 
 SHARE = 8
 """The messages of a step are to be so much smaller than the state, or it takes longer to follow than to fetch it."""
+FORMS = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of an optimizer by which no step differs, but for rounding."""
 History = Sequence[tuple[int, int]]  # (first step that is over, number of the membership) of the attempts that counted
 
 
@@ -98,11 +100,12 @@ class Turnover:
             state of another. losses: by name, of replicas that left and did not come back.
         tape: for those that are about to join. follows: the tape of a replica that goes on
             (``adapters.transport.Follower``), which this one is to follow before it first asks. clip: takes part in
-            a step as ``wire.clip_grad_norm_`` does.
+            a step as ``wire.clip_grad_norm_`` does. run_settings: the program's own that must be alike on all.
     """
 
     clip: Callable[[float, float], Any]
     follows: Any = None
+    run_settings = ""
 
     def __init__(
         self, members: Any, comm: Comm, step_loop: StepLoop, run: Run, header: Header,
@@ -122,6 +125,7 @@ class Turnover:
         self.tape = Tape()
         self._entry: Entry | None = None  # of the attempt under way
         self._voted = False
+        self._clips: list[tuple[float, ...]] = []  # of the step under way
         self._begun: Mapping[str, Any] | None = None  # the state from which this replica follows another
         members.offer(self.give, self._hold)
 
@@ -159,15 +163,24 @@ class Turnover:
 
     @property
     def _over(self) -> int:
-        """The steps that have counted, with those that this replica skipped where each steps alone: as many on all."""
-        step = self._stage.step
-        return step + (self._method.missed if self._method.card.alone(step) else 0)
+        """The steps that are over: as many on all replicas, also where each skips steps alone."""
+        return self._stage.step + self._method.missed
 
     @property
     def branch(self) -> tuple[int, int]:
         """The steps that are over here, and the number of the membership in which the last of them counted: who counted
         a step, and was then away while others took it again, has as many as they."""
         return self._over, self._history[-1][1] if self._history else -1
+
+    def settings(self) -> dict[str, str]:
+        """Return what must be alike on all replicas that take the step under way, by its name in an error."""
+        settings = {"settings of the run": self.run_settings}
+        if not self._method.card.alone(self._stage.step):
+            groups = [{key: group[key] for key in optimizer.defaults if key in group and key not in FORMS}
+                      for optimizer in self._run.optimizers for group in optimizer.param_groups]  # fmt: skip
+            settings["settings of the optimizer"] = str(tree_map_only(Tensor, Tensor.tolist, groups))
+            settings["limits of clip_grad_norm_"] = str(self._clips)
+        return settings
 
     def waiting(self) -> float:
         """Return the norm of what waits on this rank if the step counts: of its part of the mean times N."""
@@ -193,6 +206,7 @@ class Turnover:
 
     def note_clip(self, *limits: float) -> None:
         """Note a call of ``wire.clip_grad_norm_``."""
+        self._clips.append(tuple(map(float, limits)))
         if self._entry is not None:
             self._entry.clips.append((limits[0], limits[1]))
 
@@ -206,7 +220,7 @@ class Turnover:
 
     def end_step(self) -> None:
         """Keep what was heard in the step that is over, if it has counted."""
-        entry, self._entry, self._comm.heard = self._entry, None, None
+        entry, self._entry, self._comm.heard, self._clips = self._entry, None, None, []
         if self._voted:
             self._voted = False
             self.tape.add(entry, self._snapshot)

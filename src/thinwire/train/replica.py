@@ -33,6 +33,7 @@ from thinwire.core.safety import Safety
 from thinwire.network.comm import ManagedComm
 from thinwire.network.ledger import Ledger
 from thinwire.train.checkpoint import format
+from thinwire.train.checkpoint.run_settings import DATA, TABLE
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.data.tokenizer import is_kept
 from thinwire.train.job.collective import Collective
@@ -147,6 +148,10 @@ class ReplicaTrainer(Trainer):
             safety=Safety(guard=config.guard, max_skipped=None),
         )  # fmt: skip
         self.manager = self.wire.manager
+        assert self.wire.turnover is not None
+        described = self.checkpoints.description
+        data = {name: described.get(name) for name, (consequence, _) in TABLE.items() if consequence == DATA}
+        self.wire.turnover.run_settings = str({**data, "steps": config.steps})
         self.manager.register_state_dict_fn("trainer", functools.partial(setattr, self, "_news"), self._give)
         return self.wire
 

@@ -357,10 +357,12 @@ class LocalSteps(Method):
             self._count_step(step)
 
     def after_skip(self, step: Step) -> None:
-        """Count the skipped step as one of the round's (in the start all ranks skip it)."""
+        """Count the skipped step as one of the round's. (In the start all ranks skip it, or it is taken again.)"""
         if step.number >= self.first:
             self._copy_shared_weights()
             self._count_step(step)
+        elif step.failed():
+            return
         self.missed += 1
 
     def _copy_shared_weights(self) -> None:
