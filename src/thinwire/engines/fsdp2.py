@@ -162,7 +162,7 @@ class FSDP2(ShardedEngine):
         facts = {}
         for module, group in param_groups(model):
             resharded = getattr(group.post_forward_mesh_info, "shard_mesh_size", None)
-            described = f"{len(group.fsdp_params)} parameters, {_policy(group)}, resharded over {resharded}"
+            described = f"{len(group.fsdp_params)} parameters, {policy_of(group)}, resharded over {resharded}"
             facts[f"FSDP module '{names[id(module)]}'"] = described
         return facts
 
@@ -237,7 +237,7 @@ class FSDP2(ShardedEngine):
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
                 buffers.append(link.pieces_of(trained))
                 dtypes.append(self.parameters[id(trained[0].sharded_param)].dtype)
-            dtype = _policy(link.group).param_dtype or params[0].sharded_param.dtype
+            dtype = policy_of(link.group).param_dtype or params[0].sharded_param.dtype
             shards.append(link.shard(dtype))
         sizes = [sum(of.numel for of in pieces) * dtype.itemsize for pieces, dtype in zip(buffers, dtypes, strict=True)]
         held = (self._inputs - 1) * max(sizes, default=0)
@@ -334,12 +334,12 @@ def _reduce_dtype(group: Any, fsdp_param: Any) -> torch.dtype:
     Without ``reduce_dtype`` that is the parameter's own, or its ``grad_dtype``, from torch 2.15 on, and before
     ``param_dtype``.
     """
-    policy = _policy(group)
+    policy = policy_of(group)
     default = getattr(fsdp_param, "sharded_grad_dtype", None) or policy.param_dtype or fsdp_param.sharded_param.dtype
     return policy.reduce_dtype or default
 
 
-def _policy(group: Any) -> Any:
+def policy_of(group: Any) -> Any:
     """Return a module's MixedPrecisionPolicy, which torch 2.15 keeps with each parameter only."""
     return group.fsdp_params[0].mp_policy
 

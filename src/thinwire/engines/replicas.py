@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,7 +59,11 @@ def fewest(inside: Sequence[Comm], number: int) -> int:
 
 def without_frames(error: FailedExchange) -> FailedExchange:
     """Let go of the messages that failed: gloo's connections live as long as one of them, and others would wait."""
-    error.__traceback__ = error.__cause__ = error.__context__ = None
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__, link = None, link.__cause__ or link.__context__
+    error.__cause__ = error.__context__ = None
     return error
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.names import clean_name
-from thinwire.engines.fsdp2 import param_groups
+from thinwire.engines.fsdp2 import param_groups, policy_of
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
@@ -72,7 +72,7 @@ class Forecast:
         self.double = on_meta(training.model, self._sharded, {})
         self.per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trials.comm.size)
         sharded = training.engine != "ddp"
-        self._gathers = param_groups(training.model)[0][1].mp_policy.param_dtype if sharded else None
+        self._gathers = policy_of(param_groups(training.model)[0][1]).param_dtype if sharded else None
         self._sequences, profile = 1.0, _by_size(self.double)
         try:
             profile = profile_of(self.double, trials.inputs, self._gathers)
