@@ -25,16 +25,18 @@ import pytest
 from patience import PATIENCE
 from pretrained_models import TEXT
 from thinwire.base import files
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, Unanswered
 from thinwire.cli import program as cli
 from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job import run_folder
 from thinwire.train.job import status as status_page
-from thinwire.train.job.replica_log import REPLICAS
+from thinwire.train.job.replica_log import REPLICAS, turn
 from thinwire.train.job.run_folder import RESULTS, hold_run_folder, settle_previous
 from thinwire.train.job.status import Gap, alive_on, goodput, read_run, shown
+from thinwire.train.loop import Trainer
+from thinwire.train.replica import ReplicaTrainer
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
@@ -257,6 +259,68 @@ def test_a_replica_that_never_takes_part_stays_away_after_three_times(tmp_path, 
     assert run.run() == 7
 
 
+def test_a_replica_that_dies_as_the_run_ends_is_not_said_to_be_started_again(tmp_path, capfd):
+    waits = f"until [ -e {tmp_path}/died ]; do sleep 0.05; done; sleep 0.3"
+    run = supervised(tmp_path, {"0": f"touch {tmp_path}/died; kill -9 $$", "1": waits})
+    assert run.run() == 0 and run.replicas[0].starts == 1
+    assert "replica 0 was ended by SIGKILL as the run ended" in (printed := capfd.readouterr().err)
+    assert "started again" not in printed
+
+
+SAVES = "mkdir -p {0}/checkpoints; echo step-000007 > {0}/checkpoints/latest"
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_whose_last_files_nobody_wrote_can_go_on(saves, tmp_path):
+    run = supervised(tmp_path, {"0": f"{SAVES.format(tmp_path) if saves else ':'}; exit 0"})
+    with subprocess.Popen(["sleep", "60"]) as run._lighthouse:
+        line = "--resume auto goes on from step-000007" if saves else "nothing is saved"
+        with pytest.raises(Unanswered, match=line) as raised:
+            run.run()
+        run._lighthouse.kill()
+    assert raised.value.status == 1
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_replicas_save_what_they_have_when_the_lighthouse_dies(saves, tmp_path):
+    """One that does not end within --file-timeout is ended."""
+    trap = f"{SAVES.format(tmp_path)}; exit 143" if saves else ""
+    up = [tmp_path / f"up-{name}" for name in "01"]
+    text = f"trap '{trap}' TERM; touch {tmp_path}/up-$THINWIRE_REPLICA; while :; do sleep 0.05; done"
+    run = supervised(tmp_path, {name: text for name in "01"}, file_timeout=60.0 if saves else 0.5)
+    watch = f"until [ -e {up[0]} -a -e {up[1]} ]; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", watch]) as run._lighthouse:
+        line = "--resume auto goes on from step-000007" if saves else "nothing is saved"
+        with pytest.raises(Unanswered, match=f"lighthouse has ended, and so has the run: {line}") as raised:
+            run.run()
+    assert raised.value.status == 1 and all(replica.away and replica.starts == 1 for replica in run.replicas)
+
+
+def test_a_replica_that_is_stopped_in_its_save_is_waited_for_once(tmp_path, monkeypatch, capfd):
+    saved = []
+    monkeypatch.setattr(Trainer, "_save", lambda self, good: saved.append(self.step))
+    trainer = object.__new__(ReplicaTrainer)
+    trainer.config = Config(elastic=True, out=tmp_path, timeout=0.5, file_timeout=1.0, steps=9)
+    trainer._keeps, trainer._is_blocked = True, False
+
+    def save(step: int) -> float:
+        trainer.step, began = step, time.monotonic()
+        trainer._save(good=True)
+        return time.monotonic() - began
+
+    with turn(tmp_path):  # as the stopped one
+        waited = [save(step) for step in (5, 6)]
+    assert waited[0] >= 0.5 > waited[1] and saved == []
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(": another replica")[0] for line in lines] == [
+        f"thinwire: no checkpoint of step {step}" for step in (5, 6)
+    ]
+    save(7)
+    with turn(tmp_path):
+        assert save(8) >= 0.5 and save(9) >= 1.0  # the last one is written in any case
+    assert saved == [7, 9]
+
+
 @pytest.mark.parametrize("status", [2, 143])
 def test_a_replica_with_unusable_input_or_told_to_end_is_not_started_again(tmp_path, status):
     run = supervised(tmp_path, {"0": f"exit {status}", "1": f"exit {status}"})
@@ -441,6 +505,16 @@ if plan["stays away"] == name and starts:
 from thinwire.cli import program
 from thinwire.train import replica
 
+from thinwire.train.checkpoint.store import Checkpoints
+
+save = Checkpoints.save
+
+def save_or_die(self, step, *more, **named):
+    if name in plan["killed"] and not starts and step == plan["in save"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save(self, step, *more, **named)
+
+Checkpoints.save = save_or_die
 take, count = replica.ReplicaTrainer._take_step, replica.ReplicaTrainer._count_step
 
 def take_step(self):
@@ -479,11 +553,12 @@ sys.exit(program.main(words))
 
 
 def watched(tmp_path: Path, *more: str, steps: int, **plan: Any) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    """Run replicas of which some are ``killed``, in the attempt at step ``at``, and one may not come back. Return what
-    each has counted, too: step, its name, its first window of the stream, how many, the sum of its weights."""
+    """Run replicas of which some are ``killed``, in the attempt at step ``at`` or in the save after step ``in save``,
+    and one may not come back. Return what each has counted, too: step, its name, its first window of the stream, how
+    many, the sum of its weights."""
     program, seen = tmp_path / "watched.py", tmp_path / "seen"
     program.write_text(WATCHED)
-    plan = {"seen": str(seen), "stays away": None, **plan}
+    plan = {"seen": str(seen), "stays away": None, "at": None, "in save": None, **plan}
     command = [sys.executable, "-c", LAUNCHER, str(program), json.dumps(plan), *words(tmp_path, *more, steps=steps)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE)
     return done, [json.loads(line) for line in seen.read_text().splitlines()]
@@ -647,3 +722,52 @@ def test_a_run_with_too_few_replicas_waits_then_saves_and_ends(tmp_path):
     assert "too few replicas are left for --min-replicas 2: the run ends" in done.stderr
     assert "ended by SIGTERM after step 7: step-000007 is saved, --resume auto goes on from it" in done.stderr
     assert max(step for step, *_ in counted) == 7
+
+
+@real
+def test_the_next_replica_writes_the_last_files_if_their_keeper_is_killed_in_the_last_checkpoint(tmp_path):
+    done, _ = watched(tmp_path, "--method", "int8(smallest=0)", steps=8, killed=["0"], **{"in save": 8})
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    assert checkpoint_names(run / "checkpoints") == ["step-000008"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    result = json.loads((run / "summary.json").read_text())
+    assert result["first_valid_loss"] == rows[0]["valid_loss"] and math.isfinite(result["valid_loss"])
+    starts = (run / REPLICAS / "0.jsonl").read_text().count('"started"')
+    assert starts == 1 + ("is started again" in done.stderr)
+
+
+@real
+def test_a_run_whose_lighthouse_is_killed_is_saved(tmp_path):
+    command = [sys.executable, "-m", "thinwire", *words(tmp_path, "--method", "int8(smallest=0)", steps=1_000_000)]
+    launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240 * PATIENCE
+        while not metrics.exists() or metrics.read_text().count("\n") < 10:
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        processes = descendants(launcher.pid)
+        (lighthouse,) = (pid for pid in processes if b"LighthouseServer" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(lighthouse, signal.SIGKILL)
+        out, err = launcher.communicate(timeout=240 * PATIENCE)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 1, out + err
+    (name,) = checkpoint_names(tmp_path / "run/checkpoints")
+    assert f"lighthouse has ended, and so has the run: --resume auto goes on from {name}" in err
+    steps = [row["step"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row]
+    assert name == f"step-{steps[-1]:06d}"
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+@real
+def test_a_run_of_which_all_replicas_are_killed_before_a_checkpoint_says_that_it_begins_anew(tmp_path):
+    more = ["--method", "trickle(density=0.05, smallest=0)", "--replicas", "2"]
+    done, _ = watched(tmp_path, *more, steps=10, killed=["0", "1"], at=4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("before the first checkpoint (--checkpoint-every): the run begins anew") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
+    result = json.loads((tmp_path / "run/summary.json").read_text())
+    assert rows[0]["step"] == 0 and result["first_valid_loss"] == rows[0]["valid_loss"] and rows[0]["valid_loss"] > 0

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from thinwire.base.errors import FailedExchange, ThinwireError
+from thinwire.base.errors import FailedExchange, ThinwireError, Unanswered
 from thinwire.base.terminal import say
 from thinwire.core.safety import Safety
 from thinwire.network.comm import ManagedComm
@@ -39,7 +39,7 @@ from thinwire.train.data.tokenizer import is_kept
 from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, summary_time, turn
-from thinwire.train.job.run_folder import RunFolder, read_owner
+from thinwire.train.job.run_folder import RunFolder, has_begun, read_owner
 from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
 from thinwire.train.job.signals import Interrupted, note_signals
 from thinwire.train.job.status import goes_on
@@ -130,6 +130,7 @@ class ReplicaTrainer(Trainer):
         self._votes = self._voted = 0  # votes that counted, and the step at the last one
         self._newcomers: set[str] = set()  # who have no rows of the round under way
         self._evaluated = -1
+        self._is_blocked = False  # by another replica's save
         self._round_seconds: list[float] = []  # of the first steps that this replica takes alone
         self._number = -1  # of the membership
         self._since = time.time()
@@ -191,16 +192,38 @@ class ReplicaTrainer(Trainer):
                         self._conclude_step(outcome, signals)
             except Interrupted:
                 counted = False
+            except Unanswered:  # if it is the lighthouse that is gone, nobody goes on
+                if self.step and not (self._stepping or self._joining):
+                    self._save_alone()
+                raise
             except _Over:
                 self.log.write("ended", step=self.step, why="done")
                 return 0
             if self.step < config.steps:
                 return self._leave(signals[0], counted)
-            if self._keeps:
-                self._conclude()
+            if self._number >= 0:
+                self._end_together()
             self.log.write("ended", step=self.step, why="done")
         self.wire.close()
         return 0
+
+    def _end_together(self) -> None:
+        """Write the run's last files if this replica keeps them, else wait for them: should the keeper be lost, the
+        first to notice it writes them."""
+        if self._keeps:
+            with turn(self.config.out, self.config.file_timeout):
+                self._conclude()
+        try:
+            self._beside.all_reduce(torch.zeros(1, device="cpu"), "mean")
+        except FailedExchange:
+            with turn(self.config.out, self.config.file_timeout):
+                if self._keeps or summary_time(self.config.out) > self._since:
+                    return
+                self._open_files(keeps=True)
+                self.result = self._result()
+                if self.config.checkpoints and not (self.checkpoints.path / self._checkpoint_name).exists():
+                    super()._save(self.checkpoints.latest == self._checkpoint_name)
+                self._conclude()
 
     def attempt_step(self, signals: list[int]) -> StepOutcome | None:
         """Attempt one optimizer step; count it and log it, or return None if it does not count."""
@@ -298,6 +321,8 @@ class ReplicaTrainer(Trainer):
             self.log.write("members", step=self.step + 1, names=names, losses=losses)
         elif votes != self._votes:
             self._newcomers = set()
+        if not self.step and self._evaluated < 0:  # all were lost: else it would have another's state now
+            self.first_loss, self._evaluated = self.evaluate(), self.step
         self._keep_files()
         if votes != self._votes:
             self._rows = [row for row in self._rows if row["step"] > self._voted]
@@ -312,9 +337,15 @@ class ReplicaTrainer(Trainer):
         names = self.wire.engine.across.membership.names
         first = next((rank for rank, name in enumerate(names) if name not in self._newcomers), 0)
         keeps = first == self.place[0]
-        if keeps == self._keeps and not (keeps and (self._reopen or self.display.replaced)):
-            return
+        if keeps != self._keeps or (keeps and (self._reopen or self.display.replaced)):
+            self._open_files(keeps=keeps)
+
+    def _open_files(self, *, keeps: bool) -> None:
+        """Open the run's files to continue them, if this replica ``keeps`` them from now on, or close them."""
         self.checkpoints.folder.check_owner()
+        if keeps and not self.step and has_begun(self.config.out):
+            line = "all replicas were lost before the first checkpoint (--checkpoint-every): the run begins anew"
+            say(f"thinwire: {line}", sys.stderr)
         self._files.close()
         self.display = self._files.enter_context(Display(self.config, 0 if keeps else 1, self.step))
         self._keeps, self._reopen = keeps, False
@@ -358,8 +389,18 @@ class ReplicaTrainer(Trainer):
             if good:  # by the replica that keeps the files
                 self.checkpoints.latest = self._checkpoint_name
             return
-        with turn(self.config.out):
-            super()._save(good)
+        config, last = self.config, self.step == self.config.steps
+        limit_s = config.file_timeout if last else 0 if self._is_blocked else config.timeout  # it is waited for once
+        with turn(config.out, limit_s) as is_free:
+            if is_free or last:
+                super()._save(good)
+        self._is_blocked = not is_free
+        if not (is_free or last):
+            say(f"thinwire: {self._blocked}", sys.stderr)
+
+    @property
+    def _blocked(self) -> str:
+        return f"no checkpoint of step {self.step}: another replica, which may be stopped, has not ended its own save"
 
     @property
     def _checkpoint_name(self) -> str:
@@ -394,12 +435,22 @@ class ReplicaTrainer(Trainer):
             )
             stopped.status = 128 + number
             raise stopped
-        if self.config.checkpoints and not counted and self.streak == 0:
-            with turn(self.config.out):
-                if not format.is_good(self.checkpoints.path / self._checkpoint_name):
-                    super()._save(True)
-            self.checkpoints.latest = self._checkpoint_name
+        if not counted:
+            self._save_alone()
         super()._stop(number)
+
+    def _save_alone(self) -> None:
+        """Save the run, whatever the others do, unless it is saved, or this replica is behind the last checkpoint."""
+        if not self.config.checkpoints or self.streak:
+            return
+        name = self._checkpoint_name
+        with turn(self.config.out, self.config.timeout) as is_free:
+            if not is_free:
+                raise Unanswered(self._blocked)
+            if self.checkpoints.newest_step() < self.step:
+                super()._save(True)
+            if format.is_good(self.checkpoints.path / name):
+                self.checkpoints.latest = name
 
     def _ranks_in_words(self) -> str:
         return f"{self.place[1]} replicas"

@@ -22,7 +22,7 @@ from math import inf
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, Unanswered
 from thinwire.base.files import write
 from thinwire.base.processes import POLL_S, free_port, rank_variables
 from thinwire.base.terminal import begin_line, counted, note, say
@@ -66,7 +66,8 @@ of them, ms without a sign of life."""
 class Replica:
     """A replica of this machine. ``start_at``: by the monotonic clock; None: it runs or is away.
 
-    ``tries``: starts in a row that did not lead to a step. ``status``: of its last end.
+    ``tries``: starts in a row that did not lead to a step. ``status``: of its last end. ``ending``: that in words,
+    until it is started again.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Replica:
     starts: int = 0
     tries: int = 0
     status: int = 0
+    ending: str = ""
 
     @property
     def away(self) -> bool:
@@ -174,14 +176,14 @@ class Supervisor:
         self._config, self._environment, self._lighthouse = config, environment, lighthouse
         self.replicas, self.completed = replicas, False
         self._children = Children(_NOISE)
+        self._lacks_lighthouse = False
         self._began, self._deadline, self._owner = time.time(), inf, read_owner(config.out)
 
     def run(self) -> int:
         with self._children as children:
             while not all(replica.away for replica in self.replicas):
                 children.check()
-                if self._lighthouse is not None and self._lighthouse.poll() is not None:
-                    raise ThinwireError("torchft's lighthouse has ended, so the run ends: --resume auto continues it")
+                self._check_lighthouse()
                 for replica in self.replicas:
                     self._look_at(replica)
                 self._end_late_ones()
@@ -189,11 +191,20 @@ class Supervisor:
                 time.sleep(POLL_S)
             return self._status()
 
+    def _check_lighthouse(self) -> None:
+        """Let replicas save and end if the lighthouse has ended: they take no further step."""
+        if self._lighthouse is None or self._lighthouse.poll() is None or self.completed or self._children.number:
+            return
+        self._lacks_lighthouse, self._deadline = True, time.monotonic() + self._config.file_timeout
+        self._children.pass_on(signal.SIGTERM, None)
+
     def _look_at(self, replica: Replica) -> None:
         """Start a replica that is due, and note the end of one that has ended."""
         if replica.process is None:
             if replica.start_at is not None and (self._children.number or self.completed):
                 replica.start_at = None
+                if replica.ending:
+                    say(f"thinwire: replica {replica.name} {replica.ending} as the run ended", sys.stderr)
             elif replica.start_at is not None and time.monotonic() >= replica.start_at:
                 self._start(replica)
             return
@@ -214,12 +225,14 @@ class Supervisor:
             line = f"replica {replica.name} {ending}, {TRIES} times before its first step: it is not started again"
             say(f"thinwire: {line}", sys.stderr)
             return
-        say(f"thinwire: replica {replica.name} {ending}; it is started again", sys.stderr)
-        replica.start_at = time.monotonic() + AGAIN_S
+        replica.ending, replica.start_at = ending, time.monotonic() + AGAIN_S
 
     def _start(self, replica: Replica) -> None:
         if not self._owner.has(self._config.out):  # it would take the folder for its run's
             raise ThinwireError(LOST.format(path=self._config.out))
+        if replica.ending:
+            say(f"thinwire: replica {replica.name} {replica.ending}; it is started again", sys.stderr)
+            replica.ending = ""
         environment = self._environment | {
             REPLICA: replica.name, STARTS: str(replica.starts), "MASTER_PORT": str(free_port()), **self._port(replica)
         }  # fmt: skip
@@ -250,8 +263,10 @@ class Supervisor:
     def _status(self) -> int:
         if self.completed:
             if self._lighthouse is not None and not summary_time(self._config.out):
-                raise ThinwireError("the replica that wrote the run's files was lost as the run ended: no summary.json")
+                raise Unanswered(f"all who could write the run's last files were lost: {self._saved()}")
             return 0
+        if self._lacks_lighthouse:
+            raise Unanswered(f"torchft's lighthouse has ended, and so has the run: {self._saved()}")
         statuses = [replica.status for replica in self.replicas]
         failed = [status for status in statuses if status not in LEFT]
         if self._children.number and not failed:
@@ -261,6 +276,10 @@ class Supervisor:
             return 128 + self._children.number
         code = next((status for status in failed if status > 0), (failed or statuses)[0])
         return code if code >= 0 else 128 - code
+
+    def _saved(self) -> str:
+        latest = self._config.out / "checkpoints/latest"
+        return f"--resume auto goes on from {latest.read_text().strip()}" if latest.exists() else "nothing is saved"
 
 
 def _took_part(config: Config, name: str, pid: int) -> bool:

@@ -264,6 +264,11 @@ class Checkpoints:
         collective.do(publish)
         return path if path.exists() else copy
 
+    def newest_step(self) -> int:
+        """Return the step of the checkpoint in this folder that ``latest`` names; -1: there is none."""
+        name = self._read_latest() or ""
+        return step_of(name) if format.NAME.fullmatch(name) else -1
+
     def _read_latest(self) -> str | None:
         """Read the name in the file ``latest``, which may be damaged; None: there is no such file."""
         path = self.path / "latest"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.base.files import naming
+from thinwire.base.processes import POLL_S
 
 REPLICAS = "replicas"
 """The folder of these logs."""
@@ -58,12 +60,24 @@ def summary_time(path: Path) -> float:
 
 
 @contextlib.contextmanager
-def turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process of this machine (or of the file system, if it locks) is inside, for ``folder``."""
-    handle = os.open(folder, os.O_RDONLY)
+def turn(folder: Path, limit_s: float = math.inf) -> Iterator[bool]:
+    """Wait until no other process of this machine (or of the file system, if it locks) is inside, for ``folder``.
+
+    Yield False if one is still inside after ``limit_s`` seconds: it may have been stopped."""
+    handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + limit_s
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        while not (is_free := _try_lock(handle)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        yield is_free
     finally:
         os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True

@@ -202,7 +202,7 @@ def _holds_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or any((path / "checkpoints").glob("step-*"))
 
 
-def _has_begun(path: Path) -> bool:
+def has_begun(path: Path) -> bool:
     """Has the run in ``path`` taken a step?"""
     if any((path / "checkpoints").glob("step-*")):
         return True
@@ -261,7 +261,7 @@ def settle_previous(path: Path, *, over: bool) -> None:
         if not previous.exists():
             return
         whole = (previous / _WHOLE).exists()
-        if whole and _has_begun(path):
+        if whole and has_begun(path):
             remove(previous)
         elif over:
             if whole:
