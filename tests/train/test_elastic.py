@@ -91,6 +91,10 @@ def test_replicas_are_named_by_number_or_by_machine():
     assert replica_names(1, {"REPLICA_GROUP_ID": "west"}, shared=True) == ["west"]
     (name,) = replica_names(1, {}, shared=True)
     assert name == f"{os.uname().nodename.partition('.')[0]}-0"
+    assert replica_names(1, {"REPLICA_GROUP_ID": "w" * 100}, shared=True) == ["w" * 100]
+    for name in ("rack:7", "a/b", "w" * 101):  # by which logs could not be named, nor told apart
+        with pytest.raises(ThinwireError, match=r"REPLICA_GROUP_ID is .*: take up to 100 characters"):
+            replica_names(1, {"REPLICA_GROUP_ID": name}, shared=True)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:29510", "http://nowhere", "http://256.1.1.1:5"])
@@ -617,6 +621,7 @@ def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(me
     assert rows[-1]["tokens"] == 32 * len(windows)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["valid_loss"] < summary["first_valid_loss"] - 0.5
+    assert summary["skipped_steps"] == 0  # an attempt that does not count is none
     assert checkpoint_names(run / "checkpoints") == [f"step-{steps:06d}"]
     status = subprocess.run(
         [sys.executable, "-m", "thinwire", "status", str(run)], env=environment(), capture_output=True, text=True

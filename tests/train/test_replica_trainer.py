@@ -70,6 +70,7 @@ class Counting(ReplicaTrainer):
         self.wall_s, self.first_loss, self.ranks = 0.0, 0.0, SimpleNamespace(per_node=1)
         self.step_seconds, self.losses, self.unshared = [], [], []
         self._begin_counts()
+        self._evaluated = STEPS + 1  # there is nothing to evaluate
         self.display = Display(self.config, 1, 0)
         self._files: Any = SimpleNamespace(close=self._close, enter_context=lambda display: display.__enter__())
         replica.register_state_dict_fn("trainer", lambda news: setattr(self, "_news", news), self._give)

@@ -33,8 +33,8 @@ from thinwire.network.comm import Comm, GroupComm, ManagedComm, Membership
 from thinwire.network.ledger import Ledger
 from thinwire.wire import DEFAULT_SAFETY, Options, Wire, check_parameters, join
 
-NAME = 64
-"""Bytes of a replica's name."""
+NAME = 192
+"""Bytes of a replica's name, with 65 to 74 that torchft and the trainer put behind it."""
 FETCH_S = 120.0
 """Seconds for which fetching a state may stand still before a replica joins without it."""
 CONNECT = timedelta(seconds=1)

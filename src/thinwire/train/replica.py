@@ -48,7 +48,7 @@ from thinwire.wire import Wire
 
 TIMED = 6
 """Steps of a first round of local steps after which the length of a round is judged."""
-COMMON = ("step", "sequences", "streak", "wall_s", "first_loss")
+COMMON = ("step", "sequences", "streak", "skipped", "wall_s", "first_loss")
 """The attributes of a trainer that a replica that joins takes over."""
 
 
@@ -463,7 +463,7 @@ class ReplicaTrainer(Trainer):
 
     def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
         summary = super()._summary(stats)
-        return summary | {"skipped_steps": self.wire.skipped, "dropped_attempts": self.dropped, "lost": stats["lost"]}
+        return summary | {"skipped_steps": self.skipped, "dropped_attempts": self.dropped, "lost": stats["lost"]}
 
 
 class _Leaves(Exception):

@@ -60,6 +60,8 @@ while True:
 """
 """A program that serves a lighthouse on an address, and prints its port: address, fewest replicas, ms to wait for more
 of them, ms without a sign of life."""
+LONGEST_NAME = 100
+"""Characters of the name of a machine's replicas."""
 
 
 @dataclass
@@ -116,6 +118,8 @@ def replica_names(number: int, environment: dict[str, str] | os._Environ[str], *
     """Name the replicas of this machine: REPLICA_GROUP_ID, else its name where several machines share a run ("west-0"),
     with a number; by number alone where the run is this machine's."""
     base = environment.get("REPLICA_GROUP_ID") or (socket.gethostname().partition(".")[0] if shared else "")
+    if ":" in base or "/" in base or len(base) > LONGEST_NAME:
+        raise ThinwireError(f"REPLICA_GROUP_ID is '{base}': take up to {LONGEST_NAME} characters, no ':' and no '/'")
     if number == 1 and environment.get("REPLICA_GROUP_ID"):
         return [base]
     return [f"{base}-{index}" if base else str(index) for index in range(number)]
