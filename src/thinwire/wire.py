@@ -678,10 +678,10 @@ class Wire:
                 state["state"][number] = moments
 
     def weights_changed(self) -> None:
-        """Call this on all ranks after changing weights through ``.data``; other changes in place are noticed.
+        """Call this on all ranks after changing weights through ``.data``, or on some ranks alone.
 
-        It matters to methods that do not send the values of sharded weights themselves (sdp4bit, zeropp, qsdp, scape,
-        trickle:merged): the weights are gathered anew.
+        Other changes in place are noticed. It matters to methods that do not send the values of sharded weights
+        themselves (sdp4bit, zeropp, qsdp, scape, trickle:merged): the weights are gathered anew.
         """
         self.engine.weights_changed()
         self._step_loop.weight_watch.trust()
