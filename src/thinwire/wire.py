@@ -33,7 +33,7 @@ from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Run, drop_waiting, intra_of
-from thinwire.core.optimizers import unwrapped
+from thinwire.core.optimizers import parameters, unwrapped
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
@@ -322,7 +322,7 @@ def check_parameters(model: Any, method: Method) -> None:
 def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Name the trained parameters. Raises ThinwireError unless the optimizers hold each of them once."""
     weights = {engine.parameters[id(p)].name: p for p in engine.model.parameters() if id(p) in engine.parameters}
-    counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    counts = Counter(id(p) for optimizer in optimizers for p in parameters(optimizer))
     duplicate = next((name for name, weight in weights.items() if counts[id(weight)] > 1), None)
     if duplicate is not None:
         raise ThinwireError(f"{duplicate} is in two optimizers, or in two groups of one: leave it in one only")
@@ -519,8 +519,8 @@ class Wire:
                 self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
             norm = torch.linalg.vector_norm(every, norm_type)
         self._step_loop.warn_of_writes()
-        for parameters in meshes.values():
-            clip_grads_with_norm_(parameters, max_norm, norm)
+        for weights in meshes.values():
+            clip_grads_with_norm_(weights, max_norm, norm)
         self._step_loop.gradient_watch.note()  # which may share memory, and its count, with what was clipped
         self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
         factor, former = (max_norm / (norm + 1e-6)).clamp(max=1.0), self._step_loop.clip_factor
@@ -670,8 +670,7 @@ class Wire:
         """Add to ``optimizer.state_dict()`` the moments of what the method steps: checkpoints need them."""
         if (step_maker := self._step_maker) is None:
             return
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        for number, weight in enumerate(weights):
+        for number, weight in enumerate(parameters(optimizer)):
             name = self._step_loop.name_of(weight)
             # Those that it has are of a step that torch took to make a state, if the method knows better.
             if name is not None and (moments := step_maker.moments_of(name)) is not None:

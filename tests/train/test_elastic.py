@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -651,24 +653,31 @@ def test_local_steps_whose_replica_is_killed_in_a_round_stay_in_step(victim, tmp
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
 
 
-@real
-def test_ctrl_c_saves_leaves_nothing_behind_and_the_run_goes_on_from_there(tmp_path):
+@contextmanager
+def under_way(tmp_path: Path, *, rows: int, limit_s: float) -> Iterator[tuple[subprocess.Popen, list[int]]]:
+    """A launched run that has written ``rows`` rows of metrics, within ``limit_s`` seconds, and all its processes."""
     command = [sys.executable, "-m", "thinwire", *words(tmp_path, "--method", "int8(smallest=0)", steps=1_000_000)]
     launcher = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
-        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120 * PATIENCE
-        while not metrics.exists() or metrics.read_text().count("\n") < 20:
+        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + limit_s * PATIENCE
+        while not metrics.exists() or metrics.read_text().count("\n") < rows:
             assert launcher.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
-        processes = descendants(launcher.pid)
+        yield launcher, descendants(launcher.pid)
+    finally:
+        launcher.kill()
+
+
+@real
+def test_ctrl_c_saves_leaves_nothing_behind_and_the_run_goes_on_from_there(tmp_path):
+    metrics = tmp_path / "run/metrics.jsonl"
+    with under_way(tmp_path, rows=20, limit_s=120) as (launcher, processes):
         assert len(processes) >= 4  # three replicas, and the lighthouse
         launcher.send_signal(signal.SIGINT)
         out, err = launcher.communicate(timeout=60 * PATIENCE)
-    finally:
-        launcher.kill()
     assert launcher.returncode == 130, out + err
     (name,) = checkpoint_names(tmp_path / "run/checkpoints")
     meta = read_meta(tmp_path / "run/checkpoints" / name).meta
@@ -745,19 +754,11 @@ def test_the_next_replica_writes_the_last_files_if_their_keeper_is_killed_in_the
 
 @real
 def test_a_run_whose_lighthouse_is_killed_is_saved(tmp_path):
-    command = [sys.executable, "-m", "thinwire", *words(tmp_path, "--method", "int8(smallest=0)", steps=1_000_000)]
-    launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240 * PATIENCE
-        while not metrics.exists() or metrics.read_text().count("\n") < 10:
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        processes = descendants(launcher.pid)
+    metrics = tmp_path / "run/metrics.jsonl"
+    with under_way(tmp_path, rows=10, limit_s=240) as (launcher, processes):
         (lighthouse,) = (pid for pid in processes if b"LighthouseServer" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(lighthouse, signal.SIGKILL)
         out, err = launcher.communicate(timeout=240 * PATIENCE)
-    finally:
-        launcher.kill()
     assert launcher.returncode == 1, out + err
     (name,) = checkpoint_names(tmp_path / "run/checkpoints")
     assert f"lighthouse has ended, and so has the run: --resume auto goes on from {name}" in err

@@ -133,7 +133,7 @@ def _compress(model: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     from thinwire.base.errors import ThinwireWarning
-    from thinwire.core.optimizers import unwrapped
+    from thinwire.core.optimizers import parameters, unwrapped
     from thinwire.wire import Wire, compress
 
     gc.collect()
@@ -142,7 +142,7 @@ def _compress(model: Any) -> None:
             module.reshard()  # an evaluation leaves weights whole, and the optimizer has the shards
     weights = {id(weight) for weight in model.parameters()}
     opened = [optimizer for outer in _alive(torch.optim.Optimizer) for optimizer in unwrapped(outer)]
-    holders = {id(o): o for o in opened if any(id(w) in weights for group in o.param_groups for w in group["params"])}
+    holders = {id(o): o for o in opened if any(id(w) in weights for w in parameters(o))}
     inner = getattr(model, "_orig_mod", model)
     compressed = any(wire.engine.model is inner for wire in _alive(Wire))
     if not holders and not compressed:

@@ -58,13 +58,9 @@ def makes_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def replace_closure(
-    closure: Callable[[], Any],
-    loss: Any,
-    optimizer: torch.optim.Optimizer,
-    call: tuple[tuple, dict],
-    *,
+    closure: Callable[[], Any], loss: Any, optimizer: torch.optim.Optimizer, call: tuple[tuple, dict], *,
     weights_are_final: bool,
-) -> tuple[tuple, dict]:
+) -> tuple[tuple, dict]:  # fmt: skip
     """Let ``optimizer.step(*args, **kwargs)``, ``call``, get in place of ``closure`` one that returns its ``loss``.
 
     ``weights_are_final``: no hook follows that may change weights before the step. Then the new closure raises

@@ -82,10 +82,11 @@ class ParameterWatch:
 
         DDP does not exchange parameters that were frozen when it was made: each rank would go its own way.
         """
-        stepped = {id(weight) for optimizer in self._optimizers for weight in parameters(optimizer)}
-        thawed = [name for name, weight in self._frozen.items() if weight.requires_grad and weight.grad is not None
-                  and id(weight) in stepped]  # fmt: skip
-        return _LATE.format(name=thawed[0]) if thawed else None
+        for name, weight in self._frozen.items():
+            thawed = weight.requires_grad and weight.grad is not None
+            if thawed and any(weight is member for optimizer in self._optimizers for member in parameters(optimizer)):
+                return _LATE.format(name=name)
+        return None
 
 
 class GradientWatch:

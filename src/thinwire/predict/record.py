@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.method import Run
+from thinwire.core.optimizers import parameters
 from thinwire.core.road import Cut, Road, Send, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
@@ -161,7 +162,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
     numbers, stepped = steps_of(card), Counter[int]()
 
     def own_step(optimizer: torch.optim.Optimizer) -> None:
-        members = (weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None)
+        members = (weight for weight in parameters(optimizer) if weight.grad is not None)
         stepped[number] += sum(weight.numel() for weight in members)
 
     play.own_step = own_step  # type: ignore[method-assign]

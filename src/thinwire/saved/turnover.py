@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinwire.base.errors import FailedExchange, ThinwireError, Unanswered
 from thinwire.core.card import StateKind
+from thinwire.core.optimizers import parameters
 from thinwire.core.road import Stage
 from thinwire.core.run import Run
 from thinwire.core.state import dump_state, load_state, written_rows
@@ -39,7 +40,7 @@ SHARE = 8
 """The messages of a step are to be so much smaller than the state, or it takes longer to follow than to fetch it."""
 FORMS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer by which no step differs, but for rounding."""
-History = Sequence[tuple[int, int]]  # (first step that is over, number of the membership) of the attempts that counted
+History = Sequence[tuple[int, int]]  # (steps over before, number of the membership) of attempts that counted
 
 
 class Loss(NamedTuple):
@@ -456,7 +457,7 @@ def number_at(history: History, step: int) -> int | None:
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Copy ``optimizer.state_dict()``, without moments that are made for it, of parameters that the method steps."""
     state = optimizer.state_dict()
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = parameters(optimizer)
     moments = {number: entry for number, entry in state["state"].items() if weights[number] in optimizer.state}
     return copy.deepcopy({**state, "state": tree_map_only(Tensor, local, moments)})
 

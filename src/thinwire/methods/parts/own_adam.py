@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError, Unsavable
 from thinwire.core.agreement import Agreement
+from thinwire.core.optimizers import parameters
 from thinwire.core.run import Holder, Run, Step
 from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
 from thinwire.network.comm import GroupComm, local
@@ -57,7 +58,7 @@ def step_by_mean_moment(step: Step, ranks: int) -> None:
 
 def _rescale(rescale: Callable[[list[Tensor], int], None], optimizer: torch.optim.Optimizer, ranks: int) -> None:
     """Multiply or divide by ``ranks`` each v, and the largest one so far (amsgrad), of the weights of ``optimizer``."""
-    states = [optimizer.state.get(weight, {}) for group in optimizer.param_groups for weight in group["params"]]
+    states = [optimizer.state.get(weight, {}) for weight in parameters(optimizer)]
     kinds = ("exp_avg_sq", "max_exp_avg_sq")
     if moments := [local(moments[kind]) for moments in states for kind in kinds if kind in moments]:
         rescale(moments, ranks)
