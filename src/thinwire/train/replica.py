@@ -214,7 +214,7 @@ class ReplicaTrainer(Trainer):
             with turn(self.config.out, self.config.file_timeout):
                 self._conclude()
         try:
-            self._beside.all_reduce(torch.zeros(1, device="cpu"), "mean")
+            self._beside.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), "mean")
         except FailedExchange:
             with turn(self.config.out, self.config.file_timeout):
                 if self._keeps or summary_time(self.config.out) > self._since:
