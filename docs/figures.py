@@ -350,6 +350,11 @@ def rungs() -> str:
     return ladder_tables.short(ladder_tables.read(DATA / "ladder.jsonl").values())
 
 
+def rungs_beta2() -> str:
+    """The same with a slower second moment."""
+    return ladder_tables.short(ladder_tables.read(DATA / "ladder.jsonl").values(), " + beta2 0.99")
+
+
 def law() -> str:
     """The forecasts of benchmarks/loss/gap_law.py."""
     return gap_law.markdown(ladder_tables.read(DATA / "ladder.jsonl").values())
@@ -668,6 +673,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
     "quality": quality,
     "ladder": ladder,
     "rungs": rungs,
+    "rungs-beta2": rungs_beta2,
     "law": law,
     "runs": runs,
     "differences": differing,

@@ -32,8 +32,8 @@ from thinwire.lab.verdict import NORMAL95, T95, Span
 
 DATA = Path(__file__).parents[2] / "docs" / "data" / "ladder.jsonl"
 PAIRS = (
-    ("trickle", "adamw"), ("trickle:merged(server_density=0.1)", "adamw"), ("trickle:muon", "muon"),
-    ("trickle(density=0.03)", "muon"),
+    ("trickle", "adamw"), ("trickle + beta2 0.99", "adamw"), ("trickle:merged(server_density=0.1)", "adamw"),
+    ("trickle:muon", "muon"), ("trickle:muon + beta2 0.99", "muon"),
 )  # fmt: skip
 """A method, and the optimizer that it and dense have."""
 WORSE = 1.25

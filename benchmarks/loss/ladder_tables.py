@@ -264,22 +264,24 @@ FORMER = {"trickle:merged": "trickle:merged(server_density=0.1)"}
 """What a method was by default, with 4 ranks, until 2026-11-27: cells with a star, where nothing else ran."""
 
 
-def short(runs: Iterable[Run]) -> str:
-    """A line for each setting that has one of ``SHORT``, the most tokens per parameter first: gaps, seeds and bytes."""
-    runs = list(runs)
+def short(runs: Iterable[Run], suffix: str = "") -> str:
+    """A line for each setting that has one of ``SHORT``, the most tokens per parameter first: gaps, seeds and bytes.
+
+    ``suffix``: of the methods' names, as ``fleet.py`` writes it: " + beta2 0.99". Dense has none."""
+    runs, columns = list(runs), [column for column in SHORT if not suffix or column[0] != "dense"]
     spreads, of = spreads_of(runs), {(row.setting, row.method, row.optimizer): row for row in rows(runs)}
     names = {"adamw": "dense AdamW", "muon": "dense Muon"}
     heads = [
         f"{names[optimizer] if method == 'dense' else f'`{method}`'} above {names[dense]}"
-        for method, optimizer, dense in SHORT
+        for method, optimizer, dense in columns
     ]
     lines = [f"| tokens per parameter | model, text, ranks, batch, length | {' | '.join(heads)} |"]
-    lines.append("|---:|---|" + "---:|" * len(SHORT))
+    lines.append("|---:|---|" + "---:|" * len(columns))
     length = {setting: next(iter(row.runs.values()))["tokens_per_parameter"] for (setting, *_), row in of.items()}
     for setting in sorted(length, key=lambda setting: -length[setting]):
         cells = []
-        for method, optimizer, dense in SHORT:
-            now, former = (of.get((setting, name, optimizer)) for name in (method, FORMER.get(method)))
+        for method, optimizer, dense in columns:
+            now, former = (of.get((setting, f"{name}{suffix}", optimizer)) for name in (method, FORMER.get(method)))
             row = now or former
             span = None if row is None else row.above(of.get((setting, "dense", dense)), spreads)
             star = "" if now else "*"

@@ -301,7 +301,7 @@ class Plan:
             return None
         return (
             f"with beta2 {beta2:g} each rank's own second moments, of few sequences, are noisy: with 0.99 trickle "
-            "ended lower wherever both ran at a rate that suits both (docs/quality.md)"
+            "ended lower in most settings, most where ranks have few sequences (docs/quality.md)"
         )
 
 
