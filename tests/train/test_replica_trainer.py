@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import time
@@ -19,11 +20,16 @@ from torch import Tensor, nn
 
 import thinwire.wire
 from lighthouse import Lighthouse, Replica
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, Unanswered
 from thinwire.core.safety import Safety
 from thinwire.engines.replicas import Replicas
 from thinwire.methods import resolve
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import ThreadComm, Threads
+from thinwire.train.checkpoint.format import read_meta
+from thinwire.train.checkpoint.store import Checkpoints
 from thinwire.train.config import Config
+from thinwire.train.job.collective import Collective
 from thinwire.train.job.progress import Display
 from thinwire.train.job.run_folder import RunFolder, read_owner
 from thinwire.train.job.signals import Interrupted
@@ -48,6 +54,8 @@ class Books:
 
 class Counting(ReplicaTrainer):
     """A trainer whose steps learn nothing: it notes which windows of the text they would have learnt."""
+
+    spoilt = False
 
     def __init__(self, replica: Replica, folder: Path, method: str, books: Books) -> None:
         self.replica, self.books, self._round, self.took = replica, books, list[int](), set[int]()
@@ -97,7 +105,7 @@ class Counting(ReplicaTrainer):
         self._round += range(first, first + self.config.batch_size)
         self.sequences += size * self.config.batch_size
         for weight in self.net.parameters():
-            weight.grad = torch.full_like(weight, 0.01 * (first % 7) - 0.02)
+            weight.grad = torch.full_like(weight, math.nan if self.spoilt else 0.01 * (first % 7) - 0.02)
         self.optimizers[0].step()
         self.optimizers[0].zero_grad()
         return torch.zeros(1), torch.zeros(())
@@ -119,6 +127,60 @@ class Counting(ReplicaTrainer):
                 self._round = []  # an attempt that did not count
         self._close()
 
+
+class Ending(Counting):
+    """A trainer that runs to its end, evaluates and saves. At a ``moment`` of replica 1's step 8 all replicas are
+    ``told`` to end (True), or the lighthouse ends without a word (False). ``spoils``: that step has a NaN, and is
+    skipped."""
+
+    def __init__(
+        self, replica: Replica, folder: Path, method: str, moment: str, tells: bool, spoils: bool,
+        told: list[bool], signals: list[int],
+    ) -> None:  # fmt: skip
+        super().__init__(replica, folder, method, Books())
+        self.config = dataclasses.replace(self.config, eval_every=4, checkpoint_every=8 * (moment[:4] == "save"))
+        self.collective = Collective(ThreadComm(Threads(1), 0, Ledger()))
+        place = dataclasses.replace(self.checkpoints.folder, collective=self.collective)
+        self.checkpoints = Checkpoints(place, {"mesh": "1", "method": method}, keep=2)
+        self._restarted, self.moment, self.tells, self.spoils = True, moment, tells, spoils
+        self.told, self.signals = told, signals
+        replica.vote, self._vote = self._vote_at, replica.vote  # type: ignore[method-assign]
+        replica.ask, self._first_ask = self._ask_at, replica.ask  # type: ignore[method-assign]
+
+    def _reach(self, moment: str, step: int) -> None:
+        if (moment, step, self.replica.name) == (self.moment, 8, "replica 1") and not any(self.told):
+            self.told.append(self.tells)
+            self.signals += [signal.SIGTERM] * self.tells
+
+    def _vote_at(self, counts: bool) -> bool:
+        self._reach("vote", self.step + 1)
+        return self._vote(counts)
+
+    def _ask_at(self) -> Any:
+        told, answer = list(self.told), self._first_ask()
+        if self.told == [False]:
+            raise Unanswered("no lighthouse")
+        if self.told != told:
+            raise Interrupted
+        return answer
+
+    def _take_step(self) -> tuple[Tensor, Tensor]:
+        self._reach("take", self.step + 1)
+        self.spoilt = self.spoils and self.step + 1 == 8
+        return super()._take_step()
+
+    def _count_step(self, *given: Any) -> Any:
+        self._reach("counted", self.step + 1)
+        return super()._count_step(*given)
+
+    def evaluate(self) -> float:
+        self._reach("evaluate", self.step)
+        return 0.0
+
+    def _save(self, good: bool) -> None:
+        self._reach("save", self.step)
+        super()._save(good)
+        self._reach("saved", self.step)
 
 def play(seed: int, method: str, folder: Path) -> Counter[str]:
     books = Books()
@@ -193,6 +255,42 @@ def test_who_is_told_to_end_as_a_round_ends_saves_nothing(
         return run
 
     Lighthouse(0, begin, replicas=1, quorums=0).run()
+
+
+@pytest.mark.parametrize(
+    ("method", "tells", "spoils"),
+    [
+        ("int8(smallest=0)", True, False), ("int8(smallest=0)", True, True), ("int8(smallest=0)", False, False),
+        ("local-steps(every=4)", True, False),
+    ],
+)  # who is in a round asks the lighthouse at its end only, when nothing can be saved
+@pytest.mark.parametrize("moment", ["take", "vote", "counted", "evaluate", "save", "saved"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_that_ends_early_at_any_moment_is_saved_as_its_metrics_say(
+    method: str, replicas: int, moment: str, tells: bool, spoils: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, signals, lines = list[bool](), list[int](), list[str]()
+    monkeypatch.setattr("thinwire.train.replica.note_signals", lambda waits: nullcontext(signals))
+
+    def begin(replica: Replica) -> Any:
+        trainer = Ending(replica, tmp_path, method, moment, tells, spoils, told, signals)
+
+        def run() -> None:
+            try:
+                lines.append(str(trainer.train()))
+            except ThinwireError as error:
+                lines.append(str(error))
+            trainer.wire.close()
+
+        return run
+
+    Lighthouse(0, begin, replicas=replicas, quorums=0).run()
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert told and {7: moment in ("take", "vote"), 8: True}[last]
+    assert (tmp_path / "checkpoints/latest").read_text() == f"step-{last:06d}\n", lines
+    assert read_meta(tmp_path / f"checkpoints/step-{last:06d}").meta["good"]
+    saved = f"ended by SIGTERM after step {last}: step-{last:06d} is saved, --resume auto goes on from it"
+    assert (saved if tells else "no lighthouse") in lines, lines
 
 
 @pytest.mark.parametrize("timeout", [30.0, 90.0])

@@ -386,14 +386,18 @@ class Trainer(Stepper):
         final = bool(outcome.stopped) or self.step == config.steps
         if not config.checkpoints or not (scheduled or final):
             return
-        # One skipped step leaves the state of the step before: good, if no better checkpoint will come (at the end).
-        # Earlier, a run that diverges would replace an older checkpoint by it.
-        good = self.streak == 0
-        if final and self.streak == 1 and outcome.skipped:
-            good = all(self.collective.gather(lambda: _is_finite(self.model)))
+        good = self._is_good(bool(outcome.skipped), final)
         if self.step == config.steps:
             self.result = self._result()
         self._save(good)
+
+    def _is_good(self, skipped: bool, final: bool) -> bool:
+        """Is the state good to go on from? ``skipped``: was the last step? Collective."""
+        # One skipped step leaves the state of the step before: good, if no better checkpoint will come (at the end).
+        # Earlier, a run that diverges would replace an older checkpoint by it.
+        if final and self.streak == 1 and skipped:
+            return all(self.collective.gather(lambda: _is_finite(self.model)))
+        return self.streak == 0
 
     def _save(self, good: bool) -> None:
         """Save a checkpoint. Collective."""
@@ -418,7 +422,7 @@ class Trainer(Stepper):
         if self.config.checkpoints and latest == f"step-{self.step:06d}":
             saved = f"{latest} is saved, --resume auto goes on from it"
         elif self.config.checkpoints:
-            saved = f"its loss, or a gradient, was not finite; {_last_good(latest)}"
+            saved = "its loss, or a gradient, was not finite; " * bool(self.streak) + _last_good(latest)
         stopped = ThinwireError(f"ended by {signal.Signals(number).name} after step {self.step}: {saved}")
         stopped.status = 128 + number
         raise stopped

@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,9 +250,9 @@ class ReplicaTrainer(Trainer):
             self.sequences = first
             self._drop(began)
             return None
-        # A replica that is told to end leaves alone.
+        # A replica that is told to end leaves alone, and saves then.
         outcome = self._count_step(began, loss, norm, skipped, signals)
-        return outcome and outcome._replace(stopped=bool(signals))
+        return outcome and outcome._replace(stopped=0.0)
 
     def _time_round(self, seconds: float) -> None:
         """Raise ThinwireError, after a few ``seconds`` of steps taken alone, if a round is longer than the timeout: the
@@ -406,13 +406,6 @@ class ReplicaTrainer(Trainer):
     def _checkpoint_name(self) -> str:
         return f"step-{self.step:06d}"
 
-    def _conclude_step(self, outcome: StepOutcome, signals: list[int]) -> None:
-        with contextlib.suppress(_Leaves):
-            super()._conclude_step(outcome, signals)
-
-    def _stop(self, number: int) -> NoReturn:
-        raise _Leaves  # ``train`` sees the signal
-
     def _leave(self, number: int, counted: bool) -> int:
         """Leave on a signal, whatever the others do. Return the exit status.
 
@@ -435,22 +428,21 @@ class ReplicaTrainer(Trainer):
             )
             stopped.status = 128 + number
             raise stopped
-        if not counted:
-            self._save_alone()
-        super()._stop(number)
+        self._save_alone()
+        self._stop(number)
 
     def _save_alone(self) -> None:
         """Save the run, whatever the others do, unless it is saved, or this replica is behind the last checkpoint."""
-        if not self.config.checkpoints or self.streak:
+        if not self.config.checkpoints or not self._is_good(bool(self._rows) and self._rows[-1]["skipped"], final=True):
             return
-        name = self._checkpoint_name
+        checkpoints = self.checkpoints
         with turn(self.config.out, self.config.timeout) as is_free:
             if not is_free:
                 raise Unanswered(self._blocked)
-            if self.checkpoints.newest_step() < self.step:
+            if checkpoints.newest_step() < self.step:
                 super()._save(True)
-            if format.is_good(self.checkpoints.path / name):
-                self.checkpoints.latest = name
+            if format.is_good(checkpoints.path / (newest := f"step-{checkpoints.newest_step():06d}")):
+                checkpoints.latest = newest
 
     def _ranks_in_words(self) -> str:
         return f"{self.place[1]} replicas"
@@ -464,10 +456,6 @@ class ReplicaTrainer(Trainer):
     def _summary(self, stats: dict[str, Any]) -> dict[str, Any]:
         summary = super()._summary(stats)
         return summary | {"skipped_steps": self.skipped, "dropped_attempts": self.dropped, "lost": stats["lost"]}
-
-
-class _Leaves(Exception):
-    """This replica was told to end."""
 
 
 class _Over(Exception):
