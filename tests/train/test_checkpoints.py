@@ -478,7 +478,9 @@ def test_another_number_of_ranks_gets_the_weights_and_the_states_of_all_that_wer
     def resume(run: Run) -> Any:
         given: dict[str, Any] = {}
         run.wire.load_state_dict = lambda state, **how: given.update(how, keys=sorted(state))
-        return run.resume(), run.model.weight.flatten().tolist(), given
+        step = run.resume()
+        run.checkpoints.go_on()
+        return step, run.model.weight.flatten().tolist(), given
 
     two, three = ({"world_size": ranks, "seed": 0} for ranks in (2, 3))
     weights = run_on([tmp_path] * 2, save, about=two)[0]
@@ -854,7 +856,7 @@ def test_a_run_that_is_stopped_goes_on_exactly_and_its_folder_is_its_own(tmp_pat
     assert steps_of(tmp_path / "run") == [*rows[:5], "eval 3", *rows[5:]]
     with pytest.raises(ThinwireError, match="nothing is left to do"):
         one_rank("--steps", "6", "--resume", "latest")
-    assert one_rank("--steps", "6", "--resume", "auto") == {}
+    assert one_rank("--steps", "6", "--resume", "auto", "--lr", "0.1") == {}  # and no word of another rate
     one_rank("--steps", "2", "--overwrite", "--no-checkpoints")
     assert steps_of(tmp_path / "run") == ["eval 0", "1", "2", "eval 2"] and not run.exists()
     assert not [str(said.message) for said in recwarn if "not bit for bit" in str(said.message)]

@@ -595,6 +595,7 @@ def test_a_line_that_is_no_row_is_named(place, tmp_path, line, said):
         (["--data", "a.jsonl"], "--data is for fine-tuning: name a model with --init FOLDER"),
         (["--lora", "4"], "--lora is for fine-tuning"),
         (["--init", "a", "--layers", "3"], "--layers does not go with --init"),
+        (["--init", "a", "--preset", "tiny"], "--preset tiny does not go with --init"),
         (["--init", "a", "--tokenizer", "bpe:300"], "--tokenizer bpe:300 does not go with --init"),
         (["--init", "a", "--data", "a.jsonl", "--corpus", "b"], "--data takes the place of --corpus"),
         (["--init", "a", "--lora-alpha", "3"], "--lora-alpha and --lora-targets need --lora"),

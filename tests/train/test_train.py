@@ -149,6 +149,8 @@ def test_corpora(tmp_path):
     with lzma.open(tmp_path / "c.xz", "wt") as file:
         file.write("xz")
     assert read_corpus([str(tmp_path / "*")]) == "plain\ngzip\nxz"
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert read_corpus([str(tmp_path / "windows.txt")] * 2) == "one\r\ntwo\rthree\n\none\r\ntwo\rthree\n"
     for name, words in [("nothing.txt", "No such file"), ("*.none", "no file matches")]:
         with pytest.raises(ThinwireError, match=words):
             read_corpus([str(tmp_path / name)])

@@ -375,6 +375,8 @@ class Config:
         for name in SHAPE:
             if self.init and getattr(self, name) is not None:
                 raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has its own shape")
+        if self.init and self.preset != Config.preset:
+            raise ThinwireError(f"--preset {self.preset} does not go with --init, whose model has its own shape")
         if self.init and self.tokenizer != "bytes":
             raise ThinwireError(f"--tokenizer {self.tokenizer} does not go with --init, whose folder has one")
         if self.data and self.corpus != Config.corpus:

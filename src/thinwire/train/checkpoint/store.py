@@ -51,7 +51,7 @@ class Checkpoints:
         self.description, self.resume_anyway, self.resize = description, resume_anyway, resize
         self.path = folder.path / "checkpoints"
         self.run = self.collective.share(uuid.uuid4().hex)[0]
-        self.latest = ""
+        self.latest = self._difference = ""
 
     def save(
         self, step: int, sequences: int, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire,
@@ -122,7 +122,7 @@ class Checkpoints:
     def find(self, resume: str) -> ResumedState | None:
         """Read the checkpoint that ``--resume`` means: "auto", "latest" or a checkpoint's folder. None: start afresh.
 
-        "auto" and "latest" pass over damaged checkpoints with a warning. Settings that may differ get a warning, too.
+        "auto" and "latest" pass over damaged checkpoints with a warning.
 
         Raises:
             ThinwireError: there is no such checkpoint, none can be used, or it is not of such a run.
@@ -138,14 +138,16 @@ class Checkpoints:
             meta = state.checkpoint.meta
             if in_this_folder:
                 self.run, self.latest = meta["run"], state.checkpoint.path.name
-            difference = run_settings.compare(meta["about"], self.description, resume_anyway=True, resize=self.resize)
-            if difference:
-                self._warn(f"going on, but not bit for bit as an uninterrupted run: {difference}")
+            compare, about = run_settings.compare, meta["about"]
+            self._difference = compare(about, self.description, resume_anyway=True, resize=self.resize)
         return state
 
     def go_on(self) -> None:
         """Begin to go on from the checkpoint that ``find`` has read. Should this run be killed before it saves, the
-        next one goes on from there, too, and not from a future that this one has gone back from."""
+        next one goes on from there, too, and not from a future that this one has gone back from. Settings that differ
+        get a warning."""
+        if self._difference:
+            self._warn(f"going on, but not bit for bit as an uninterrupted run: {self._difference}")
         if self.latest:
             self.folder.do_once(lambda: files.write(self.path / "latest", self.latest + "\n"))
 

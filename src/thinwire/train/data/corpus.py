@@ -134,7 +134,7 @@ def _read_file(path: Path) -> Iterator[str]:
     openers: dict[str, Callable[..., IO[Any]]] = {".xz": lzma.open, ".gz": gzip.open}
     opener = openers.get(path.suffix, open)
     try:
-        with reading(path), opener(path, "rt", encoding="utf-8") as file:
+        with reading(path), opener(path, "rt", encoding="utf-8-sig", newline="") as file:
             while text := file.read(PIECE):
                 yield text
     except UnicodeDecodeError:
