@@ -184,7 +184,10 @@ def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
     for name in mine:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    hidden = (".step-000003.partial", ".step-000001.0123abcd.old", "..step-000003.partial.0123abcd.old")
+    hidden = (
+        ".step-000003.partial", ".step-000003.0123abcd.partial", ".step-000001.0123abcd.old",
+        "..step-000003.0123abcd.partial.0123abcd.old", "..step-000003.partial.0123abcd.old",
+    )  # fmt: skip
     for name in (".checkpoints.0123abcd.old", *(f"checkpoints/{name}" for name in hidden)):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "x").write_text("x")
@@ -356,6 +359,50 @@ def test_a_future_that_the_run_has_gone_back_from_is_not_taken_for_the_newest(tm
         return run.resume()
 
     assert run_on([tmp_path], body) == [7]
+
+
+@pytest.mark.parametrize("later", [(7,), (7, 9), (5,)], ids=str)
+@pytest.mark.parametrize("moment", ["write_meta", "sync"])
+def test_who_was_stopped_in_a_save_moves_nothing_back(moment, later, tmp_path):
+    """A replica of an elastic run saved meanwhile, and wakes it: before its checkpoint is visible, or after."""
+    place, other = tmp_path / "checkpoints", list[Run]()
+
+    def body(run: Run) -> list[str]:
+        run.save(3)
+        other.append(Run(run.checkpoints.folder))
+        other[0].checkpoints.run = run.checkpoints.run
+        whose = store.format if moment == "write_meta" else store.files
+        first, calls = getattr(whose, moment), list[Path]()
+
+        def stop(path: Path, *more: Any) -> None:
+            first(path, *more)
+            if path == place or path.name.endswith(".partial"):
+                calls.append(path)
+                if len(calls) == 1:
+                    other[0].save(*later)
+
+        with mock.patch.object(whose, moment, stop), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ThinwireWarning)
+            run.save(5)
+        return names(tmp_path)
+
+    (left,) = run_on([tmp_path], body)
+    newest = f"step-{later[-1]:06d}"
+    assert (place / "latest").read_text() == f"{newest}\n"
+    assert all(f"step-{step:06d}" in left for step in later) and not any(name.startswith(".") for name in left)
+    assert run_on([tmp_path], lambda run: run.resume()) == [later[-1]]
+
+
+def test_who_was_not_waited_for_moves_nothing_back_as_it_goes_on(tmp_path):
+    def body(run: Run) -> None:
+        run.save(3)
+        late = Run(run.checkpoints.folder)
+        assert late.resume() == 3
+        run.save(5)
+        late.checkpoints.go_on()
+
+    run_on([tmp_path], body)
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-000005\n"
 
 
 def test_what_is_not_good_does_not_replace_the_good_one_of_the_same_step(tmp_path):

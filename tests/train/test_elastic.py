@@ -17,9 +17,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,16 +30,18 @@ from pretrained_models import TEXT
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError, Unanswered
 from thinwire.cli import program as cli
+from thinwire.network.ledger import Ledger
+from thinwire.proof.ranks import ThreadComm, Threads
 from thinwire.train import supervisor
 from thinwire.train.checkpoint.format import checkpoint_names, read_meta
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.job import run_folder
 from thinwire.train.job import status as status_page
-from thinwire.train.job.replica_log import REPLICAS, turn
+from thinwire.train.job.replica_log import REPLICAS, STARTS, turn
 from thinwire.train.job.run_folder import RESULTS, hold_run_folder, settle_previous
 from thinwire.train.job.status import Gap, alive_on, goodput, read_run, shown
 from thinwire.train.loop import Trainer
-from thinwire.train.replica import ReplicaTrainer
+from thinwire.train.replica import ReplicaTrainer, train_replica
 from thinwire.train.supervisor import Replica, Supervisor, replica_names
 
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
@@ -306,7 +309,7 @@ def test_a_replica_that_is_stopped_in_its_save_is_waited_for_once(tmp_path, monk
     saved = []
     monkeypatch.setattr(Trainer, "_save", lambda self, good: saved.append(self.step))
     trainer = object.__new__(ReplicaTrainer)
-    trainer.config = Config(elastic=True, out=tmp_path, timeout=0.5, file_timeout=1.0, steps=9)
+    trainer.config = Config(elastic=True, out=tmp_path, timeout=0.5, file_timeout=3.0, steps=9)
     trainer._keeps, trainer._is_blocked = True, False
 
     def save(step: int) -> float:
@@ -316,15 +319,36 @@ def test_a_replica_that_is_stopped_in_its_save_is_waited_for_once(tmp_path, monk
 
     with turn(tmp_path):  # as the stopped one
         waited = [save(step) for step in (5, 6)]
-    assert waited[0] >= 0.5 > waited[1] and saved == []
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.partition(": another replica")[0] for line in lines] == [
-        f"thinwire: no checkpoint of step {step}" for step in (5, 6)
-    ]
+    assert waited[0] >= 0.5 > waited[1]
     save(7)
     with turn(tmp_path):
-        assert save(8) >= 0.5 and save(9) >= 1.0  # the last one is written in any case
-    assert saved == [7, 9]
+        waited = [save(step) for step in (8, 9)]
+    assert waited[0] >= 0.5 > waited[1] and saved == [5, 6, 7, 8, 9]
+    line = "thinwire: another replica, which may be stopped, has been in its save for 0.5 s: going on beside it\n"
+    assert capfd.readouterr().err == 2 * line
+
+
+def test_a_replica_that_comes_back_while_another_is_stopped_in_its_save_is_not_held_up(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(STARTS, "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    (tmp_path / REPLICAS).mkdir()
+    (tmp_path / ".lock").touch()
+    comm = ThreadComm(Threads(1), 0, Ledger())
+    comm.patient = lambda seconds: comm
+    inputs = SimpleNamespace(tokenizer=SimpleNamespace(save=lambda path: None))
+    for name, value in {
+        "join_ranks": lambda config: nullcontext(SimpleNamespace(comm=comm)), "is_kept": lambda *given: False,
+        "read_inputs": lambda *given: inputs, "prepare": lambda *given: SimpleNamespace(ended="prepared"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"thinwire.train.replica.{name}", value)
+    config = Config(elastic=True, out=tmp_path, timeout=0.5)
+    back = threading.Thread(target=train_replica, args=(config, "1", print, print), daemon=True)
+    with turn(tmp_path):  # as the stopped one
+        back.start()
+        back.join(30 * PATIENCE)
+        assert not back.is_alive()
+    lines = capfd.readouterr().err.splitlines()
+    assert ["going on beside it" in lines[0], *lines[1:]] == [True, "thinwire: prepared"]
 
 
 @pytest.mark.parametrize("status", [2, 143])

@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
             inputs = read_inputs(config, folder.collective, logs if kept else config.goes_on_from)
             if not kept:
                 inputs.tokenizer.save(logs)
-        with turn(config.out):
+        with _patient_turn(config, config.timeout):
             start = prepare(config, ranks, folder, inputs)
             if not start.ended:
                 inputs.save(config, config.out)
@@ -104,6 +104,18 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
             return trainer.train()
         finally:
             trainer.manager.shutdown(wait=False)
+
+
+@contextlib.contextmanager
+def _patient_turn(config: Config, limit_s: float) -> Iterator[bool]:
+    """Wait until no other replica is busy with checkpoints, for up to ``limit_s``, and go on; yield whether none is.
+
+    One that was stopped in its save drops it when it wakes, if there is a newer one."""
+    with turn(config.out, limit_s) as is_free:
+        if not is_free and limit_s:
+            line = f"another replica, which may be stopped, has been in its save for {limit_s:g} s: going on beside it"
+            say(f"thinwire: {line}", sys.stderr)
+        yield is_free
 
 
 class ReplicaTrainer(Trainer):
@@ -176,7 +188,7 @@ class ReplicaTrainer(Trainer):
             self._files = stack.enter_context(contextlib.ExitStack())
             self.display = self._files.enter_context(Display(config, 1, self.step))
             if self.step == config.steps:  # resumed in the last evaluation, which the first to come makes for all
-                with turn(config.out):
+                with turn(config.out, config.file_timeout):
                     if not summary_time(config.out):
                         self.display = self._files.enter_context(Display(config, 0, self.step))
                         self._conclude()
@@ -211,7 +223,7 @@ class ReplicaTrainer(Trainer):
         """Write the run's last files if this replica keeps them, else wait for them: should the keeper be lost, the
         first to notice it writes them."""
         if self._keeps:
-            with turn(self.config.out, self.config.file_timeout):
+            with turn(self.config.out, 0 if self._is_blocked else self.config.file_timeout):
                 self._conclude()
         try:
             self._beside.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), "mean")
@@ -389,18 +401,15 @@ class ReplicaTrainer(Trainer):
             if good:  # by the replica that keeps the files
                 self.checkpoints.latest = self._checkpoint_name
             return
-        config, last = self.config, self.step == self.config.steps
-        limit_s = config.file_timeout if last else 0 if self._is_blocked else config.timeout  # it is waited for once
-        with turn(config.out, limit_s) as is_free:
-            if is_free or last:
-                super()._save(good)
-        self._is_blocked = not is_free
-        if not (is_free or last):
-            say(f"thinwire: {self._blocked}", sys.stderr)
+        with self._patient_turn():
+            super()._save(good)
 
-    @property
-    def _blocked(self) -> str:
-        return f"no checkpoint of step {self.step}: another replica, which may be stopped, has not ended its own save"
+    @contextlib.contextmanager
+    def _patient_turn(self) -> Iterator[None]:
+        """Wait until no other replica saves. One that may have been stopped in its save is waited for once."""
+        with _patient_turn(self.config, 0 if self._is_blocked else self.config.timeout) as is_free:
+            self._is_blocked = not is_free
+            yield
 
     @property
     def _checkpoint_name(self) -> str:
@@ -436,9 +445,7 @@ class ReplicaTrainer(Trainer):
         if not self.config.checkpoints or not self._is_good(bool(self._rows) and self._rows[-1]["skipped"], final=True):
             return
         checkpoints = self.checkpoints
-        with turn(self.config.out, self.config.timeout) as is_free:
-            if not is_free:
-                raise Unanswered(self._blocked)
+        with self._patient_turn():
             if checkpoints.newest_step() < self.step:
                 super()._save(True)
             if format.is_good(checkpoints.path / (newest := f"step-{checkpoints.newest_step():06d}")):

@@ -52,6 +52,7 @@ class Checkpoints:
         self.path = folder.path / "checkpoints"
         self.run = self.collective.share(uuid.uuid4().hex)[0]
         self.latest = self._difference = ""
+        self._seen = self._read_latest()
 
     def save(
         self, step: int, sequences: int, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire,
@@ -60,6 +61,7 @@ class Checkpoints:
         """Write the checkpoint of ``step``, and remove this run's obsolete ones.
 
         A checkpoint that is not ``good`` (the run diverges) replaces no good one, and ``latest`` does not name it.
+        It is dropped, with a warning, if this process was stopped meanwhile, and another replica has saved a later one.
         ``sequences`` counts those of the shuffled text that all ranks together have trained on. ``result``: what the
         run's last files say of its steps, where they are over.
 
@@ -67,14 +69,13 @@ class Checkpoints:
             ThinwireError: on all ranks, with what kept one of them from writing. Older checkpoints are as they were.
         """
         collective, folder = self.collective, self.folder
-        final = self.path / f"step-{step:06d}"
-        partial = self.path / f".{final.name}.partial"
+        final, save = self.path / f"step-{step:06d}", collective.share(uuid.uuid4().hex)[0]
+        partial = self.path / f".{final.name}.{save[:8]}.partial"
         if not good and any(collective.gather(lambda: format.is_good(final))):
             return
         of_rank, common = collect_tensors(model, optimizers, wire)
 
         def begin() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
             self.path.mkdir(exist_ok=True)
             partial.mkdir()
 
@@ -92,12 +93,17 @@ class Checkpoints:
             folder.do_once(begin)
             sizes = {name: size for written in collective.gather(write) for name, size in written.items()}
             meta = {
-                "format": format.FORMAT, "run": self.run, "save": collective.share(uuid.uuid4().hex)[0], "step": step,
-                "sequences": sequences, "good": good, "world_size": collective.size,
+                "format": format.FORMAT, "run": self.run, "save": save, "step": step, "sequences": sequences,
+                "good": good, "world_size": collective.size,
                 "files": dict(sorted(sizes.items())), "about": self.description,
                 "result": collective.share(result)[0],
             }  # fmt: skip
             folder.do_once(lambda: format.write_meta(partial, meta))
+            if newer := max(collective.gather(lambda: self._newer(step))):
+                folder.do_once(lambda: shutil.rmtree(partial))
+                self._warn(f"the checkpoint of step {step} is dropped, as {newer} came while it was written")
+                self.latest = newer
+                return
         except BaseException:
             if folder.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -108,8 +114,10 @@ class Checkpoints:
 
     def _tidy(self, newest: str, good: bool) -> None:
         """Point ``latest`` to the newest good checkpoint, and remove this run's obsolete ones from this folder."""
+        if self._newer(step_of(newest)):
+            return
         if good:
-            files.write(self.path / "latest", newest + "\n")
+            self._point_to(newest)
         of_this_run = {}
         for name in format.checkpoint_names(self.path):
             with contextlib.suppress(Damaged):  # nobody can tell which run it belongs to: it stays
@@ -146,10 +154,15 @@ class Checkpoints:
         """Begin to go on from the checkpoint that ``find`` has read. Should this run be killed before it saves, the
         next one goes on from there, too, and not from a future that this one has gone back from. Settings that differ
         get a warning."""
+
+        def point() -> None:
+            if self._read_latest() == self._seen:  # else another replica, not waited for, has saved meanwhile
+                self._point_to(self.latest)
+
         if self._difference:
             self._warn(f"going on, but not bit for bit as an uninterrupted run: {self._difference}")
         if self.latest:
-            self.folder.do_once(lambda: files.write(self.path / "latest", self.latest + "\n"))
+            self.folder.do_once(point)
 
     def _warn(self, line: str) -> None:
         if self.collective.rank == 0:
@@ -270,6 +283,19 @@ class Checkpoints:
         """Return the step of the checkpoint in this folder that ``latest`` names; -1: there is none."""
         name = self._read_latest() or ""
         return step_of(name) if format.NAME.fullmatch(name) else -1
+
+    def _newer(self, step: int) -> str:
+        """Return the name of this run's newest checkpoint if another process has saved it, and it is after ``step``."""
+        name = self._read_latest() or ""
+        if not self.folder.is_keeper or name == self._seen or not format.NAME.fullmatch(name) or step_of(name) <= step:
+            return ""
+        with contextlib.suppress(Damaged):
+            return name if read_meta(self.path / name).meta["run"] == self.run else ""
+        return ""
+
+    def _point_to(self, name: str) -> None:
+        files.write(self.path / "latest", name + "\n")
+        self._seen = name
 
     def _read_latest(self) -> str | None:
         """Read the name in the file ``latest``, which may be damaged; None: there is no such file."""

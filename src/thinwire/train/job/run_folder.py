@@ -34,11 +34,11 @@ RESULTS = ("summary.json", "report.txt", "valid_losses.csv")
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", *RESULTS, "plan.txt", "config.yaml", ELASTIC, _JOB)
 _OF_A_RUN = ("checkpoints", *_RUN_FILES, REPLICAS, "hf", "tokenizer.json", "tokenizer-bpe-*.json")
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
-_REMOVED = r"\.[0-9a-f]{8}\.old"
+_REMOVED, _SAVE = r"\.[0-9a-f]{8}\.old", r"step-\d+(\.[0-9a-f]{8})?"
 _UNFINISHED = {
     ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}|hf|\.previous){_REMOVED}|"
           r"\.rank-[0-9a-f]{32}-\d+",
-    "checkpoints/.*": rf"\.(latest|step-\d+)\.partial|\.(step-\d+|\.step-\d+\.partial){_REMOVED}",
+    "checkpoints/.*": rf"\.(latest|{_SAVE})\.partial|\.(step-\d+|\.{_SAVE}\.partial){_REMOVED}",
     "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
 }  # fmt: skip
 """Hidden names that a run makes, {glob: regular expression}. Others in --out are not ours to remove."""
