@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as sharded
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import dry_cuda
@@ -269,8 +271,11 @@ def test_fsdp2_computes_on_while_a_module_s_gradients_wait_for_their_reduction()
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
 def test_the_time_that_was_waited_is_told_by_events(kind):
-    """Here an operation takes a millisecond: those of the last exchange, and of each gathering of weights."""
-    assert steps(kind, methods.Dense).exposed > (2 if kind == "ddp" else 8)
+    """Here an operation takes a millisecond: those of the last exchange, and of each gathering of weights.
+
+    (torch 2.15 gathers in fewer operations: there are six gatherings, and the exchange.)"""
+    gathers_longer = torch.__version__ < "2.15"
+    assert steps(kind, methods.Dense).exposed > (2 if kind == "ddp" else 8 if gathers_longer else 6)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -331,4 +336,7 @@ def test_every_wait_of_ours_is_needed():
         for wait in steps(kind, make, guard=guard).waits:
             needed[wait] = needed.get(wait, False) or bool(steps(kind, make, guard=guard, deaf=wait).wrong())
     assert len(needed) > 6
-    assert all(needed.values()), [wait for wait, shows in needed.items() if not shows]
+    unneeded = [wait for wait, shows in needed.items() if not shows]
+    if inspect.getsource(foreach_reduce).count("all_reduce_input = reduce_output") > 1:  # torch 2.15 keeps it itself
+        unneeded = [wait for wait in unneeded if not re.fullmatch(r"fsdp2_module\.py:\d+ keep", wait)]
+    assert not unneeded

@@ -355,7 +355,7 @@ class GroupLink:
                     "set_requires_all_reduce(False) would have no effect, as Thinwire sums across nodes: put "
                     "wire.accumulate(last=...) around each micro-batch"
                 )
-            devices.keep(shard)  # torch 2.11 to 2.13 release the buffer while this stream still reads it
+            devices.keep(shard)  # torch before 2.15 releases the buffer while this stream still reads it
             inter = shard_of(self.pieces)
             if self._ranks == 1:  # torch skips the reduce-scatter if one rank has the whole shard
                 self.verify(shard, self.divisor or 1.0)  # by which torch has already divided
