@@ -677,10 +677,11 @@ class Wire:
                 state["state"][number] = moments
 
     def weights_changed(self) -> None:
-        """Call this on all ranks after changing weights through ``.data``, or on some ranks alone.
+        """Call this on all ranks after changing weights through ``.data``, or inside a forward or backward pass.
 
-        Other changes in place are noticed. It matters to methods that do not send the values of sharded weights
-        themselves (sdp4bit, zeropp, qsdp, scape, trickle:merged): the weights are gathered anew.
+        Other changes in place are noticed, but on a GPU those on some ranks alone are refused in the next step: call it
+        after them, too. It matters to methods that do not send the values of sharded weights themselves (sdp4bit,
+        zeropp, qsdp, scape, trickle:merged): the weights are gathered anew.
         """
         self.engine.weights_changed()
         self._step_loop.weight_watch.trust()

@@ -85,29 +85,33 @@ class Rank:
         self.version += 1
 
     def does(self, event: str) -> str | None:
-        """g1: a gather of step 1, u1: one while some optimizers have stepped and others not. l: a state is loaded.
+        """g1: a forward pass of step 1 begins, and gathers; b1: a gather inside it; u1: one while some optimizers have
+        stepped and others not. l: a state is loaded.
 
         a1: the message of step 1 leaves ahead, if it can.
 
-        The weights change: o: by an optimizer, s: by one that nobody speaks of, c: by hand, d: by hand where the engine
-        does not see it, v: to what they were.
+        The weights change: o: by an optimizer, s: by one that nobody speaks of, c: by hand, x: by hand on one rank
+        alone, d: by hand where the engine does not see it, v: to what they were.
         """
         what, step = event[0], int(event[1:] or 0)
         if what == "o":
             self.replica.look()
             self.moves(1.0 if self.replica.message.exact else 1.3)
             self.replica.stepped()
-        elif what in "scv":
-            self.moves({"s": 1.0, "c": -5.0, "v": 0.0}[what])
+        elif what in "scv" or (what == "x" and self.comm.rank == 1):
+            self.moves({"s": 1.0, "c": -5.0, "x": -5.0, "v": 0.0}[what])
         elif what == "d":
             self.master -= 3.0
-            self.replica.changed = True
+            self.replica.distrust()
         elif what == "a":
             if self.replica.sends(step):
                 self.replica.send(self.master.clone(), step)
         elif what == "l":
             load_state(self.state, dump_state(self.state))
-        else:
+        elif what != "x":
+            if what != "b":
+                with self.ledger.aside():
+                    replicas.agree([self.replica], self.comm, training=True)
             return self.gathers(step, unsettled=what == "u")
         return None
 
@@ -132,6 +136,9 @@ ALONE = "message message message message"
         ("g4 o o g6 o g7", "whole message message", "whole whole message"),
         ("g0 c g0 g0", "whole whole nothing", "whole whole nothing"),
         ("g0 d g0 g0", "whole whole nothing", "whole whole nothing"),
+        ("g0 x g0 g0", "whole whole nothing", "whole whole nothing"),
+        ("g0 o x g1 o g2", "whole whole message", "whole whole message"),
+        ("g0 x o g1", "whole whole", "whole whole"),
         ("g0 o c g1 o g2", "whole whole message", "whole whole message"),
         ("g0 c o g1", "whole whole", "whole whole"),
         # after wire.close() nobody says that it is an optimizer that steps, and the steps are not counted
@@ -160,16 +167,19 @@ def test_what_is_due(events, follows, exact):
 @pytest.mark.parametrize(
     ("events", "follows", "exact", "alone"),
     [
-        ("g0 o a1 g1 g1", "whole message nothing", "whole message nothing", "message message message"),
+        ("g0 o a1 g1 b1", "whole message nothing", "whole message nothing", "message message message"),
         # it is void once weights were changed, or a state loaded: all of it is gathered, or sent again
         ("g0 o a1 c g1", "whole both", "whole both", "message twice"),
         ("g0 o a1 d g1", "whole both", "whole both", "message twice"),
+        ("g0 o a1 x g1", "whole both", "whole both", "message twice"),
+        ("g0 x o a1 g1", "whole both", "whole both", "message twice"),
         ("g0 o a1 u1 g1", "whole both whole", "whole both whole", "message twice message"),
         ("g0 o a1 l g1", "whole all", "whole both", "message twice"),
         # nobody asked for it: the next one starts from what there was before
         ("g0 o a1 o a2 g2", "whole twice", "whole both", "message twice"),
-        # the weights have to be gathered whole, which does not happen before somebody asks
-        ("g0 c a0 g0", "whole whole", "whole whole", "message message"),
+        # the weights have to be gathered whole, which ranks know when somebody asks
+        ("g0 o c a1 g1", "whole both", "whole both", "message twice"),
+        ("g0 d a0 g0", "whole whole", "whole whole", "message message"),
         ("a0 g0 a0 g0", "whole nothing", "whole nothing", "message message"),
     ],
 )

@@ -149,6 +149,10 @@ class Engine:
     def weights_changed(self) -> None:
         """Note that something else than an optimizer changed the weights."""
 
+    def missed(self) -> str | None:
+        """Explain that ranks have computed with unlike weights since the last step; None if they have not."""
+        return None
+
     def close(self) -> None:
         """End threads. Hooks stay until ``renew``, so that no exchange passes unnoticed."""
 

@@ -8,7 +8,8 @@ method does not send the weights themselves, a :class:`Replica` chooses for each
                 message cannot bring the present weights up to date
     message     an all-gather of the messages that the method writes and reads (:class:`Message`)
 
-A message can leave as soon as the optimizers have stepped (:class:`EarlySender`).
+A message can leave as soon as the optimizers have stepped (:class:`EarlySender`). As one rank alone may see its part of
+the weights change, and all must choose alike, they agree on that where a forward pass begins (:func:`agree`).
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class Replica:
     Attributes:
         step: optimizer steps taken when the weights were last brought up to date; None: never, or the weights are no
             longer valid.
-        changed: something else than an optimizer changed this rank's weights since the last gather.
+        changed: something else than an optimizer changed weights since the last gather, as all ranks know.
+        written: this rank's were, as it alone knows until ``agree``: ``_WRITTEN``, ``_UNCOUNTED``, or 0.
+        missed: what was written was not in the last gather, so that the others have the former values.
     """
 
     def __init__(
@@ -151,7 +154,8 @@ class Replica:
         """``version`` rises with every change of this rank's ``weights`` that the engine can see."""
         self.message, self.shard, self.comm, self.device = message, shard, comm, device
         self.step: int | None = None
-        self.changed = False
+        self.changed = self.missed = False
+        self.written = 0
         self._state, self._loads = state, state.loads
         self._version, self._seen_version = version, version()
         self._fingerprint = Fingerprint(weights)
@@ -178,27 +182,29 @@ class Replica:
         """The bytes of messages sent ahead and not read yet."""
         return 0 if self._ahead is None else self._ahead.all_messages.nbytes
 
-    def look(self) -> None:
-        """Note whether the weights have changed since the last look."""
+    def look(self, *, samples: bool = False) -> None:
+        """Note whether this rank's weights have changed since the last look.
+
+        ``samples``: also through ``.data``, which torch does not count. Waits for the device.
+        """
         version = self._version()
-        self.changed, self._seen_version = self.changed or version != self._seen_version, version
+        if version != self._seen_version:
+            self.written, self._seen_version = _WRITTEN, version
+        elif samples and not self.written and not self.changed and self._fingerprint.differs():
+            self.written = _UNCOUNTED
+
+    def distrust(self) -> None:
+        """Gather the weights anew, as all ranks do."""
+        self.look()
+        self.changed, self.written = True, 0
 
     def stepped(self) -> None:
         """Accept the weights' present values, which an optimizer has just made."""
         self._seen_version = self._version()
         self._fingerprint.take()
 
-    def changed_unseen(self) -> bool:
-        """Were this rank's weights changed through ``.data``, which torch does not count? Waits for the device.
-
-        The answer may differ between ranks: some shards alone may have changed.
-        """
-        self.look()
-        return not self.changed and self._fingerprint.differs()
-
     def sends(self, step: int) -> bool:
         """Can the message of ``step`` leave before its gather? Not where the weights have to be gathered whole."""
-        self.look()
         doubted = self.changed or self._loads != self._state.loads
         return not doubted and self._ahead is None and self._due(step) == "message"
 
@@ -228,10 +234,14 @@ class Replica:
         self._doubt(unsettled)
         if self._ahead is not None and self._ahead.step != step:
             self.drop()
-        if self._ahead is not None:
-            ready, self._ahead = self._ahead, None
+        action, (ready, self._ahead) = self._due(step), (self._ahead, None)
+        fresh = ready is None and (action == "whole" or not self.message.resident)
+        if fresh and self.written:
+            self._fingerprint.take()
+            self.written = 0
+        self.missed = bool(self.written)
+        if ready is not None:
             return self._receive(ready, out, async_op)
-        action = self._due(step)
         if action == "whole":
             self._gather_whole(out, own_weights, step)
             action = self._due(step)  # what was saved may be of an earlier step
@@ -334,6 +344,42 @@ class Replica:
 
     def _empty(self) -> Tensor:
         return torch.empty(self.comm.size * self.shard.numel, dtype=self.shard.dtype, device=self.device)
+
+
+_WRITTEN, _UNCOUNTED = 1, 2
+"""Codes of a change of a rank's weights: in place, as torch counts, or through ``.data``."""
+
+
+def agree(replicas: Sequence[Replica], comm: Comm, *, training: bool) -> None:
+    """Agree with the ranks of ``comm`` on whose weights something else than an optimizer has changed. Collective.
+
+    On a CPU, and where the program turns from ``training`` to an evaluation or back, all ranks wait for the answer, and
+    one rank's change is known to all. In training on a GPU ranks that see no change go on at once. So those that see
+    one count it only if all do; else they miss it as well (``Replica.missed``).
+
+    Raises:
+        ThinwireError: in the middle of ``training`` a rank has changed weights through ``.data``.
+    """
+    device = replicas[0].device
+    waits = not training or devices.streams(device) is None
+    for replica in replicas:
+        replica.look(samples=waits)
+    codes = [replica.written for replica in replicas]
+    rows = torch.tensor([codes, [-code for code in codes]], dtype=torch.float32, device="cpu")
+    rows = rows.to(device, non_blocking=True)  # the host does not wait
+    comm.all_reduce(rows.view(-1), "max")
+    if not waits and not any(codes):
+        return
+    most, least = rows.int().tolist()
+    for replica, code, negative in zip(replicas, most, least, strict=True):
+        if training and code == _UNCOUNTED:
+            raise ThinwireError(
+                f"{replica.shard.names[0]}, or a weight of the same module, was changed through .data, which torch "
+                "does not notice: call wire.weights_changed() after that, on all ranks, or write "
+                "parameter.copy_(...)"
+            )
+        if code and (waits or negative):
+            replica.distrust()
 
 
 class EarlySender:

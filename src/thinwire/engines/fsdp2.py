@@ -133,6 +133,8 @@ class FSDP2(ShardedEngine):
         if self.worker and reduces is shard:
             reduces = shard.twin()
             self._own_comms.append(reduces)
+        # Beside the messages under way: on a CPU in a group that is idle in a forward pass.
+        self.flags = shard if self.worker is None else reduces
         inter = self.comm(info.replicate_process_group) if hasattr(info, "replicate_process_group") else None
         if inter is not None:
             self.kind = "hsdp"
@@ -301,7 +303,7 @@ class FSDP2(ShardedEngine):
         return all_zero(gradients, self.comms if comms is None else comms)
 
     def end_step(self) -> None:
-        self.tail = None
+        self.tail, self._between = None, True
 
     def stepping(self) -> None:
         if self.tail is not None:
@@ -309,7 +311,8 @@ class FSDP2(ShardedEngine):
             self.tail = None
         self.sender.stop()
         for replica in self.replicas:
-            replica.look()  # changes of the weights before now are not the optimizer's
+            # Changes of the weights before now are not the optimizer's. (On a GPU samples would wait.)
+            replica.look(samples=self.worker is not None)
 
     def stepped(self) -> None:
         for replica in self.replicas:
@@ -325,7 +328,7 @@ class FSDP2(ShardedEngine):
 
     def weights_changed(self) -> None:
         for replica in self.replicas:
-            replica.changed = True
+            replica.distrust()
 
 
 def _reduce_dtype(group: Any, fsdp_param: Any) -> torch.dtype:

@@ -23,7 +23,7 @@ from thinwire.core.method import Method
 from thinwire.core.names import clean_name
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.step import StepLoop
-from thinwire.core.weights import EarlySender, Replica
+from thinwire.core.weights import EarlySender, Replica, agree
 from thinwire.core.worker import Worker
 from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
@@ -52,12 +52,14 @@ class ShardedEngine(Engine):
         groups: every FSDP module with its parameter group. fsdp_params: torch's parameter objects of all groups.
         links: one for each group, once attached.
         ranks: the number of ranks that average gradients. reduce_group: the group of torch's reduce-scatter.
+        flags: the group in which ranks agree on changes of the weights.
         worker: runs exchanges beside the backward pass on devices without streams.
         tail: two events of the last reduction: gradients complete, means complete.
     """
 
     ranks: int
     reduce_group: dist.ProcessGroup
+    flags: GroupComm
     worker: Worker | None
 
     def __init__(self, model: Any, method: Method, ledger: Ledger, groups: list[tuple[FSDPModule, Any]]) -> None:
@@ -71,6 +73,8 @@ class ShardedEngine(Engine):
         self._comms: dict[int, GroupComm] = {}
         self._mode: tuple[bool, bool] | None = None  # the last forward pass: training? recording gradients?
         self._asked: set[int] = set()  # links whose modules have asked for their weights in that pass
+        self._between = False  # a step is over, and no forward pass has begun since
+        self._missed: str | None = None  # a weight that a gather of this step has missed
 
     @property
     def replicas(self) -> list[Replica]:
@@ -93,26 +97,40 @@ class ShardedEngine(Engine):
     def begin_forward(self, link: GroupLink) -> None:
         """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins.
 
-        Some classes write averaged weights for an evaluation through ``.data``, which torch does not count. So before
-        every forward pass that records no gradients, and before training goes on after it, ranks agree on whether the
-        weights of any have changed. All ranks must evaluate together.
+        There ranks agree on whether the weights of any have changed, before each gathers or reads a message: as one may
+        write into its shard alone. Some classes also write averaged weights for an evaluation through ``.data``, which
+        torch does not count: that is looked for before every forward pass that records no gradients, and before
+        training goes on after it. All ranks must evaluate together.
         """
         if self.method.card.encodes_weights:  # as the step says, and the gather is the first exchange after a load
             link.step_loop.compare_start(gathers=not torch.is_grad_enabled())
-        if not self.replicas:
+        if not self.replicas or torch._C._current_graph_task_id() != -1:  # a pass made anew in the backward pass
             return
         mode = bool(self.model.training), torch.is_grad_enabled()
-        if mode != self._mode or (not all(mode) and id(link) in self._asked):
-            if self._mode is not None:
-                changed = any([replica.changed_unseen() for replica in self.replicas])
-                flag = torch.full((1,), float(changed), dtype=torch.float32, device=link.device)
-                with self.ledger.aside():  # no step's: an evaluation has asked
-                    self.comms[0].all_reduce(flag, "max")
-                if bool(flag):
-                    self.weights_changed()
+        turns = self._mode is not None and mode != self._mode
+        if turns or id(link) in self._asked or self._between:
+            self._agree(link, training=all(mode) and not turns)
             self._asked.clear()
-            self._mode = mode
+        self._mode, self._between = mode, False
         self._asked.add(id(link))
+
+    def _agree(self, link: GroupLink, *, training: bool) -> None:
+        streams = devices.streams(link.device)
+        names = map(link.name, link.group.fsdp_params)
+        beside = nullcontext() if streams is None else streams.stream(link.group.comm_ctx.all_gather_stream)
+        # Its bytes, 8 for each module, are no step's, as an evaluation may have asked.
+        with self.waited(), link.step_loop.exchanging("weights", names), self.ledger.aside(), beside:
+            agree(self.replicas, self.flags, training=training)
+
+    def note_missed(self, replica: Replica) -> None:
+        """Note that a gather, which is over, has missed a change: the others compute with the former weights."""
+        if replica.missed:
+            self._missed = self._missed or replica.shard.names[0]
+
+    def missed(self) -> str | None:
+        """Explain what ``note_missed`` has noted since the last call."""
+        name, self._missed = self._missed, None
+        return None if name is None else _MISSED.format(name=name)
 
     @contextmanager
     def waited(self) -> Iterator[None]:
@@ -123,6 +141,11 @@ class ShardedEngine(Engine):
             self.ledger.add("exposed", time.perf_counter() - began)
 
 
+_MISSED = (
+    "{name}, or a weight of the same module, was written on some ranks alone, or inside a forward or backward pass, so "
+    "other ranks have computed with its former value: write between two steps on all ranks, or call "
+    "wire.weights_changed() on all ranks after it"
+)
 _WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
 """The functions of torch's parameter group that a link wraps."""
 _REPLACED = (
@@ -157,7 +180,8 @@ class GroupLink:
 
     def unshard(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Note that a forward pass asks for the module's weights, before torch's ``original`` gathers them."""
-        if self.group._training_state.name == "FORWARD":
+        prefetched = getattr(self.group, "_all_gather_result", None) is not None
+        if self.group._training_state.name in ("FORWARD", "IDLE") and not prefetched:  # IDLE: the user's unshard()
             self.engine.begin_forward(self)
         with self._counting():
             return original(*arguments, **options)

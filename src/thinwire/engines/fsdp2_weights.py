@@ -60,25 +60,15 @@ class ModuleAllGather:
             if replica is not None:
                 # While only some of the optimizers have stepped, weights change before the step is over.
                 unsettled = link.step_loop.open
-                if not unsettled:
-                    self._check_weights(replica)
                 self.engine.sender.asks(replica, self.send)
                 work = replica.gather(output_tensor, link.road.step, unsettled=unsettled, async_op=async_op)
+                self.engine.note_missed(replica)
             else:
                 work = comm.all_gather(output_tensor, input_tensor, async_op=async_op)
         if (end := devices.mark(input_tensor.device)) is not None:
             link.gathered = end if work is None else None
             return work
         return None if work is None else _TimedWork(work, self)
-
-    def _check_weights(self, replica: Replica) -> None:
-        """Raise a ThinwireError if weights have changed uncounted since the last step. (On a GPU it would wait.)"""
-        if devices.streams(replica.device) is None and replica.changed_unseen():
-            raise ThinwireError(
-                f"{replica.shard.names[0]}, or a weight of the same module, was changed through .data, which torch "
-                "does not notice: call wire.weights_changed() after that, on all ranks, or write "
-                "parameter.copy_(...)"
-            )
 
     def send(self, step: int) -> None:
         """Send this rank's message of ``step``, if possible; on a GPU, beside the computing stream."""

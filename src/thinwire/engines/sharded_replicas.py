@@ -46,7 +46,7 @@ class ShardedReplicas(Replicas):
         self.hops = (*self.sharded.hops, AllReduce(across, divide="after"))
         self._prepare()
         for call in ("accumulate", "accumulated", "stepping", "stepped", "send_weights", "wait_for_weights",
-                     "weights_changed", "close"):  # fmt: skip
+                     "weights_changed", "missed", "close"):  # fmt: skip
             setattr(self, call, getattr(self.sharded, call))  # these are about the replica's own ranks alone
 
     @property
