@@ -39,7 +39,7 @@ from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.safety import Safety
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state, load_state
-from thinwire.core.step import StepLoop, serves, split_counts
+from thinwire.core.step import StepLoop, fault_of_counts, serves, split_counts
 from thinwire.engines.ddp import DDP
 from thinwire.engines.fsdp2 import FSDP2
 from thinwire.engines.replicas import Replicas
@@ -157,6 +157,11 @@ class Options:
             )
         for optimizer in self.optimizers:
             _require(optimizer, torch.optim.Optimizer, "an optimizer must be a torch.optim.Optimizer")
+            if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+                raise ThinwireError(
+                    "ZeroRedundancyOptimizer steps each parameter on one rank alone, with an optimizer that it hides: "
+                    "pass an ordinary one, or shard the model and its optimizer with fully_shard"
+                )
         if len(set(map(id, self.optimizers))) < len(self.optimizers) or not self.optimizers:
             raise ThinwireError("pass each optimizer once, and one at least")
         if (taken := next(filter(serves, self.optimizers), None)) is not None:
@@ -789,7 +794,7 @@ class Wire:
 
     def _restore(self, values: dict[str, Tensor]) -> None:
         """Go on from ``values``, by key without the rank; their shapes have been checked."""
-        if fault := self.method.card.fault_of(values):
+        if fault := self.method.card.fault_of(values) or fault_of_counts(values):
             raise ThinwireError(f"{self.method.name}: the saved state is damaged: {fault}")
         self._met = -1.0
         self._step_loop.reset()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ranks
 import thinwire
@@ -354,7 +356,9 @@ def _refused(rank, world, engine):
 
     lr: dict[str, Any] = {"lr": 0.01}
     adams = thinwire.AdamS
+    shared = [(functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW), "w", lr)] if engine == "ddp" else []
     return {
+        "dense, a part on each rank": ("ZeroRedundancyOptimizer" if shared else "optimizer", tried("dense", shared)),
         "int8, one of two": ("w0", tried("int8(smallest=0)", [(AdamW, ("w1", "w2"), lr)], as_one=True)),
         "int8, two of three": ("w2", tried("int8(smallest=0)", [(AdamW, "w0", lr), (SGD, "w1", lr)])),
         "dense, one of two": ("w1", tried("dense", [(AdamW, ("w0", "w2"), lr)], as_one=True)),

@@ -109,6 +109,8 @@ def _refused(rank: int, world: int) -> dict[str, tuple[str, bool]]:
         "of another dtype": {**mine, residual: mine[residual].double()},
         "not finite": {**mine, residual: mine[residual] / 0}, "plain names": {"residual/w": torch.zeros(1)},
         "without about": {name: of for name, of in mine.items() if name != key + "about"},
+        "of no step": {**mine, key + "step": torch.tensor(-3)},
+        "of any step": {**mine, key + "step": torch.tensor(2**62)},
         "damaged": {**mine, key + "about": torch.zeros(4096, dtype=torch.uint8)},
     }  # fmt: skip
     found = {}
@@ -150,6 +152,8 @@ SAID = {
     "not finite": "residual/blocks.0.up.weight' holds values that are not finite",
     "plain names": "'residual/w' is not an entry of a state",
     "without about": "the state has no 'rank-000{rank}-of-0002/about'",
+    "of no step": "topk: the saved state is damaged: step=-3",
+    "of any step": "damaged: step=4611686018427387904",
     "damaged": "'rank-000{rank}-of-0002/about' is damaged",
     "another method": "it was saved with method topk, this run has trickle",
     "another knob": "it was saved with density=0.1 of topk, this run has density=0.2",

@@ -650,6 +650,12 @@ class _BeforeForward:
         return type(self), ()
 
 
+def fault_of_counts(values: Mapping[str, Tensor]) -> str:
+    """Name which of a state's counts of steps cannot be one; "" if all can."""
+    least = {"step": 0, "skipped": 0, "flush": -1}
+    return next((f"{key}={int(values[key])}" for key, of in least.items() if not of <= int(values[key]) < 2**40), "")
+
+
 def split_counts(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take what ``StepLoop.counts`` returned out of a state's ``values``."""
     return {key: values.pop(key) for key in list(values) if key.startswith("bound/") or "/" not in key}

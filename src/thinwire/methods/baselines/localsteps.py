@@ -258,7 +258,8 @@ class LocalSteps(Method):
             self._fragments.append(Fragment(number, method, in_rounds, names, self.outer_lr, self.outer_momentum))
         if hasattr(self, "state"):
             self.state = self.state  # which the fragments share
-        self._starter.begin(replace(run, steps=self.first))
+        if self.first:  # else a share of a few steps is none, and nothing asks for it
+            self._starter.begin(replace(run, steps=self.first))
         self._numbers = OwnNumbers(run)
         self._worker = Worker(run.exchange.comm.ledger)
         if self.delay and run.exchange.ranks > 1:  # now, or the first ranks to send would wait for the others then

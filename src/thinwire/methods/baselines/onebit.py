@@ -106,7 +106,10 @@ class OneBitAdam(Method):
             state_kinds={**card.state_kinds, "counted": EQUAL, "moment": ANEW, "clip": EQUAL},
         )  # fmt: skip
 
-    first = property(lambda self: first_step(self, "warmup"))  # T_w
+    @property
+    def first(self) -> int:
+        """T_w, 1 or more where the warm-up is a share of the run."""
+        return max(first_step(self, "warmup"), int(self.warmup > 0))
 
     @property
     def _warmup_codec(self) -> Integers:

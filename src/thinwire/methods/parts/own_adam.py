@@ -88,8 +88,8 @@ def _places(name: str, holder: Any, prefix: str = "") -> Iterator[tuple[str, Any
             yield kind if isinstance(value, Tensor) else f"{kind}{_NUMBER}", holder, key
         elif value is not None and not isinstance(value, str):
             raise Unsavable(
-                f"the optimizer keeps a {type(value).__name__} as '{kind}' of {name}, which differs by rank and cannot "
-                "be saved: use an optimizer that keeps tensors, numbers, and lists and dicts of these"
+                f"the optimizer keeps a {type(value).__name__} as '{kind}' of {name}, which may differ by rank and "
+                "cannot be saved: use an optimizer that keeps tensors, numbers, and lists and dicts of these"
             )
 
 
