@@ -552,12 +552,17 @@ def take_step(self):
     if name in plan["killed"] and not starts and self.step + 1 == plan["at"]:
         os.kill(os.getpid(), signal.SIGKILL)  # in the middle of an attempt
     time.sleep(0.1)
+    until, waits = time.monotonic() + plan["a step waits"], name not in plan["killed"] and self.step >= plan["at"]
+    while waits and time.monotonic() < until and not os.path.exists(plan["back"]):
+        time.sleep(0.05)
     return take(self)
 
 def count_step(self, *told):
     with open(plan["seen"], "a") as file:
         weights = float(sum(weight.detach().double().sum() for weight in self.net.parameters()))
         file.write(json.dumps([self.step + 1, name, *self.seen, repr(weights)]) + "\\n")
+    if starts:
+        open(plan["back"], "a").close()
     return count(self, *told)
 
 replica.ReplicaTrainer._take_step, replica.ReplicaTrainer._count_step = take_step, count_step
@@ -582,13 +587,16 @@ sys.exit(program.main(words))
 """
 
 
-def watched(tmp_path: Path, *more: str, steps: int, **plan: Any) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+def watched(
+    tmp_path: Path, *more: str, steps: int, waits: bool = False, **plan: Any
+) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
     """Run replicas of which some are ``killed``, in the attempt at step ``at`` or in the save after step ``in save``,
-    and one may not come back. Return what each has counted, too: step, its name, its first window of the stream, how
-    many, the sum of its weights."""
+    and one may not come back. If the others ``wait``, their steps are long until it has counted one again. Return what
+    each has counted, too: step, its name, its first window of the stream, how many, the sum of its weights."""
     program, seen = tmp_path / "watched.py", tmp_path / "seen"
     program.write_text(WATCHED)
-    plan = {"seen": str(seen), "stays away": None, "at": None, "in save": None, **plan}
+    plan = {"seen": str(seen), "stays away": None, "at": 0, "in save": None, **plan}
+    plan |= {"a step waits": 1.0 * PATIENCE * waits, "back": f"{tmp_path}/back"}
     command = [sys.executable, "-c", LAUNCHER, str(program), json.dumps(plan), *words(tmp_path, *more, steps=steps)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE)
     return done, [json.loads(line) for line in seen.read_text().splitlines()]
@@ -628,7 +636,7 @@ def descendants(pid: int) -> list[int]:
 def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(method, victim, tmp_path):
     """Replica 0 keeps the run's files when it is killed."""
     steps = 120
-    done, counted = watched(tmp_path, "--method", method, steps=steps, killed=[victim], at=8)
+    done, counted = watched(tmp_path, "--method", method, steps=steps, waits=True, killed=[victim], at=8)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"replica {victim} was ended by SIGKILL; it is started again" in done.stderr
     # Each window of the stream once, and all replicas of a step with the same weights.
@@ -662,7 +670,8 @@ def test_a_run_whose_replica_is_killed_and_comes_back_learns_each_window_once(me
 def test_local_steps_whose_replica_is_killed_in_a_round_stay_in_step(victim, tmp_path):
     """The others end the round without it, and it joins at the end of another one. Replica 0 keeps the files."""
     steps, every = 180, 6
-    done, counted = watched(tmp_path, "--method", f"local-steps(every={every})", steps=steps, killed=[victim], at=9)
+    method = f"local-steps(every={every})"
+    done, counted = watched(tmp_path, "--method", method, steps=steps, waits=True, killed=[victim], at=9)
     assert done.returncode == 0, done.stdout + done.stderr
     windows = Counter(number for _, _, first, size, _ in counted for number in range(first, first + size))
     assert max(windows.values()) == 1
