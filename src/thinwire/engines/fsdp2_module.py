@@ -102,14 +102,17 @@ class ShardedEngine(Engine):
         torch does not count: that is looked for before every forward pass that records no gradients, and before
         training goes on after it. All ranks must evaluate together.
         """
-        if self.method.card.encodes_weights:  # as the step says, and the gather is the first exchange after a load
-            link.step_loop.compare_start(gathers=not torch.is_grad_enabled())
-        if not self.replicas or torch._C._current_graph_task_id() != -1:  # a pass made anew in the backward pass
+        if not self.method.card.encodes_weights:
+            return
+        # As the step says, and the gather is the first exchange after a load.
+        link.step_loop.compare_start(gathers=not torch.is_grad_enabled())
+        if torch._C._current_graph_task_id() != -1:  # a pass made anew in the backward pass
             return
         mode = bool(self.model.training), torch.is_grad_enabled()
         turns = self._mode is not None and mode != self._mode
         if turns or id(link) in self._asked or self._between:
-            self._agree(link, training=all(mode) and not turns)
+            if self.replicas:
+                self._agree(link, training=all(mode) and not turns)
             self._asked.clear()
         self._mode, self._between = mode, False
         self._asked.add(id(link))
