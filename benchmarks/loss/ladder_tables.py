@@ -1,7 +1,8 @@
 """The runs of ``ladder.py`` as tables: each method at its best settings, its gap to the best dense runs, and its error.
 
 A method's settings are told apart by the seeds that all of them have. Those within ``ALIKE`` of the best are not told
-apart by these, and the one with the most seeds is taken. A gap is of the means over each side's seeds, all of them: a
+apart by these. Of all settings with as many seeds as any of them, the one with the lowest mean over its own is taken: a
+seed that all have is often one alone. A gap is of the means over each side's seeds, all of them: a
 seed gives both sides one beginning and one order of the text, and yet how far a method ends above dense varies from
 seed to seed as much as if each side had drawn its own (``likeness``). Its ± is half of a 95% interval: of the held-out
 text, from the differences in the same stretches, and of the seeds, as the root of the sum of their squares. How far
@@ -227,7 +228,9 @@ def rows(runs: Iterable[Run]) -> list[Row]:
 
         least = min(map(mean, by_tuned))
         alike = [tuned for tuned in by_tuned if mean(tuned) <= (1 + ALIKE) * least]
-        best = min(alike, key=lambda tuned: (-len(by_tuned[tuned]), mean(tuned)))
+        known = max(len(by_tuned[tuned]) for tuned in alike)
+        own = {tuned: set(by_seed) for tuned, by_seed in by_tuned.items() if len(by_seed) >= known}
+        best = min(own, key=lambda tuned: mean(tuned, seeds=own))
         rates = sorted({tuned[0] for tuned in by_tuned})
         edge = {rates[0]: "lowest", rates[-1]: "highest"}.get(best[0], "") if rates[1:] else ""
         kept = {seed: run for seed, run in sorted(by_tuned[best].items()) if has_loss(run)}

@@ -120,7 +120,7 @@ FAULTS = (
     ),
     Fault(
         "HSDP's shard is given away while the hook's stream reads it", "engines/fsdp2_module.py",
-        "            devices.keep(shard)  # torch 2.11 to 2.13 release the buffer while this stream still reads it\n",
+        "            devices.keep(shard)  # torch before 2.15 releases the buffer while this stream still reads it\n",
         "",
         ("tests/engines/test_streamorder.py", "-k", "unordered and hsdp-bf16"),
     ),
