@@ -27,6 +27,7 @@ import pytest
 
 from patience import PATIENCE
 from pretrained_models import TEXT
+from thinwire.adapters import torchft as torchft_adapter
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError, Unanswered
 from thinwire.cli import program as cli
@@ -349,6 +350,30 @@ def test_a_replica_that_comes_back_while_another_is_stopped_in_its_save_is_not_h
         assert not back.is_alive()
     lines = capfd.readouterr().err.splitlines()
     assert ["going on beside it" in lines[0], *lines[1:]] == [True, "thinwire: prepared"]
+
+
+def test_a_signal_interrupts_the_wait_for_the_lighthouse_and_no_vote(monkeypatch):
+    """Who leaves in the middle of a vote has counts and weights of two moments, and can save nothing."""
+    asking = []
+
+    class Manager:  # as torchft's
+        def __init__(self, **named: Any) -> None: ...
+
+        def start_quorum(self) -> None:
+            self.wait_quorum()
+
+        def wait_quorum(self) -> None:
+            asking.append(self.asking)
+
+        def should_commit(self) -> None:
+            self.wait_quorum()  # to learn how many take part
+
+    fake = SimpleNamespace(Manager=Manager, ProcessGroupGloo=lambda timeout: None)
+    monkeypatch.setattr(torchft_adapter, "load", lambda name: fake)
+    manager = torchft_adapter.open_manager("0", "127.0.0.1", min_replicas=1, timeout_s=1.0, longest_s=1.0)
+    manager.start_quorum()
+    manager.should_commit()
+    assert asking == [True, False] and not manager.asking
 
 
 @pytest.mark.parametrize("status", [2, 143])

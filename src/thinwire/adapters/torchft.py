@@ -315,10 +315,10 @@ def open_manager(name: str, address: str, *, min_replicas: int, timeout_s: float
     class Manager(torchft.Manager):
         asking = False
 
-        def wait_quorum(self) -> None:
+        def start_quorum(self) -> None:  # wait_quorum, which it calls, is what a vote calls, too
             self.asking = True
             try:
-                super().wait_quorum()
+                super().start_quorum()
             finally:
                 self.asking = False
 
