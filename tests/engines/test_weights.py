@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,25 @@ def test_a_message_that_leaves_ahead_is_read_by_the_next_gather(events, follows,
         for with_it, plain in zip(on_ranks(kind, events), on_ranks(kind, without), strict=True):
             assert [word for word, _, _ in with_it] == expected.split(), kind
             assert all(torch.equal(one, other) for (_, one, _), (_, other, _) in zip(with_it, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Follows, Exact])
+def test_on_a_gpu_ranks_wait_for_no_answer_and_count_a_change_that_all_see(kind, monkeypatch):
+    """One that a rank alone sees is missed, which this rank knows; until all are told."""
+    one_stream = SimpleNamespace(current_stream=lambda device: None)
+    gpu = SimpleNamespace(**{**vars(replicas.devices), "streams": lambda device: one_stream})
+    monkeypatch.setattr(replicas, "devices", gpu)
+    world = Threads(SIZE)
+
+    def body(rank):
+        one, turns = Rank(world, rank, kind), []
+        for event in ["g0", "o", "x", "g1", "d", "g1", "o", "c", "g2", "g2"]:
+            if word := one.does(event):
+                turns.append((word, one.replica.missed))
+        return turns
+
+    for rank, turns in enumerate(world.run(body)):
+        assert turns == [("whole", False), ("message", rank == 1), *[("whole", False)] * 2, ("nothing", False)]
 
 
 class Module:
