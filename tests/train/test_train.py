@@ -1148,7 +1148,7 @@ def test_what_is_not_there_is_refused_before_torch_is_loaded(tmp_path, text):
         "--preset huge": "unknown preset 'huge'",
         "--track trackio": "the package 'trackio' is not installed: pip install 'thinwire[trackio]'",
     }
-    commands = [["train", "--preset", "tiny", *words.split()] for words in wrong]
+    commands = [["train", *words.split()] for words in wrong]
     commands.append(["tokenize", str(text), "--tokenizer", "bpe:300", "--out", "tokens"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run(
