@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "thinwire"
 
 LIMITS: dict[str, float] = {
-    "lines of source": 41_400,
+    "lines of source": 40_905,
     "files in the top folder": 3,
     "import circles": 0,
     "imports against the order": 0,
@@ -45,8 +45,8 @@ that save launches, 900 for evaluation, trackers, Muon and mends; 1,300 for ``th
 kernels that are launched as compiled and choose the largest faster, 250 for local steps on replicas that come and go;
 300 for what is made once a step, goodput of disturbed gaps, a patience for connecting, and losses of rounds; 800
 for replicas that fetch a state while the others go on, 100 for kernels that choose where the engine has put the rows;
-150 for the step loop in four modules, 100 for replicas that outlive their keeper and agree on settings; and 50 less
-without the old names of knobs.
+150 for the step loop in four modules, 100 for replicas that outlive their keeper and agree on settings, 100 for
+weights that one rank alone has written; and 50 less without the old names of knobs.
 """
 
 TODAY: dict[str, float] = {}
