@@ -182,6 +182,7 @@ class Ending(Counting):
         super()._save(good)
         self._reach("saved", self.step)
 
+
 def play(seed: int, method: str, folder: Path) -> Counter[str]:
     books = Books()
     trainers: list[Counting] = []

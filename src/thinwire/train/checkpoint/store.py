@@ -146,8 +146,8 @@ class Checkpoints:
             meta = state.checkpoint.meta
             if in_this_folder:
                 self.run, self.latest = meta["run"], state.checkpoint.path.name
-            compare, about = run_settings.compare, meta["about"]
-            self._difference = compare(about, self.description, resume_anyway=True, resize=self.resize)
+            about = meta["about"]
+            self._difference = run_settings.compare(about, self.description, resume_anyway=True, resize=self.resize)
         return state
 
     def go_on(self) -> None:
