@@ -141,7 +141,7 @@ def test_a_method_needs_its_engine_its_optimizer_and_what_it_refuses(monkeypatch
     ("steps", "max_loss", "finetune", "offered"),
     [
         (80, 0.01, False, 8), (8000, 0.01, False, 8), (8001, 0.01, False, 1), (24_000, 0.01, False, 1),
-        (24_001, 0.01, False, 0), (48_000, 0.02, False, 0), (48_001, 0.02, False, 1), (96_000, 0.02, False, 1),
+        (24_001, 0.01, False, 0), (24_001, 0.02, False, 1), (96_000, 0.02, False, 1), (96_001, 0.02, False, 0),
         (300, 0.01, True, 4), (3000, 0.01, True, 4), (3001, 0.01, True, 0),
     ],
 )  # fmt: skip
