@@ -682,7 +682,7 @@ class Wire:
                 state["state"][number] = moments
 
     def weights_changed(self) -> None:
-        """Call this on all ranks after changing weights through ``.data``, or inside a forward or backward pass.
+        """Call this on all ranks after changing weights through ``.data``, or inside a step's passes or between them.
 
         Other changes in place are noticed, but on a GPU those on some ranks alone are refused in the next step: call it
         after them, too. It matters to methods that do not send the values of sharded weights themselves (sdp4bit,

@@ -104,6 +104,9 @@ def steps(kind: str, make: Callable[[], methods.Method], *, guard: bool = True, 
         optimizer.zero_grad()
 
     with Watch():
+        for _ in range(2 * (kind == "fsdp2-unshard")):  # torch has no stream for it yet
+            model[1].unshard()
+            model[1].reshard()
         step(micro=2)
         for _ in range(min(method.card.steady, 2) + 1):
             step()

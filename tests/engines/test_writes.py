@@ -5,100 +5,18 @@ Ranks choose what a gather sends. Modules are equal here, so that gloo lets a ra
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
-import torch
-from torch import nn
 
 import ranks
-import thinwire
-from engines import build
 from thinwire.base.errors import ThinwireError
+from writes import DATA, METHODS, MODULE, OTHER, SENDS_ALL, Program
 
-METHODS = {  # and by how much rounding may move the output
-    "dense": 0.0,
-    "zeropp(smallest=0)": 0.1,
-    "qsdp(smallest=0)": 0.1,
-    "sdp4bit(smallest=0)": 0.1,
-    "scape(smallest=0, density=0.1, warmup=1)": 1e-6,
-    "trickle:merged(smallest=0, density=0.05)": 1e-6,
-}
-BETWEEN = ("forward", "micro-batch", "unshard", "prefetched", "step", "second step", "skipped step")
-"""Before what of each step weights are written."""
-SENDS_ALL = ("dense", "zeropp(smallest=0)", "qsdp(smallest=0)")
+BETWEEN = ("forward", "unshard", "unshard before", "prefetched", "step", "second step", "skipped step", "evaluations")
+"""Before what of each step weights are written; "unshard before": after a module was asked for between two steps."""
 WORLDS = {"fsdp2": 2, "fsdp2-keep": 2, "hsdp": 4}
-DATA = (
-    "blocks.0.weight, or a weight of the same module, was changed through .data, which torch does not notice: call "
-    "wire.weights_changed() after that, on all ranks, or write parameter.copy_(...)"
-)
-OTHER = "another rank cannot take this step: see its message"
-
-
-class Equal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return x
-
-
-class Program:
-    """Training of ``Equal``, whose outputs are compared with those of a model that was given the whole weights."""
-
-    def __init__(self, kind: str, rank: int, world: int, method: str, writers: set[int]) -> None:
-        self.model, self.plain = build(kind, world, net=Equal), Equal()
-        weights = list(self.model.parameters())
-        make = thinwire.AdamS if method.startswith("scape") else torch.optim.AdamW
-        self.optimizers = [make(weights[:4], lr=1e-2), make(weights[4:], lr=1e-2)]
-        self.wire = thinwire.compress(self.model, self.optimizers, method)
-        self.rank, self.writes, self.off, self.spoilt = rank, rank in writers, 0.0, False
-
-    def write(self, *, data: bool = False) -> None:
-        """Cut off what stands out of some rows of a shard, as a projection does, and shift it."""
-        if self.writes:
-            rows = self.model.blocks[0].weight.to_local()
-            with torch.no_grad():
-                (rows.data if data else rows)[:4].clamp_(-0.05, 0.05).add_(0.3)
-
-    def forward(self, number: int):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * number + self.rank))
-        self.plain.load_state_dict({key: of.full_tensor() for key, of in self.model.state_dict().items()})
-        out = self.model(x)
-        self.off = max(self.off, (out - self.plain(x)).abs().max().item())
-        return out.square().mean() * (torch.nan if self.spoilt else 1.0)
-
-    def step(self, number: int, place: str = "", *, data: bool = False, told: bool = False) -> None:
-        def turn(here: str) -> None:
-            if place == here:
-                self.write(data=data)
-                if told:
-                    self.wire.weights_changed()
-
-        with self.wire.accumulate(last=False):
-            self.forward(number).backward()
-        turn("micro-batch")
-        if place == "unshard":
-            self.write(data=data)
-            self.model.blocks[0].unshard()
-        if place == "prefetched":
-            self.write(data=data)
-            self.model.set_modules_to_forward_prefetch([self.model.blocks[0]])
-        self.spoilt = place == "skipped step"
-        with self.wire.accumulate(last=True):
-            loss = self.forward(number)
-            turn("backward")
-            loss.backward()
-        self.spoilt = False
-        turn("step")
-        turn("skipped step")
-        self.optimizers[0].step()
-        turn("second step")
-        self.optimizers[1].step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        turn("forward")
 
 
 def _between(rank, world, kind, writers):
@@ -106,7 +24,7 @@ def _between(rank, world, kind, writers):
     off = {}
     for method in METHODS:
         program = Program(kind, rank, world, method, writers)
-        for number, place in enumerate(["micro-batch", *BETWEEN, ""]):  # the very first pass makes what others follow
+        for number, place in enumerate(["unshard", *BETWEEN, ""]):  # the very first pass makes what others follow
             program.step(number, place)
             off[method, number, place], program.off = program.off, 0.0
         program.wire.close()
@@ -121,16 +39,15 @@ def test_the_next_forward_pass_has_what_was_written(kind, writers):
         assert {key: by for key, by in off.items() if not by <= METHODS[key[0]]} == {}
 
 
-def _refused(rank, world):
+def _refused(rank, world, kind, ways):
     """By how much outputs are off, or the error, by method, place of the write, way, and whether ranks were told."""
     outcomes = {}
     for method in METHODS:
-        for place, data, told in (("forward", True, False), ("step", True, False), ("step", True, True),
-                                  ("backward", False, False), ("backward", False, True)):  # fmt: skip
-            program = Program("fsdp2", rank, world, method, {1})
+        for place, data, told in ways:
+            program = Program(kind, rank, world, method, {1})
             try:
-                program.step(0, place, data=data, told=told)
-                program.step(1)
+                for number, where in enumerate((place, "", "")):
+                    program.step(number, where, data=data, told=told)
                 outcomes[method, place, data, told] = program.off
             except ThinwireError as error:
                 outcomes[method, place, data, told] = str(error)
@@ -138,14 +55,90 @@ def _refused(rank, world):
     return outcomes
 
 
+UNTOLD = (("forward", True, False), ("step", True, False))
+
+
 def test_what_no_gather_can_bring_is_refused_on_all_ranks():
-    """A write through .data, of which nobody told; and, of weights that stay gathered, one inside a pass."""
-    one, other = ranks.run(_refused, 2)
+    """A write through .data, of which nobody told; and, of weights that stay, one inside a pass or before another."""
+    places = ("micro-batch", "backward")
+    ways = [*UNTOLD, ("step", True, True), *((place, False, told) for place in places for told in (False, True))]
+    one, other = ranks.run(_refused, 2, "fsdp2", ways)
     for key in one:
         method, place, data, told = key
         if method != "dense" and data and not told:
             assert one[key] == other[key] == DATA, key
-        elif method not in SENDS_ALL and place == "backward" and not told:
-            assert one[key] == OTHER and other[key].startswith("blocks.0.weight, or a weight of the same"), key
+        elif method not in SENDS_ALL and place in places and not told:
+            assert one[key] == OTHER and other[key].startswith(MODULE), key
         else:
             assert one[key] <= METHODS[method] and other[key] <= METHODS[method], key
+
+
+def test_a_node_that_others_refuse_is_told():
+    """The ranks of one node share the shards; those of another say that somebody has a reason."""
+    by_rank = ranks.run(_refused, 4, "hsdp", UNTOLD[:1])
+    for key in by_rank[0]:
+        if key[0] in ("zeropp(smallest=0)", "qsdp(smallest=0)", "sdp4bit(smallest=0)"):  # others send gradients there
+            assert [said[key] for said in by_rank] == [DATA, DATA, OTHER, OTHER], key
+
+
+def _uneven(rank, world, kind, keep):
+    """By how much outputs are off where ranks take unlike numbers of micro-batches, and of batches at the end."""
+    off = {}
+    for method in METHODS:
+        if method in SENDS_ALL and not keep:
+            continue
+        program = Program(kind, rank, world, method, {1})
+        for number in range(6):
+            program.uneven_step(number, keep=keep)
+            if number % 2:
+                program.write()
+        program.evaluate(6, 1 + rank if keep else 1)
+        off[method] = program.off
+        program.wire.close()
+    return off
+
+
+@pytest.mark.parametrize(("kind", "keep"), [("fsdp2-keep", True), ("fsdp2", False)])
+def test_ranks_may_take_unlike_numbers_of_micro_batches(kind, keep):
+    """Where torch itself gathers nothing between them, or the method sends nothing there."""
+    for off in ranks.run(_uneven, 2, kind, keep):
+        assert {method: by for method, by in off.items() if not by <= METHODS[method]} == {}
+
+
+def _raises(rank, world):
+    """Rank 1 is late with its reductions while a backward pass raises; return by how much the next passes are off."""
+    off = {}
+    for method in METHODS:
+        program = Program("fsdp2", rank, world, method, {1})
+        reduce, late = program.wire.engine.worker.submit, threading.Event()
+
+        def submit(job, *arguments, reduce=reduce, late=late, **more):
+            def slow():
+                if late.is_set() and rank:
+                    time.sleep(0.3)
+                return job()
+
+            return reduce(slow, *arguments, **more)
+
+        program.wire.engine.worker.submit = submit
+        for number in range(3):
+            program.step(number)
+        handle = program.model.blocks[3].register_full_backward_pre_hook(lambda *of: 1 / 0)
+        loss = program.forward(3)
+        late.set()
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        for optimizer in program.optimizers:
+            optimizer.zero_grad()
+        program.evaluate(4)
+        off[method] = program.off
+        late.clear()
+        program.wire.close()
+    return off
+
+
+def test_a_backward_pass_that_raises_is_waited_for():
+    """Else two threads talk in one group, in another order on each rank."""
+    for off in ranks.run(_raises, 2, seconds=60):
+        assert {method: by for method, by in off.items() if not by <= METHODS[method]} == {}

@@ -77,17 +77,17 @@ def test_what_is_run_is_there():
 def test_cases_are_rehearsed_on_a_cpu_and_their_report_becomes_tables(tmp_path, capsys):
     """A NaN step, a skipped step and a resume; a hang that ends, with the stacks of its threads; speed and memory."""
     words = ["--device", "cpu", "--engines", "ddp", "fsdp2", "--methods", "int8(smallest=0)", "--timed", "int8"]
-    more = ["--jobs", "2", "--preset", "tiny", "--hang-after", "4"]
+    more = ["--written", "zeropp(smallest=0)", "--jobs", "2", "--preset", "tiny", "--hang-after", "4"]
     command = [sys.executable, "tests/support/gpu_cases.py", *words, *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # with no module but its own imported
     assert done.returncode == 0, done.stderr
     lines = done.stdout
     found = [json.loads(line) for line in lines.splitlines()]
-    order = {name: i for i, name in enumerate(("steps", "hang", "speed"))}  # cases come as they end
+    order = {name: i for i, name in enumerate(("steps", "writes", "hang", "speed"))}  # cases come as they end
     found.sort(key=lambda case: (order[case["what"]], not case["sets_device"], case["engine"]))
-    *steps, unset, hang, speed = found
+    *steps, unset, written, hang, speed = found
     assert [case["engine"] for case in steps] == ["ddp", "fsdp2"]
-    for case in (*steps, unset, speed):
+    for case in (*steps, unset, written, speed):
         assert case["result"]["ended"] == "passed", case
     assert hang["result"]["ended"] == "hung" and "_hang" in str(hang["result"]["stacks"])
     assert hang["result"]["seconds"] < 60

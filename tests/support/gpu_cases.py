@@ -2,6 +2,7 @@
 
     python tests/support/gpu_cases.py                           # all cases, a line of JSON each
     python tests/support/gpu_cases.py --device cpu --engines ddp --methods int8      # a rehearsal without a GPU
+    python tests/support/gpu_cases.py --what writes --jobs 4    # weights that a program writes by itself, alone
 
 Ranks with a GPU each talk by NCCL. Ranks that share one talk by gloo, on FSDP2 and HSDP through the host (staged.py),
 and one rank talks to itself by NCCL: on DDP all that a step does is done but for the network. A case has processes of
@@ -40,9 +41,11 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import staged  # noqa: F401  # makes its backend known
 import thinwire
+import writes
 from engines import same_on_all_ranks
 from models import Net, batch
 from thinwire import methods as method_table
+from thinwire.base.errors import ThinwireError
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
 
@@ -54,6 +57,7 @@ METHODS = (
     "tagc(theta=0.75,smallest=0)", "powersgd(rank=1,smallest=0)",
     "onebit-adam(warmup=2,smallest=0)", "local-steps(every=2)", "separate(smallest=0)",
 )  # fmt: skip
+WRITTEN = ("sdp4bit(smallest=0)", "zeropp(smallest=0)")
 TIMED = ("dense", "int8", "sdp4bit", "trickle")
 STEPS, NAN_STEP, SAVED = 6, 2, 4
 """Steps of a case; the one whose loss is NaN on rank 0; how many are taken before the state is saved."""
@@ -61,7 +65,8 @@ STEPS, NAN_STEP, SAVED = 6, 2, 4
 
 @dataclass
 class Case:
-    """``what``: "steps", or "speed" of the preset, or "hang": rank 1 never comes, and the case has to be ended.
+    """``what``: "steps", or "writes" of weights, or "speed" of the preset, or "hang": rank 1 never comes, and the case
+    has to be ended.
 
     Attributes:
         backend: of GPUs, "gloo", "nccl" or "staged". sets_device: the program calls ``torch.cuda.set_device``.
@@ -82,8 +87,9 @@ class Case:
 
 
 def cases(
-    device: str, gpus: int, engines: Sequence[str], methods: Sequence[str], timed: Sequence[str]
-) -> Iterator[Case]:
+    device: str, gpus: int, engines: Sequence[str], methods: Sequence[str], timed: Sequence[str],
+    written: Sequence[str] = WRITTEN,
+) -> Iterator[Case]:  # fmt: skip
     """All cases on so many GPUs, the cheapest proof first."""
     several = min(gpus, 8) // 2 * 2
     for engine in engines:
@@ -95,6 +101,8 @@ def cases(
         for method in methods:
             if engine in method_table.resolve(method).engines:
                 yield from (Case(engine, method, world, device, backend) for world, backend in worlds)
+        for method in written if engine != "ddp" else ():
+            yield Case(engine, method, worlds[0][0], device, worlds[0][1], "writes")
     backend = "nccl" if several else "gloo"
     yield Case("ddp", "int8(smallest=0)", 2, device, backend, sets_device=False)
     yield Case("ddp", "int8(smallest=0)", 2, device, backend, "hang", limit=20)
@@ -108,8 +116,9 @@ def run(case: Case) -> Case:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            case.result = ranks.run(_rank, case.world, asdict(case), folder, seconds=case.limit + 15)[0]
-            wrong = [name for name in ("equal", "resumed", "skipped") if not case.result.get(name, True)]
+            by_rank = ranks.run(_rank, case.world, asdict(case), folder, seconds=case.limit + 15)
+            case.result = by_rank[0] if case.what != "writes" else _judged(case, by_rank)
+            wrong = [name for name in ("equal", "resumed", "skipped", "right") if not case.result.get(name, True)]
             case.result["ended"] = f"not {' nor '.join(wrong)}" if wrong else "passed"
         except (AssertionError, TimeoutError) as error:
             stacks = [file.read_text() for file in sorted(Path(folder).glob("stacks-*")) if file.stat().st_size]
@@ -133,7 +142,7 @@ def _rank(rank: int, world: int, fields: dict[str, Any], folder: str) -> dict[st
         dist.destroy_process_group()
         dist.init_process_group(case.backend, store=store, rank=rank, world_size=world)
         try:
-            return {"steps": _steps, "hang": _hang, "speed": _speed}[case.what](case, device, rank)
+            return {"steps": _steps, "writes": _writes, "hang": _hang, "speed": _speed}[case.what](case, device, rank)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -145,6 +154,57 @@ def _hang(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
     dist.all_reduce(values)
     values.tolist()  # NCCL returns at once
     return {}
+
+
+def _writes(case: Case, device: torch.device, rank: int) -> dict[str, Any]:
+    """By how much outputs are off, or why a step is refused, by what is written and where."""
+    outcomes: dict[str, Any] = {}
+    every = set(range(case.world))
+    one = {1, 3} if case.engine == "hsdp" else {1}  # of each node, as nodes stay equal
+    for name, writers in (("all", every), ("one", one), ("told", every), ("micro-batch", every), ("unshard", every),
+                          ("evaluation", one), ("uneven", every)):  # fmt: skip
+        program = writes.Program(
+            case.engine, rank, case.world, case.method, writers, device=device.type,
+            reshard_after_forward=name != "uneven",
+        )  # fmt: skip
+        data = name in ("told", "evaluation")
+        try:
+            if name == "unshard":  # before anything of torch's has begun
+                for _ in range(2):
+                    program.model.blocks[0].unshard()
+                    program.model.blocks[0].reshard()
+            for number in range(4):
+                if name == "uneven":
+                    program.uneven_step(number, keep=True)
+                elif name in ("micro-batch", "unshard"):
+                    program.step(number, name if name == "micro-batch" else "unshard before")
+                else:
+                    program.step(number, "" if name == "evaluation" else "forward", data=data, told=name == "told")
+                if name == "uneven":
+                    program.write()
+                if name == "evaluation":
+                    program.write(data=True)
+                    program.evaluate(number)
+            outcomes[name] = round(program.off, 6)
+        except ThinwireError as error:
+            outcomes[name] = str(error)
+        program.wire.close()
+    return outcomes
+
+
+def _judged(case: Case, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Tell whether each outcome is right on all ranks or, where it may be, refused by all in one line."""
+    refusable = {"one"} if case.device == "cuda" else set()
+    refusable |= set() if case.method in writes.SENDS_ALL else {"micro-batch"}
+    wrong = []
+    for name in by_rank[0]:
+        said = [outcomes[name] for outcomes in by_rank]
+        right = all(isinstance(off, float) and off <= writes.METHODS[case.method] for off in said)
+        lines = [str(of) for of in said]
+        refused = all(line == writes.OTHER or (line.startswith(writes.MODULE) and "\n" not in line) for line in lines)
+        if not (right and (name != "micro-batch" or name not in refusable)) and not (refused and name in refusable):
+            wrong.append(name)
+    return {"right": not wrong, "wrong": wrong, "by_rank": by_rank}
 
 
 def wrapped(engine: str, model: nn.Module, device: torch.device, bucket_mb: float = 25) -> nn.Module:
@@ -285,16 +345,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="*", default=ENGINES)
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--timed", nargs="*", default=TIMED, help="methods whose speed is measured")
+    parser.add_argument("--written", nargs="*", default=WRITTEN, help="methods whose program writes weights by itself")
     parser.add_argument("--preset", default="gpt-125m", help="the model of which speed is measured")
     parser.add_argument("--hang-after", type=float, default=20, help="seconds until the case that hangs is ended")
     parser.add_argument("--jobs", type=int, default=1, help="cases that run at once")
+    parser.add_argument("--what", nargs="*", default=("steps", "writes", "hang", "speed"), help="kinds of cases")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} sees no CUDA device on this machine", file=sys.stderr)
         return 2
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a hang is ours to end, with stacks
     gpus, failed = torch.cuda.device_count() if options.device == "cuda" else 1, False
-    waiting = list(cases(options.device, gpus, options.engines, options.methods, options.timed))
+    waiting = list(cases(options.device, gpus, options.engines, options.methods, options.timed, options.written))
+    waiting = [case for case in waiting if case.what in options.what]
     for case in waiting:
         case.preset = options.preset
         case.limit = options.hang_after if case.what == "hang" else case.limit

@@ -348,17 +348,20 @@ class Replica:
 
 _WRITTEN, _UNCOUNTED = 1, 2
 """Codes of a change of a rank's weights: in place, as torch counts, or through ``.data``."""
+_BY_DATA = (
+    "{name}, or a weight of the same module, was changed through .data, which torch does not notice: call "
+    "wire.weights_changed() after that, on all ranks, or write parameter.copy_(...)"
+)
 
 
-def agree(replicas: Sequence[Replica], comm: Comm, *, training: bool) -> None:
+def agree(replicas: Sequence[Replica], comm: Comm, *, training: bool) -> str | None:
     """Agree with the ranks of ``comm`` on whose weights something else than an optimizer has changed. Collective.
+
+    Return why no step may follow, as in the middle of ``training`` a rank has changed weights through ``.data``.
 
     On a CPU, and where the program turns from ``training`` to an evaluation or back, all ranks wait for the answer, and
     one rank's change is known to all. In training on a GPU ranks that see no change go on at once. So those that see
     one count it only if all do; else they miss it as well (``Replica.missed``).
-
-    Raises:
-        ThinwireError: in the middle of ``training`` a rank has changed weights through ``.data``.
     """
     device = replicas[0].device
     waits = not training or devices.streams(device) is None
@@ -369,17 +372,14 @@ def agree(replicas: Sequence[Replica], comm: Comm, *, training: bool) -> None:
     rows = rows.to(device, non_blocking=True)  # the host does not wait
     comm.all_reduce(rows.view(-1), "max")
     if not waits and not any(codes):
-        return
-    most, least = rows.int().tolist()
+        return None
+    (most, least), refusal = rows.int().tolist(), None
     for replica, code, negative in zip(replicas, most, least, strict=True):
         if training and code == _UNCOUNTED:
-            raise ThinwireError(
-                f"{replica.shard.names[0]}, or a weight of the same module, was changed through .data, which torch "
-                "does not notice: call wire.weights_changed() after that, on all ranks, or write "
-                "parameter.copy_(...)"
-            )
+            refusal = refusal or _BY_DATA.format(name=replica.shard.names[0])
         if code and (waits or negative):
             replica.distrust()
+    return refusal
 
 
 class EarlySender:

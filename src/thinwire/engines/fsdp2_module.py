@@ -73,8 +73,9 @@ class ShardedEngine(Engine):
         self._comms: dict[int, GroupComm] = {}
         self._mode: tuple[bool, bool] | None = None  # the last forward pass: training? recording gradients?
         self._asked: set[int] = set()  # links whose modules have asked for their weights in that pass
-        self._between = False  # a step is over, and no forward pass has begun since
-        self._missed: str | None = None  # a weight that a gather of this step has missed
+        self._between = True  # no forward pass has begun since the last step was over
+        self.accumulates = False  # the last backward pass has exchanged nothing: more micro-batches follow
+        self._refusal: str | None = None  # why weights forbid this step
 
     @property
     def replicas(self) -> list[Replica]:
@@ -95,12 +96,15 @@ class ShardedEngine(Engine):
                 self.worker.drain()
 
     def begin_forward(self, link: GroupLink) -> None:
-        """Note that a module will ask for its weights in a forward pass. Collective where such a pass begins.
+        """Note that a module is about to gather its weights before a backward pass. Collective where a pass begins.
 
         There ranks agree on whether the weights of any have changed, before each gathers or reads a message: as one may
-        write into its shard alone. Some classes also write averaged weights for an evaluation through ``.data``, which
-        torch does not count: that is looked for before every forward pass that records no gradients, and before
-        training goes on after it. All ranks must evaluate together.
+        write into its shard alone. They do in a step's first pass, and again where gradients were exchanged since: the
+        micro-batches between need not be as many on each rank. What is written between these, the gather misses.
+
+        Some classes also write averaged weights for an evaluation through ``.data``, which torch does not count: that
+        is looked for before every forward pass that records no gradients, and before training goes on after it. All
+        ranks must evaluate together.
         """
         if not self.method.card.encodes_weights:
             return
@@ -110,30 +114,37 @@ class ShardedEngine(Engine):
             return
         mode = bool(self.model.training), torch.is_grad_enabled()
         turns = self._mode is not None and mode != self._mode
-        if turns or id(link) in self._asked or self._between:
+        alone = link.group._training_state.name == "IDLE"  # the user's unshard(): the pass itself is still to begin
+        again = id(link) in self._asked and not (self.accumulates and all(mode))
+        if turns or again or alone or self._between:
             if self.replicas:
                 self._agree(link, training=all(mode) and not turns)
+            if alone:
+                return
             self._asked.clear()
         self._mode, self._between = mode, False
         self._asked.add(id(link))
 
     def _agree(self, link: GroupLink, *, training: bool) -> None:
-        streams = devices.streams(link.device)
+        self.drain()  # after a backward pass that raised, the worker may still talk in the same group
         names = map(link.name, link.group.fsdp_params)
-        beside = nullcontext() if streams is None else streams.stream(link.group.comm_ctx.all_gather_stream)
+        streams = devices.streams(link.device)
+        stream = getattr(link.group.comm_ctx, "all_gather_stream", None)  # None before the root's first pass
+        beside = nullcontext() if streams is None or stream is None else streams.stream(stream)
         # Its bytes, 8 for each module, are no step's, as an evaluation may have asked.
         with self.waited(), link.step_loop.exchanging("weights", names), self.ledger.aside(), beside:
-            agree(self.replicas, self.flags, training=training)
+            refusal = agree(self.replicas, self.flags, training=training)
+        self._refusal = self._refusal or refusal
 
     def note_missed(self, replica: Replica) -> None:
         """Note that a gather, which is over, has missed a change: the others compute with the former weights."""
         if replica.missed:
-            self._missed = self._missed or replica.shard.names[0]
+            self._refusal = self._refusal or _MISSED.format(name=replica.shard.names[0])
 
     def missed(self) -> str | None:
-        """Explain what ``note_missed`` has noted since the last call."""
-        name, self._missed = self._missed, None
-        return None if name is None else _MISSED.format(name=name)
+        """Explain why a change of the weights since the last call forbids a step."""
+        refusal, self._refusal = self._refusal, None
+        return refusal
 
     @contextmanager
     def waited(self) -> Iterator[None]:
@@ -145,9 +156,9 @@ class ShardedEngine(Engine):
 
 
 _MISSED = (
-    "{name}, or a weight of the same module, was written on some ranks alone, or inside a forward or backward pass, so "
-    "other ranks have computed with its former value: write between two steps on all ranks, or call "
-    "wire.weights_changed() on all ranks after it"
+    "{name}, or a weight of the same module, was written on some ranks alone, between micro-batches, or inside a "
+    "forward or backward pass, so other ranks have computed with its former value: write between two steps on all "
+    "ranks, or call wire.weights_changed() on all ranks after it"
 )
 _WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
 """The functions of torch's parameter group that a link wraps."""
@@ -183,8 +194,8 @@ class GroupLink:
 
     def unshard(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Note that a forward pass asks for the module's weights, before torch's ``original`` gathers them."""
-        prefetched = getattr(self.group, "_all_gather_result", None) is not None
-        if self.group._training_state.name in ("FORWARD", "IDLE") and not prefetched:  # IDLE: the user's unshard()
+        gathers = self.group.is_sharded and getattr(self.group, "_all_gather_result", None) is None
+        if gathers and self.group._training_state.name in ("FORWARD", "IDLE"):  # IDLE: the user's unshard()
             self.engine.begin_forward(self)
         with self._counting():
             return original(*arguments, **options)
@@ -208,6 +219,7 @@ class GroupLink:
     def post_backward(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """Find out here, where torch decides it, which parameters have a gradient and so are in the next reduction."""
         self._computed = devices.mark(self.device)
+        self.engine.accumulates = not self.group.reduce_grads
         self.engine.ledger.current.passing.clear()  # what was sent for these passes stays this step's
         zeros = getattr(self.group, "reduce_scatter_unused_params", False)
         self._active = [
