@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -191,10 +193,11 @@ def test_what_a_killed_run_left_is_removed_at_the_next_start(tmp_path):
     for name in (".checkpoints.0123abcd.old", *(f"checkpoints/{name}" for name in hidden)):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "x").write_text("x")
-    for name in ("meta.json", "model.safetensors", "rank-0001.safetensors"):
+    for name in ("meta.json", "meta.json.0123abcd", "model.safetensors", "rank-0001.safetensors"):
         (tmp_path / f"checkpoints/step-000002/.{name}.partial").touch()
     for name in (".metrics.jsonl", ".summary.json", ".tokenizer-bpe-300.json", "checkpoints/.latest"):
-        (tmp_path / f"{name}.partial").touch()
+        for unique in ("", ".0123abcd"):
+            (tmp_path / f"{name}{unique}.partial").touch()
     (tmp_path / f".rank-{'a' * 32}-3").touch()
     (tmp_path / "metrics.jsonl").touch()  # of a run, as its first file says
 
@@ -361,36 +364,110 @@ def test_a_future_that_the_run_has_gone_back_from_is_not_taken_for_the_newest(tm
     assert run_on([tmp_path], body) == [7]
 
 
-@pytest.mark.parametrize("later", [(7,), (7, 9), (5,)], ids=str)
-@pytest.mark.parametrize("moment", ["write_meta", "sync"])
-def test_who_was_stopped_in_a_save_moves_nothing_back(moment, later, tmp_path):
-    """A replica of an elastic run saved meanwhile, and wakes it: before its checkpoint is visible, or after."""
-    place, other = tmp_path / "checkpoints", list[Run]()
+class Stop:
+    """Stops this process before its ``number``-th operation on the files of checkpoints, for what others do
+    ``meanwhile``."""
 
-    def body(run: Run) -> list[str]:
+    armed: Stop | None = None
+    EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.listdir", "os.scandir")
+
+    def __init__(self, number: int, meanwhile: Callable[[], None]) -> None:
+        self.number, self.meanwhile, self.count, self.place = number, meanwhile, 0, ""
+
+    def __enter__(self) -> Stop:
+        Stop.armed = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Stop.armed = None
+
+    @classmethod
+    def hook(cls, event: str, facts: tuple[Any, ...]) -> None:
+        stop = cls.armed
+        if stop is None or event not in cls.EVENTS or (isinstance(facts[0], str) and "/checkpoints" not in facts[0]):
+            return
+        stop.count += 1
+        if stop.count == stop.number:
+            cls.armed, stop.place = None, f"{stop.number}: {event} {facts[0]}"
+            stop.meanwhile()
+
+
+sys.addaudithook(Stop.hook)
+
+
+def stop_once(run: Run, number: int, act: str, later: tuple[int, ...], keep: int, rolled_back: bool) -> bool:
+    """A replica is stopped before the ``number``-th operation of an ``act``, and another one saves the steps ``later``
+    (negative: not good). Before it, both have gone back to step 3, and left a step 9 behind if ``rolled_back``. Return
+    whether the act has so many operations."""
+    folder, left_behind = run.checkpoints.path, ""
+    run.save(3)
+    if rolled_back:
+        run.save(9)
+        left_behind = read_meta(folder / "step-000009").meta["save"]
+    stopped, other = (Run(run.checkpoints.folder, keep=keep) for _ in range(2))
+    for replica in (stopped, other):
+        replica.resume(str(folder / "step-000003"))
+    if act != "goes on":
+        stopped.checkpoints.go_on()
+    other.checkpoints.go_on()
+
+    def meanwhile() -> None:
+        for step in later:
+            other.save(abs(step), good=step > 0)
+
+    with Stop(number, meanwhile) as stop, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ThinwireWarning)
+        stopped.checkpoints.go_on() if act == "goes on" else stopped.save(5, good=act == "saves")
+    if stop.count < number:
+        return False
+    saves = {path.name: read_meta(path).meta["save"] for path in folder.glob("step-*")}
+    newest = max(3, *[5] * (act == "saves"), *later)
+    assert (folder / "latest").read_text() == f"step-{newest:06d}\n", stop.place
+    assert Run(run.checkpoints.folder).resume() == newest, stop.place
+    stay = {later[-1], *[step for step in later if step > 0][-keep:]}
+    assert {f"step-{abs(step):06d}" for step in stay} <= {*saves}, f"{stop.place}: {[*saves]}"
+    assert left_behind not in saves.values() or newest == 3, stop.place
+    stopped.save(13)
+    left = names(folder.parent)
+    assert "step-000013" in left and (len(left) == keep + 1 or keep > 2), f"{stop.place}: {left}"
+    assert not any(name.startswith(".") for name in left), f"{stop.place}: {left}"
+    return True
+
+
+def stop_at_each_operation(folder: Path, act: str, **case: Any) -> None:
+    for number in itertools.count(1):
+        with mock.patch.object(os, "fsync"):  # for speed
+            again = functools.partial(stop_once, number=number, act=act, **case)
+            (went,) = run_on([folder / str(number)], again, keep=9)
+        assert isinstance(went, bool), f"{number}: {went}"
+        if not went:
+            break
+    assert number > 3
+
+
+@pytest.mark.parametrize("keep", [1, 2, 9])
+@pytest.mark.parametrize("later", [(7,), (7, 9), (5,), (7, 9, 11), (-7,)], ids=str)
+def test_who_was_stopped_in_a_save_moves_nothing_back(later, keep, tmp_path):
+    """A replica of an elastic run, at any moment: what others have saved when it wakes stays, and is the newest."""
+    stop_at_each_operation(tmp_path, "saves", later=later, keep=keep, rolled_back=False)
+
+
+@pytest.mark.parametrize("rolled_back", [False, True], ids=["", "rolled back"])
+@pytest.mark.parametrize(
+    ("act", "later"), [("saves", (5, 9)), ("saves", (7, 9)), ("saves what is not good", (5, 7)), ("goes on", (7, 9))]
+)
+def test_who_was_stopped_leaves_no_future_and_takes_none_for_one(act, later, rolled_back, tmp_path):
+    stop_at_each_operation(tmp_path, act, later=later, keep=1, rolled_back=rolled_back)
+
+
+def test_what_is_not_good_points_to_none_that_was_lost_in_its_save(tmp_path):
+    def body(run: Run) -> None:
         run.save(3)
-        other.append(Run(run.checkpoints.folder))
-        other[0].checkpoints.run = run.checkpoints.run
-        whose = store.format if moment == "write_meta" else store.files
-        first, calls = getattr(whose, moment), list[Path]()
+        run.checkpoints.latest = "step-000004"  # which the replica that kept the files was to save
+        run.save(5, good=False)
 
-        def stop(path: Path, *more: Any) -> None:
-            first(path, *more)
-            if path == place or path.name.endswith(".partial"):
-                calls.append(path)
-                if len(calls) == 1:
-                    other[0].save(*later)
-
-        with mock.patch.object(whose, moment, stop), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ThinwireWarning)
-            run.save(5)
-        return names(tmp_path)
-
-    (left,) = run_on([tmp_path], body)
-    newest = f"step-{later[-1]:06d}"
-    assert (place / "latest").read_text() == f"{newest}\n"
-    assert all(f"step-{step:06d}" in left for step in later) and not any(name.startswith(".") for name in left)
-    assert run_on([tmp_path], lambda run: run.resume()) == [later[-1]]
+    run_on([tmp_path], body)
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-000003\n"
 
 
 def test_who_was_not_waited_for_moves_nothing_back_as_it_goes_on(tmp_path):

@@ -6,33 +6,39 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from thinwire.base.errors import ThinwireError
 
 
-def remove(path: Path) -> None:
-    """Remove a folder so that a kill at any moment leaves it whole or hidden."""
+def remove(path: Path, spare: Callable[[Path], bool] | None = None) -> None:
+    """Remove a folder so that a kill at any moment leaves it whole or hidden. It comes back if ``spare`` says so, which
+    is asked with the hidden folder's path: nobody else replaces it there."""
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
     path.rename(hidden)
+    if spare and spare(hidden):
+        with contextlib.suppress(OSError):  # there is another one by now
+            hidden.rename(path)
+            return
     sync(path.parent)
     shutil.rmtree(hidden)
 
 
 def write(path: Path, text: str) -> None:
-    """Write ``text`` so that ``path`` always holds all of it or what it held before."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write ``text`` so that ``path`` always holds all of it or what it held before, also if several write at once."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         with naming(path), partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        error.filename = str(path)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
     sync(path.parent)
 

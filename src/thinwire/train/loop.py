@@ -30,6 +30,7 @@ from thinwire.network.comm import local
 from thinwire.network.ledger import settled_rounds
 from thinwire.predict.choice import Auto, Choice, Training, choose
 from thinwire.predict.forecast import predictor
+from thinwire.train.checkpoint.format import checkpoint_name
 from thinwire.train.checkpoint.run_settings import describe_run
 from thinwire.train.checkpoint.state import ResumedState
 from thinwire.train.checkpoint.store import Checkpoints
@@ -419,7 +420,7 @@ class Trainer(Stepper):
     def _stop(self, number: int) -> NoReturn:
         """Raise ThinwireError for signal ``number``, with a line that says what is saved."""
         latest, saved = self.checkpoints.latest, "nothing is saved"
-        if self.config.checkpoints and latest == f"step-{self.step:06d}":
+        if self.config.checkpoints and latest == checkpoint_name(self.step):
             saved = f"{latest} is saved, --resume auto goes on from it"
         elif self.config.checkpoints:
             saved = "its loss, or a gradient, was not finite; " * bool(self.streak) + _last_good(latest)

@@ -32,7 +32,7 @@ from thinwire.base.terminal import say
 from thinwire.core.safety import Safety
 from thinwire.network.comm import ManagedComm
 from thinwire.network.ledger import Ledger
-from thinwire.train.checkpoint import format
+from thinwire.train.checkpoint.format import checkpoint_name, step_of
 from thinwire.train.checkpoint.run_settings import DATA, TABLE
 from thinwire.train.config import LIGHTHOUSE, Config
 from thinwire.train.data.tokenizer import is_kept
@@ -233,8 +233,9 @@ class ReplicaTrainer(Trainer):
                     return
                 self._open_files(keeps=True)
                 self.result = self._result()
-                if self.config.checkpoints and not (self.checkpoints.path / self._checkpoint_name).exists():
-                    super()._save(self.checkpoints.latest == self._checkpoint_name)
+                name = checkpoint_name(self.step)
+                if self.config.checkpoints and not (self.checkpoints.path / name).exists():
+                    super()._save(self.checkpoints.latest == name)
                 self._conclude()
 
     def attempt_step(self, signals: list[int]) -> StepOutcome | None:
@@ -399,21 +400,17 @@ class ReplicaTrainer(Trainer):
     def _save(self, good: bool) -> None:
         if not self._keeps:
             if good:  # by the replica that keeps the files
-                self.checkpoints.latest = self._checkpoint_name
+                self.checkpoints.latest = checkpoint_name(self.step)
             return
-        with self._patient_turn():
+        with self._turn_to_save():
             super()._save(good)
 
     @contextlib.contextmanager
-    def _patient_turn(self) -> Iterator[None]:
+    def _turn_to_save(self) -> Iterator[None]:
         """Wait until no other replica saves. One that may have been stopped in its save is waited for once."""
         with _patient_turn(self.config, 0 if self._is_blocked else self.config.timeout) as is_free:
             self._is_blocked = not is_free
             yield
-
-    @property
-    def _checkpoint_name(self) -> str:
-        return f"step-{self.step:06d}"
 
     def _leave(self, number: int, counted: bool) -> int:
         """Leave on a signal, whatever the others do. Return the exit status.
@@ -444,12 +441,12 @@ class ReplicaTrainer(Trainer):
         """Save the run, whatever the others do, unless it is saved, or this replica is behind the last checkpoint."""
         if not self.config.checkpoints or not self._is_good(bool(self._rows) and self._rows[-1]["skipped"], final=True):
             return
-        checkpoints = self.checkpoints
-        with self._patient_turn():
-            if checkpoints.newest_step() < self.step:
+        with self._turn_to_save():
+            newest = self.checkpoints.newest()
+            if newest and step_of(newest) >= self.step:
+                self.checkpoints.latest = newest
+            else:
                 super()._save(True)
-            if format.is_good(checkpoints.path / (newest := f"step-{checkpoints.newest_step():06d}")):
-                checkpoints.latest = newest
 
     def _ranks_in_words(self) -> str:
         return f"{self.place[1]} replicas"

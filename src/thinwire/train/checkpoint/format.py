@@ -123,6 +123,10 @@ def is_good(path: Path) -> bool:
         return False
 
 
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
 def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 

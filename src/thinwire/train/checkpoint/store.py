@@ -9,11 +9,19 @@ moments. If hosts share no folder, each host's folder holds meta.json, the model
 Every tensor has a checksum in its file's metadata, and meta.json has one too; readers compare both. A folder is written
 under a hidden name, synced to the disk, and then renamed; removal goes in the reverse order. So a kill at any moment
 leaves every visible checkpoint whole.
+
+Replicas of an elastic run share a folder, and take turns, but one that was stopped in its save is not waited for, and
+some file systems have no locks. So none counts on being alone. What others have saved since a process began is no
+future that it has gone back from: it is not removed. Who writes ``latest`` looks into the folder afterwards, and writes
+again if a newer one has come. This relies on atomic renames, and on a look that shows what was there before the own
+last rename (as NFS does). While a process is stopped right before that look, ``latest`` may be behind, or name one that
+is gone: ``--resume auto`` then takes the newest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import uuid
 import warnings
@@ -40,6 +48,7 @@ class Checkpoints:
     Attributes:
         run: an id that tells this run's checkpoints from those of others in the same folder.
         latest: name of the newest good checkpoint that this run has written or resumed from; "" while there is none.
+        _noted: ids of the saves that were here as this process began, and of its own; others are of other replicas.
     """
 
     def __init__(
@@ -52,7 +61,7 @@ class Checkpoints:
         self.path = folder.path / "checkpoints"
         self.run = self.collective.share(uuid.uuid4().hex)[0]
         self.latest = self._difference = ""
-        self._seen = self._read_latest()
+        self._noted = {meta["save"] for meta in self._metas().values()} if folder.is_keeper else set()
 
     def save(
         self, step: int, sequences: int, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], wire: Wire,
@@ -61,15 +70,16 @@ class Checkpoints:
         """Write the checkpoint of ``step``, and remove this run's obsolete ones.
 
         A checkpoint that is not ``good`` (the run diverges) replaces no good one, and ``latest`` does not name it.
-        It is dropped, with a warning, if this process was stopped meanwhile, and another replica has saved a later one.
-        ``sequences`` counts those of the shuffled text that all ranks together have trained on. ``result``: what the
-        run's last files say of its steps, where they are over.
+        It is dropped, with a warning, if this process was stopped meanwhile, and another replica has saved this step or
+        a later one. ``sequences`` counts those of the shuffled text that all ranks together have trained on.
+        ``result``: what the run's last files say of its steps, where they are over.
 
         Raises:
             ThinwireError: on all ranks, with what kept one of them from writing. Older checkpoints are as they were.
         """
         collective, folder = self.collective, self.folder
-        final, save = self.path / f"step-{step:06d}", collective.share(uuid.uuid4().hex)[0]
+        final, save = self.path / format.checkpoint_name(step), collective.share(uuid.uuid4().hex)[0]
+        self._noted.add(save)
         partial = self.path / f".{final.name}.{save[:8]}.partial"
         if not good and any(collective.gather(lambda: format.is_good(final))):
             return
@@ -83,12 +93,6 @@ class Checkpoints:
             tensors = {rank_file(collective.rank): of_rank} | ({MODEL: common} if common and folder.is_keeper else {})
             return {name: format.write_tensors(tensors[name], partial / name) for name in tensors}
 
-        def publish() -> None:
-            if final.exists():
-                files.remove(final)
-            partial.rename(final)
-            files.sync(self.path)
-
         try:
             folder.do_once(begin)
             sizes = {name: size for written in collective.gather(write) for name, size in written.items()}
@@ -99,33 +103,74 @@ class Checkpoints:
                 "result": collective.share(result)[0],
             }  # fmt: skip
             folder.do_once(lambda: format.write_meta(partial, meta))
-            if newer := max(collective.gather(lambda: self._newer(step))):
-                folder.do_once(lambda: shutil.rmtree(partial))
-                self._warn(f"the checkpoint of step {step} is dropped, as {newer} came while it was written")
-                self.latest = newer
-                return
+            newer = max(collective.gather(lambda: self._newer(step, self._metas()) if folder.is_keeper else ""))
+            folder.do_once(lambda: shutil.rmtree(partial) if newer else self._publish(partial, final))
         except BaseException:
             if folder.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        folder.do_once(publish)
-        folder.do_once(lambda: self._tidy(final.name, good))  # only after all hosts have published theirs
-        self.latest = final.name if good else self.latest
+        if newer:
+            self._warn(f"the checkpoint of step {step} is dropped, as {newer} came while it was written")
+        self.latest = newer or (final.name if good else self.latest)
+        folder.do_once(lambda: self._tidy(step))  # only after all hosts have published theirs
 
-    def _tidy(self, newest: str, good: bool) -> None:
+    def _publish(self, partial: Path, final: Path) -> None:
+        self._remove(final.name)
+        try:
+            partial.rename(final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not self._newer(step_of(final.name), self._metas()):
+                return self._publish(partial, final)
+            shutil.rmtree(partial)  # another replica has saved this step right now
+        files.sync(self.path)
+
+    def _tidy(self, step: int) -> None:
         """Point ``latest`` to the newest good checkpoint, and remove this run's obsolete ones from this folder."""
-        if self._newer(step_of(newest)):
-            return
-        if good:
-            self._point_to(newest)
-        of_this_run = {}
+        metas = self._point()
+        of_this_run = {name: meta["good"] for name, meta in metas.items() if meta["run"] == self.run}
+        newest = self._newer(step, metas) or format.checkpoint_name(step)
+        for name in obsolete(of_this_run, newest, self._read_latest(), self.keep):
+            if step_of(name) < step or metas[name]["save"] in self._noted:
+                self._noted.add(metas[name]["save"])
+                self._remove(name)
+
+    def _point(self) -> dict[str, dict[str, Any]]:
+        """Point ``latest`` to the newest good checkpoint, if it is not lost; return what is in the folder then."""
+        while True:  # until nobody has come between
+            pointed, metas = self._read_latest(), self._metas()
+            self.latest = self._newer(step_of(self.latest) if self.latest else 0, metas) or self.latest
+            if pointed == self.latest or self.latest not in metas:
+                return metas
+            files.write(self.path / "latest", self.latest + "\n")
+
+    def _metas(self) -> dict[str, dict[str, Any]]:
+        """Read what is in this folder: the meta.json of each checkpoint that has a whole one, by name, by step."""
+        metas = {}
         for name in format.checkpoint_names(self.path):
             with contextlib.suppress(Damaged):  # nobody can tell which run it belongs to: it stays
-                meta = read_meta(self.path / name).meta
-                if meta["run"] == self.run:
-                    of_this_run[name] = meta["good"]
-        for name in obsolete(of_this_run, newest, self._read_latest(), self.keep):
-            files.remove(self.path / name)
+                metas[name] = read_meta(self.path / name).meta
+        return metas
+
+    def _is_news(self, meta: dict[str, Any]) -> bool:
+        """Is it a good checkpoint of this run that another replica has saved since this process began?"""
+        return meta["good"] and meta["run"] == self.run and meta["save"] not in self._noted
+
+    def _newer(self, step: int, metas: dict[str, dict[str, Any]]) -> str:
+        """Return the name of the newest that another replica has saved since, if it is of ``step`` or a later one."""
+        return next((name for name in reversed(metas) if self._is_news(metas[name]) and step_of(name) >= step), "")
+
+    def _remove(self, name: str) -> None:
+        """Remove a checkpoint, unless another replica has done so, or has put a new one into its place."""
+
+        def is_new(path: Path) -> bool:
+            with contextlib.suppress(Damaged):
+                return self._is_news(read_meta(path).meta)
+            return False
+
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(self.path / name, is_new)
 
     def find(self, resume: str) -> ResumedState | None:
         """Read the checkpoint that ``--resume`` means: "auto", "latest" or a checkpoint's folder. None: start afresh.
@@ -146,6 +191,7 @@ class Checkpoints:
             meta = state.checkpoint.meta
             if in_this_folder:
                 self.run, self.latest = meta["run"], state.checkpoint.path.name
+                self._noted.add(meta["save"])
             about = meta["about"]
             self._difference = run_settings.compare(about, self.description, resume_anyway=True, resize=self.resize)
         return state
@@ -154,15 +200,10 @@ class Checkpoints:
         """Begin to go on from the checkpoint that ``find`` has read. Should this run be killed before it saves, the
         next one goes on from there, too, and not from a future that this one has gone back from. Settings that differ
         get a warning."""
-
-        def point() -> None:
-            if self._read_latest() == self._seen:  # else another replica, not waited for, has saved meanwhile
-                self._point_to(self.latest)
-
         if self._difference:
             self._warn(f"going on, but not bit for bit as an uninterrupted run: {self._difference}")
         if self.latest:
-            self.folder.do_once(point)
+            self.folder.do_once(self._point)
 
     def _warn(self, line: str) -> None:
         if self.collective.rank == 0:
@@ -279,23 +320,10 @@ class Checkpoints:
         collective.do(publish)
         return path if path.exists() else copy
 
-    def newest_step(self) -> int:
-        """Return the step of the checkpoint in this folder that ``latest`` names; -1: there is none."""
+    def newest(self) -> str:
+        """Return the name of the good checkpoint in this folder that ``latest`` names; "": there is none."""
         name = self._read_latest() or ""
-        return step_of(name) if format.NAME.fullmatch(name) else -1
-
-    def _newer(self, step: int) -> str:
-        """Return the name of this run's newest checkpoint if another process has saved it, and it is after ``step``."""
-        name = self._read_latest() or ""
-        if not self.folder.is_keeper or name == self._seen or not format.NAME.fullmatch(name) or step_of(name) <= step:
-            return ""
-        with contextlib.suppress(Damaged):
-            return name if read_meta(self.path / name).meta["run"] == self.run else ""
-        return ""
-
-    def _point_to(self, name: str) -> None:
-        files.write(self.path / "latest", name + "\n")
-        self._seen = name
+        return name if format.NAME.fullmatch(name) and format.is_good(self.path / name) else ""
 
     def _read_latest(self) -> str | None:
         """Read the name in the file ``latest``, which may be damaged; None: there is no such file."""

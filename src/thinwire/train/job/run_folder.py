@@ -34,12 +34,12 @@ RESULTS = ("summary.json", "report.txt", "valid_losses.csv")
 _RUN_FILES = ("metrics.jsonl", "metrics.csv", "tracked.json", *RESULTS, "plan.txt", "config.yaml", ELASTIC, _JOB)
 _OF_A_RUN = ("checkpoints", *_RUN_FILES, REPLICAS, "hf", "tokenizer.json", "tokenizer-bpe-*.json")
 _RUN_FILE = "|".join(map(re.escape, _RUN_FILES))
-_REMOVED, _SAVE = r"\.[0-9a-f]{8}\.old", r"step-\d+(\.[0-9a-f]{8})?"
+_REMOVED, _PARTIAL = r"\.[0-9a-f]{8}\.old", r"(\.[0-9a-f]{8})?\.partial"
 _UNFINISHED = {
-    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json)\.partial|\.(checkpoints|{REPLICAS}|hf|\.previous){_REMOVED}|"
+    ".*": rf"\.({_RUN_FILE}|tokenizer(-bpe-\d+)?\.json){_PARTIAL}|\.(checkpoints|{REPLICAS}|hf|\.previous){_REMOVED}|"
           r"\.rank-[0-9a-f]{32}-\d+",
-    "checkpoints/.*": rf"\.(latest|{_SAVE})\.partial|\.(step-\d+|\.{_SAVE}\.partial){_REMOVED}",
-    "checkpoints/step-*/.*": r"\.(meta\.json|(model|rank-\d+)\.safetensors)\.partial",
+    "checkpoints/.*": rf"\.(latest|step-\d+){_PARTIAL}|\.(step-\d+|\.step-\d+{_PARTIAL}){_REMOVED}",
+    "checkpoints/step-*/.*": rf"\.(meta\.json|(model|rank-\d+)\.safetensors){_PARTIAL}",
 }  # fmt: skip
 """Hidden names that a run makes, {glob: regular expression}. Others in --out are not ours to remove."""
 
