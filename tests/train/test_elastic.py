@@ -329,20 +329,44 @@ def test_a_replica_that_is_stopped_in_its_save_is_waited_for_once(tmp_path, monk
     assert capfd.readouterr().err == 2 * line
 
 
-def test_a_replica_that_comes_back_while_another_is_stopped_in_its_save_is_not_held_up(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(STARTS, "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    (tmp_path / REPLICAS).mkdir()
-    (tmp_path / ".lock").touch()
-    comm = ThreadComm(Threads(1), 0, Ledger())
-    comm.patient = lambda seconds: comm
-    inputs = SimpleNamespace(tokenizer=SimpleNamespace(save=lambda path: None))
-    for name, value in {
-        "join_ranks": lambda config: nullcontext(SimpleNamespace(comm=comm)), "is_kept": lambda *given: False,
-        "read_inputs": lambda *given: inputs, "prepare": lambda *given: SimpleNamespace(ended="prepared"),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(f"thinwire.train.replica.{name}", value)
-    config = Config(elastic=True, out=tmp_path, timeout=0.5)
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """Returns a function that makes ``train_replica`` prepare what it is given, and returns its settings."""
+
+    def begin(start: SimpleNamespace, starts: int) -> Config:
+        monkeypatch.setenv(STARTS, str(starts))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        (tmp_path / REPLICAS).mkdir(exist_ok=True)
+        (tmp_path / ".lock").touch()
+        comm = ThreadComm(Threads(1), 0, Ledger())
+        comm.patient = lambda seconds: comm
+        inputs = SimpleNamespace(tokenizer=SimpleNamespace(save=lambda path: None), save=lambda *given: None)
+        for name, value in {
+            "join_ranks": lambda config: nullcontext(SimpleNamespace(comm=comm)), "is_kept": lambda *given: False,
+            "read_inputs": lambda *given: inputs, "prepare": lambda *given: start,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(f"thinwire.train.replica.{name}", value)
+        return Config(elastic=True, out=tmp_path, timeout=0.5)
+
+    return begin
+
+
+@pytest.mark.parametrize(("starts", "going", "points"), [(0, False, 1), (0, True, 0), (1, True, 1)])
+def test_who_comes_to_a_run_that_goes_on_does_not_point_back(starts, going, points, begin, monkeypatch):
+    """It may --resume from an older checkpoint than the others have saved: their state is what it goes on with. One
+    that is started again looks for the newest."""
+    pointed: list[bool] = []
+    start = SimpleNamespace(ended="", checkpoints=SimpleNamespace(go_on=lambda: pointed.append(True)))
+    config = begin(start, starts)
+    monkeypatch.setenv(LIGHTHOUSE, "http://127.0.0.1:1")
+    monkeypatch.setattr("thinwire.train.replica.goes_on", lambda address: going)
+    trainer = SimpleNamespace(train=lambda: 0, manager=SimpleNamespace(shutdown=lambda wait: None))
+    monkeypatch.setattr("thinwire.train.replica.ReplicaTrainer", lambda *given: trainer)
+    assert train_replica(config, "1", lambda *given, **settings: None, print) == 0 and len(pointed) == points
+
+
+def test_a_replica_that_comes_back_while_another_is_stopped_in_its_save_is_not_held_up(tmp_path, begin, capfd):
+    config = begin(SimpleNamespace(ended="prepared"), 1)
     back = threading.Thread(target=train_replica, args=(config, "1", print, print), daemon=True)
     with turn(tmp_path):  # as the stopped one
         back.start()

@@ -82,7 +82,8 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
             connect, name, os.environ["MASTER_ADDR"], min_replicas=config.min_replicas, timeout_s=config.timeout,
             longest_s=max(config.timeout, config.file_timeout),
         )  # fmt: skip
-        manager = open_manager if restarted or goes_on(os.environ[LIGHTHOUSE]) else open_manager()
+        comes_later = not restarted and goes_on(os.environ[LIGHTHOUSE])
+        manager = open_manager if restarted or comes_later else open_manager()
         collective = Collective(ranks.comm.patient(config.file_timeout))
         folder = _Folder(config.out, (0,), collective, read_owner(config.out))
         logs = config.out / REPLICAS
@@ -95,7 +96,8 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
             start = prepare(config, ranks, folder, inputs)
             if not start.ended:
                 inputs.save(config, config.out)
-                start.checkpoints.go_on()
+                if not comes_later:  # the others go on from where they are, whatever it resumes from
+                    start.checkpoints.go_on()
         if start.ended:
             say(f"thinwire: {start.ended}", sys.stderr)
             return 0
