@@ -422,9 +422,9 @@ def test_what_is_no_adamw_is_refused(optimizer, spec, words):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("dgc(feedback='updates')", "no knob 'feedback'"),
+        ("dgc(feedback='updates')", "no knob 'feedback'"), ("loco(feedback='updates')", "no knob 'feedback'"),
         ("topk(feedback='both')", "feedback is"),
-        ("loco(feedback=None)", "feedback is Gradients.* or Updates.*, got None"),
+        ("sign(feedback=None)", "feedback is Gradients.* or Updates.*, got None"),
         ("radius(beta1=0.5)", "no knob 'beta1'; it has: .*feedback"),
         ("topk(portion=0.5)", "no knob 'portion'; it has: .*feedback"),
         ("topk(feedback='update')", "feedback is 'gradients' or 'updates.* with delivered_share, beta1, got 'update'"),

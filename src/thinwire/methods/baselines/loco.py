@@ -12,6 +12,7 @@ takes what the second encoding leaves out. beta = 0 is plain error feedback.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -35,6 +36,8 @@ class LoCo(Lossy):
     """
 
     name: ClassVar[str] = "loco"
+    ABSENT: ClassVar[Mapping[str, str]] = {"feedback": "its error is of gradients, as in the paper; topk has this knob"}
+
     feedback: Gradients | Updates = GRADIENTS
     beta: Annotated[float, Within(lambda beta: 0 <= beta < 1, "is the weight of the old error, 0 to below 1")] = 0.8
     reset: StepsOrNever = 1024
