@@ -511,6 +511,26 @@ def test_a_checkpoint_of_another_folder_begins_a_run_of_its_own(tmp_path):
     assert names(tmp_path / "a") == ["latest", "step-000006", "step-000008"]
 
 
+@pytest.mark.parametrize("moment", ["before", "while it is hidden", "while it is hidden, on a disk that fails"])
+def test_what_is_not_to_be_removed_stays(moment, tmp_path):
+    folder, renamed = tmp_path / "step-000005", []
+    folder.mkdir()
+
+    def is_spared(path: Path) -> bool:
+        return moment == "before" or path != folder
+
+    def rename(path: Path, target: Path, rename: Any = Path.rename) -> Path:
+        renamed.append(target)
+        if "fails" in moment and len(renamed) == 2:
+            raise OSError(5, "Input/output error", str(path))
+        return rename(path, target)
+
+    with mock.patch.object(Path, "rename", rename), contextlib.suppress(OSError):
+        files.remove(folder, is_spared)
+    assert len(list(tmp_path.iterdir())) == 1, "what another replica has saved is gone"
+    assert len(renamed) == (0 if moment == "before" else 2)  # who is killed between the two leaves it hidden
+
+
 # --- hosts without a shared folder ------------------------------------------------------------------------------------
 
 
@@ -540,6 +560,24 @@ def test_a_host_that_has_nothing_gets_its_part(tmp_path):
     assert run_on([tmp_path / "a", tmp_path / "new"], lambda run: (run.resume(), run.weights()[-1])) == [(4, 1), (4, 2)]
     given = sorted(path.name for path in (tmp_path / "new/checkpoints/step-000004").iterdir())
     assert given == ["meta.json", "model.safetensors", "rank-0001.safetensors"]
+
+
+def test_a_copy_that_a_host_was_given_is_not_what_another_replica_has_saved(tmp_path):
+    """It was damaged, so the run has gone back from it."""
+    hosts = [tmp_path / "a", tmp_path / "new"]
+    run_on([tmp_path / "a"] * 2, lambda run: run.save(20, 30))
+    flip(tmp_path / "a/checkpoints/step-000030/model.safetensors", -3)
+
+    def body(run: Run) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ThinwireWarning)
+            resumed = run.resume()
+        run.checkpoints.go_on()
+        run.save(25)
+        return resumed
+
+    assert run_on(hosts, body) == [20, 20]
+    assert [names(host) for host in hosts] == [["latest", "step-000020", "step-000025"]] * 2
 
 
 def test_a_disk_that_fails_on_one_host_is_not_damage_of_which_an_older_one_is_taken(tmp_path):

@@ -356,13 +356,17 @@ def test_who_comes_to_a_run_that_goes_on_does_not_point_back(starts, going, poin
     """It may --resume from an older checkpoint than the others have saved: their state is what it goes on with. One
     that is started again looks for the newest."""
     pointed: list[bool] = []
-    start = SimpleNamespace(ended="", checkpoints=SimpleNamespace(go_on=lambda: pointed.append(True)))
+    checkpoints = SimpleNamespace(
+        go_on=lambda: pointed.append(True), latest="step-000010", newest=lambda: "step-000030"
+    )  # fmt: skip
+    start = SimpleNamespace(ended="", checkpoints=checkpoints)
     config = begin(start, starts)
     monkeypatch.setenv(LIGHTHOUSE, "http://127.0.0.1:1")
     monkeypatch.setattr("thinwire.train.replica.goes_on", lambda address: going)
     trainer = SimpleNamespace(train=lambda: 0, manager=SimpleNamespace(shutdown=lambda wait: None))
     monkeypatch.setattr("thinwire.train.replica.ReplicaTrainer", lambda *given: trainer)
     assert train_replica(config, "1", lambda *given, **settings: None, print) == 0 and len(pointed) == points
+    assert checkpoints.latest == ("step-000010" if points else "step-000030")
 
 
 def test_a_replica_that_comes_back_while_another_is_stopped_in_its_save_is_not_held_up(tmp_path, begin, capfd):

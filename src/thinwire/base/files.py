@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -11,16 +12,26 @@ from pathlib import Path
 
 from thinwire.base.errors import ThinwireError
 
+IS_THERE = errno.ENOTEMPTY, errno.EEXIST
+"""Why a folder is not renamed: there is one of that name."""
+
 
 def remove(path: Path, spare: Callable[[Path], bool] | None = None) -> None:
-    """Remove a folder so that a kill at any moment leaves it whole or hidden. It comes back if ``spare`` says so, which
-    is asked with the hidden folder's path: nobody else replaces it there."""
+    """Remove a folder so that a kill at any moment leaves it whole or hidden, unless ``spare`` says that it stays.
+
+    ``spare`` is asked again with the hidden folder's path, where nobody else replaces it: then it comes back.
+    """
+    if spare and spare(path):
+        return
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
     path.rename(hidden)
     if spare and spare(hidden):
-        with contextlib.suppress(OSError):  # there is another one by now
+        try:
             hidden.rename(path)
             return
+        except OSError as error:
+            if error.errno not in IS_THERE:  # else there is another one by now
+                raise
     sync(path.parent)
     shutil.rmtree(hidden)
 

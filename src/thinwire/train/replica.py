@@ -96,7 +96,9 @@ def train_replica(config: Config, name: str, connect: Callable[..., Any], compre
             start = prepare(config, ranks, folder, inputs)
             if not start.ended:
                 inputs.save(config, config.out)
-                if not comes_later:  # the others go on from where they are, whatever it resumes from
+                if comes_later:  # the others go on from where they are, whatever it resumes from
+                    start.checkpoints.latest = start.checkpoints.newest()
+                else:
                     start.checkpoints.go_on()
         if start.ended:
             say(f"thinwire: {start.ended}", sys.stderr)

@@ -21,7 +21,6 @@ is gone: ``--resume auto`` then takes the newest.
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 import uuid
 import warnings
@@ -119,7 +118,7 @@ class Checkpoints:
         try:
             partial.rename(final)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno not in files.IS_THERE:
                 raise
             if not self._newer(step_of(final.name), self._metas()):
                 return self._publish(partial, final)
@@ -314,6 +313,7 @@ class Checkpoints:
         def publish() -> None:
             if target != path:
                 format.write_meta(target, checkpoint.meta)
+                self._noted.add(checkpoint.meta["save"])
                 target.rename(copy)
                 files.sync(self.path)
 
