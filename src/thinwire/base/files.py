@@ -13,7 +13,7 @@ from pathlib import Path
 from thinwire.base.errors import ThinwireError
 
 IS_THERE = errno.ENOTEMPTY, errno.EEXIST
-"""Why a folder is not renamed: there is one of that name."""
+"""Errors of a rename to the name of a folder that holds something."""
 
 
 def remove(path: Path, spare: Callable[[Path], bool] | None = None) -> None:
