@@ -156,9 +156,9 @@ class ShardedEngine(Engine):
 
 
 _MISSED = (
-    "{name}, or a weight of the same module, was written on some ranks alone, between micro-batches, or inside a "
-    "forward or backward pass, so other ranks have computed with its former value: write between two steps on all "
-    "ranks, or call wire.weights_changed() on all ranks after it"
+    "{name}, or a weight of the same module, was written on some ranks alone, after a micro-batch that exchanged "
+    "nothing (also one that was dropped), or inside a forward or backward pass, so other ranks have computed with its "
+    "former value: write between two steps on all ranks, or call wire.weights_changed() on all ranks after it"
 )
 _WRAPPED = ("unshard", "wait_for_unshard", "post_backward")
 """The functions of torch's parameter group that a link wraps."""
