@@ -110,8 +110,9 @@ def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
     """Return the k-th largest magnitude and the number of those above it.
 
     One pass counts the values above a sample's bracket and collects those in it. A bracket of one value (a gradient
-    with more zeros than n - k) needs no more. If the bracket misses (once in millions) or holds too many values (ties),
-    all values are partitioned.
+    with more zeros than n - k) needs no more, and one that begins with many equal ones (the zeros where few ranks have
+    sent something) a second pass. If the bracket misses (once in millions) or holds too many other values (ties), all
+    values are partitioned.
     """
     n = bits.size
     step = (n // SAMPLE) | 1  # odd: not in step with rows of a power of two
@@ -127,6 +128,10 @@ def _kth(bits: np.ndarray, k: int) -> tuple[int, int]:
         if above < k <= above + count:
             if low == high:
                 return int(low), above
+            if count > between.size:
+                above, count = _collect_between(bits, low + np.int32(1), high, between)
+                if k > above + count:
+                    return int(low), above + count
             if count <= between.size:
                 inside = between[:count]
                 threshold = np.partition(inside, count - (k - above))[count - (k - above)]
