@@ -841,6 +841,40 @@ def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
         assert found == [True] * len(cases)
 
 
+def _loads_the_optimizer_last(rank: int, world: int) -> list[str]:
+    """Train on with a state of its own, and with one of rank 0's first and rank 1's second moments, as DCP saves it."""
+    said = []
+    for mixes in (False, True):
+        model = build("ddp", world)
+        optimizer = adam(model)
+        wire = thinwire.compress(model, optimizer, LocalSteps(every=4))
+        train(model, optimizer, rank, range(6), wire)
+        saved, moments = wire.state_dict(), copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(model.state_dict())
+        for state in moments["state"].values() if mixes else ():
+            for source, kind in enumerate(("exp_avg", "exp_avg_sq")):
+                dist.broadcast(state[kind], source)
+        wire.close()
+        model = build("ddp", world)
+        optimizer = adam(model)
+        wire = thinwire.compress(model, optimizer, LocalSteps(every=4))
+        wire.load_state_dict(saved)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        try:
+            train(model, optimizer, rank, range(6, 8), wire)
+            said.append("")
+        except ThinwireError as error:
+            said.append(str(error))
+        wire.close()
+    return said
+
+
+def test_another_ranks_moments_are_refused_where_they_are_loaded_after_the_wire():
+    for own, mixed in ranks.run(_loads_the_optimizer_last, 2):
+        assert own == "" and mixed.endswith("load the wire last")
+
+
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
 def test_whatever_an_optimizer_keeps_is_resumed_bit_for_bit(kind, world):
     """Numbers, lists and dicts, after a step that one rank has skipped; if it reads values or has numbers in groups."""

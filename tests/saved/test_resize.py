@@ -161,6 +161,24 @@ def test_on_other_ranks_muon_goes_on_from_the_mean_of_the_momenta(before):
             assert counts == {int(here.ranks[0].method.state.get("turned", name))}
 
 
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("cls", WAIT, ids=lambda cls: cls.name)
+def test_states_of_unlike_steps_are_refused(cls, count):
+    """The job was killed between the ranks' saves: on the same ranks the first exchange refuses them."""
+    first, *_, last = places(cls)
+    here, there = Ranks(cls, first), Ranks(cls, last)
+    state = here.saved()
+    key = f"rank-0001-of-{first.size:04}/{count}"
+    state[key] = torch.tensor({"step": 4, "skipped": 3, "flush": 7}[count])
+    if cls.name == "local-steps" and count == "flush":
+        there.load(state)  # ranks that step alone have no count in common but that of all steps
+        return
+    line = r"^the state of rank 1 is of step .*, and that of rank 0 of step 7: load the states of one checkpoint$"
+    for drop in (False, True):
+        with pytest.raises(ThinwireError, match=line):
+            there.load(state, drop=drop)
+
+
 @pytest.mark.parametrize("cls", WAIT, ids=lambda cls: cls.name)
 def test_what_waits_arrives_after_every_move(cls):
     """The same, value by value, up to the rounding of float32; and nothing of it is left behind."""

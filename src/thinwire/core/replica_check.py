@@ -66,6 +66,15 @@ _BEGAN = (
 )
 
 
+def describe_start(step: int, skipped: int, flush_at: int | None, *, alone: bool) -> str:
+    """Say from which step a rank goes on; ``alone``: ranks may have skipped steps of their own, which it leaves out."""
+    words = f"step {step + skipped}"
+    if not alone:
+        words += f", {skipped} of them skipped" if skipped else ""
+        words += ", with a flush to come" if flush_at == step else ""
+    return words
+
+
 class ReplicaCheck:
     """Compares the replicas of a model every so many steps. All that compares is collective."""
 

@@ -33,7 +33,7 @@ from thinwire.core.optimizers import (
     parameters,
     replace_closure,
 )
-from thinwire.core.replica_check import ReplicaCheck
+from thinwire.core.replica_check import ReplicaCheck, describe_start
 from thinwire.core.road import Road, without_autocast
 from thinwire.core.safety import Safety
 from thinwire.core.scaler import ScalerWatch, back_off, scaler_above
@@ -197,10 +197,8 @@ class StepLoop:
         """
         if self._replica_check is None or self._replica_check.start_is_compared(gathers=gathers):
             return
-        start = f"step {self.number - 1}"
-        if self.method.card.alone_from is None:  # else each rank may have skipped steps of its own
-            start += f", {self.skipped} of them skipped" if self.skipped else ""
-            start += ", with a flush to come" if self.road.last.flush_at == self.road.step else ""
+        alone = self.method.card.alone_from is not None
+        start = describe_start(self.road.step, self.skipped, self.road.last.flush_at, alone=alone)
         with self.inside("the comparison of the steps from which ranks go on (all must load, or none)"):
             self._replica_check.compare_start(start, gathers=gathers)
 

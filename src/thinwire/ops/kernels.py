@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
@@ -17,7 +18,7 @@ inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 def njit(function: Callable[..., Any], suffix: str = "") -> Callable[..., Any]:
-    """Compile at first call, keep the machine code on disk, release the GIL, divide by zero as IEEE says.
+    """Compile at first call, keep the machine code on disk if it can be, release the GIL, divide by zero as IEEE says.
 
     ``suffix`` names a variant with other constants and gives it an index file of its own in numba's cache: in a shared
     one, ranks that save two variants at the same time can leave one under the other's name.
@@ -27,10 +28,23 @@ def njit(function: Callable[..., Any], suffix: str = "") -> Callable[..., Any]:
         variant.__qualname__ = function.__qualname__ + suffix
         function = variant
     try:
-        compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        compiled: Any = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:  # neither the package's directory nor the user's cache can be written
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
+        return numba.njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    cache = compiled._cache
+    cache.load_overload, cache.save_overload = map(_unless_disk_fails, (cache.load_overload, cache.save_overload))
+    return compiled  # type: ignore[no-any-return]
+
+
+def _unless_disk_fails(use: Callable[..., Any]) -> Callable[..., Any]:
+    """Do without numba's cache where its disk is full: it has no other use than to save time."""
+
+    def attempt(*arguments: Any) -> Any:
+        with contextlib.suppress(OSError):
+            return use(*arguments)
+        return None
+
+    return attempt
 
 
 def array_of(tensor: Tensor) -> np.ndarray:

@@ -32,7 +32,10 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireError
 from thinwire.core.card import StateKind
 from thinwire.core.method import Method, carrier_of
+from thinwire.core.replica_check import describe_start
 from thinwire.saved.format import Form, Header, check_finite, split, trim
+
+_COUNTS = ("step", "skipped", "flush")
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,19 @@ def move(state: Mapping[str, Tensor], form: Form, method: Method, *, drop: bool)
         state: of all ranks that saved, merged. method: of the run that goes on. drop: drop what waits.
 
     Raises:
-        ThinwireError: a rank's part is missing; method, settings, seed or model differ; tensor or pipeline parallelism
-            is used; something cannot be moved.
+        ThinwireError: a rank's part is missing, or of another step; method, settings, seed or model differ; tensor or
+            pipeline parallelism is used; something cannot be moved.
     """
     ranks = _read(state, form)
     rows, lost = _rows(ranks, form, method, drop)
-    counts = {key: ranks[0][key] for key in ("step", "skipped", "flush")}
+    counts = {key: ranks[0][key] for key in _COUNTS}
+    alone = method.card.alone_from is not None
+    starts = [describe_start(*(int(saved[key]) for key in _COUNTS), alone=alone) for saved in ranks]
+    if unlike := next((rank for rank, start in enumerate(starts) if start != starts[0]), 0):
+        raise ThinwireError(
+            f"the state of rank {unlike} is of {starts[unlike]}, and that of rank 0 of {starts[0]}: load the states of "
+            "one checkpoint"
+        )
     return {**counts, **_usual_norms(ranks, form), **rows, **_rowless(ranks, form, method)}, lost
 
 

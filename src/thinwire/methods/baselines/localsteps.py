@@ -42,6 +42,7 @@ from thinwire.base.knobs import Momentum, Steps, Within, refuse_idle
 from thinwire.core.bucket import Bucket
 from thinwire.core.card import EQUAL, MEAN, SHARD, Card, StateKind
 from thinwire.core.exchange import Exchange, on_comm
+from thinwire.core.fingerprint import Fingerprint
 from thinwire.core.method import Method, Start, first_step, send_all
 from thinwire.core.promise import CONSERVES, Promise
 from thinwire.core.run import NO_SCALER, Parameter, Run, Step
@@ -230,6 +231,7 @@ class LocalSteps(Method):
     def begin(self, run: Run) -> None:
         self._fragments = []
         super().begin(run)
+        self._restored = Fingerprint(lambda: [value for _, _, value in own_moments(run) if value.dim()])
         refuse_chunks(self.name, run)
         if run.scaled:
             raise ThinwireError(NO_SCALER.format(name=self.name))
@@ -346,6 +348,7 @@ class LocalSteps(Method):
     def before_step(self, step: Step) -> None:
         if step.number < self.first:
             return
+        self._check_restored()
         self._copy_shared_weights()
         self._numbers.watch(step)
         if self.second_moment == "mean":
@@ -546,6 +549,7 @@ class LocalSteps(Method):
                 if (momentum := self.state.get("outer momentum", name)) is not None:
                     fragment.sgd.state[anchor]["momentum_buffer"] = momentum
         self._ranks_differ = False
+        self._restored.forget()
         anchors = {name: anchor for fragment in self._fragments for name, anchor in fragment.anchors.items()}
         for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
@@ -556,4 +560,15 @@ class LocalSteps(Method):
                 self._numbers.restore(saved)
                 continue
             restore_moment(self.run.weights[name], holders[name], kind.removeprefix(OWN_MOMENT), name, saved)
+        if find_entries(self.state, OWN_MOMENT):
+            self._restored.take()
         self._drop_saved()
+
+    def _check_restored(self) -> None:
+        """Refuse the first step after a load if the moments are no more those that it has restored."""
+        if self._restored.differs():
+            raise ThinwireError(
+                f"{self.name}: the optimizer's moments are not those of this rank, as its state was loaded after the "
+                "wire's, which holds them: load the wire last"
+            )
+        self._restored.forget()

@@ -172,7 +172,7 @@ def read_newest(path: Path, read: Callable[[Checkpoint], T]) -> tuple[T, bool]:
 
 
 def no_meta(path: Path) -> str:
-    inside = f"; its run's are in {path / 'checkpoints'}" if (path / "checkpoints").is_dir() else ""
+    inside = f"; its run's are in {path / 'checkpoints'}" if checkpoint_names(path / "checkpoints") else ""
     return f"{path} is not a checkpoint: it has no meta.json{where_set_aside(path)}{inside}"
 
 
