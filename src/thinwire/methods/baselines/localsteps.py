@@ -231,7 +231,7 @@ class LocalSteps(Method):
     def begin(self, run: Run) -> None:
         self._fragments = []
         super().begin(run)
-        self._restored = Fingerprint(lambda: [value for _, _, value in own_moments(run) if value.dim()])
+        self._restored: Fingerprint | None = None  # this rank's moments, from a load to the first step after it
         refuse_chunks(self.name, run)
         if run.scaled:
             raise ThinwireError(NO_SCALER.format(name=self.name))
@@ -549,7 +549,7 @@ class LocalSteps(Method):
                 if (momentum := self.state.get("outer momentum", name)) is not None:
                     fragment.sgd.state[anchor]["momentum_buffer"] = momentum
         self._ranks_differ = False
-        self._restored.forget()
+        self._restored = None
         anchors = {name: anchor for fragment in self._fragments for name, anchor in fragment.anchors.items()}
         for _, name, saved in find_entries(self.state, OWN_WEIGHT):
             local(self.run.weights[name].detach()).copy_(saved)
@@ -561,14 +561,15 @@ class LocalSteps(Method):
                 continue
             restore_moment(self.run.weights[name], holders[name], kind.removeprefix(OWN_MOMENT), name, saved)
         if find_entries(self.state, OWN_MOMENT):
+            self._restored = Fingerprint(lambda: [value for _, _, value in own_moments(self.run) if value.dim()])
             self._restored.take()
         self._drop_saved()
 
     def _check_restored(self) -> None:
         """Refuse the first step after a load if the moments are no more those that it has restored."""
-        if self._restored.differs():
+        if self._restored is not None and self._restored.differs():
             raise ThinwireError(
                 f"{self.name}: the optimizer's moments are not those of this rank, as its state was loaded after the "
                 "wire's, which holds them: load the wire last"
             )
-        self._restored.forget()
+        self._restored = None
