@@ -116,8 +116,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
         "direction": lambda: direction.direction(
             values, more, out, None, None, adam, lr=lr, scale=lr, factor=factor, beta1=0.0
         ),
-        "largest": lambda: sparse.largest(values, more, lists, out, positions, payload, wire),
-        "send": lambda: sparse.send(payload, positions, quantized, out, None),
+        "largest": lambda: sparse.largest(values, more, lists, out, positions, payload, wire, None, quantized),
         "decode": lambda: sparse.decode(wire, quantized, lists, out[:1], 0.125, positions=positions, decoded=None),
         "take": lambda: steps.take(weights, changes, [1.0] * tensors),
     }  # fmt: skip

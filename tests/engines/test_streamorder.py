@@ -227,8 +227,8 @@ def test_a_launch_writes_where_its_kernel_stores():
         "mask._scatter": {"out"}, "mask._gather_keep": {"payload", "residual_out"},
         "sparse._spread": {"words", "offsets"}, "sparse._third": {"state", "counts", "ends", "marks"},
         "sparse._first": {"total", "second_out", "state", "counts", "ends"},
-        "sparse._list": {"positions", "payload", "words"},
-        "sparse._send": {"codes", "scales", "remainder"}, "quant._sum_rows": {"out"},
+        "sparse._list": {"total", "positions", "payload", "words", "codes", "scales", "arrived"},
+        "quant._sum_rows": {"out"},
         "mask._from_lists": {"words", "bit_offsets"}, "moments._advance": {"next_moment", "gradient", "common_out"},
         "moments._add_up": {"payload", "residual_out"}, "rows._pack": {"rows"}, "sketch._restore": {"out"},
     }  # fmt: skip

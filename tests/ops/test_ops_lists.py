@@ -75,9 +75,10 @@ def check(
     reference.unpack(packed, parts, again[:, 1 : 1 + m])
     assert torch.equal(again[:, 1 : 1 + m], found)
     for format in (None, Format(8, 8), Format(4, 8)):
-        results = [sent_and_back(module, payload[:, 1:-1], found, packed, parts, wide, format)
-                   for module in (reference, fast)]  # fmt: skip
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (kind, format)
+        for keep in (True, False):
+            results = [sent_and_back(module, payload[:, 1:-1], found, packed, parts, wide, format, keep)
+                       for module in (reference, fast)]  # fmt: skip
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (kind, format, keep)
 
 
 def check_steps(fast: ModuleType, device: str = "cpu") -> None:
@@ -101,8 +102,8 @@ def check_steps(fast: ModuleType, device: str = "cpu") -> None:
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-def sent_and_back(module, payload, found, packed, parts, wide, format):
-    """What ``module`` writes to the wire, keeps, and makes of it: rows, their sum, and a mask; and ``put``."""
+def sent_and_back(module, payload, found, packed, parts, wide, format, keep):
+    """What ``module`` sends, keeps if it shall, and makes of it: rows, their sum, and a mask; and ``put``."""
     (count, m), n = payload.shape, parts[-1].start + parts[-1].width
 
     def poisoned(width, dtype=torch.float32, rows=count):
@@ -115,7 +116,9 @@ def sent_and_back(module, payload, found, packed, parts, wide, format):
         codes = codes if format.bits == 8 else poisoned(m // 2, torch.int16).to(torch.uint8)
     values = WireValues(codes[:, 8:-8], None if scales is None else scales[:, 8:-8], format)
     rest, out, total, put = wide.clone(), poisoned(n), poisoned(n, rows=1), wide.clone()
-    module.send(payload, found, values, rest[2:, 64 : 64 + n], decoded)
+    rows, old, kept = wide[:2, 64 : 64 + n].clone(), wide[2:, 32 : 32 + n], rest[2:, 64 : 64 + n]
+    lists = torch.empty_like(found), torch.empty_like(payload)
+    module.largest(rows, old if keep else None, parts, kept if keep else None, *lists, None, None, values, decoded)
     scratch = poisoned(m, torch.int32)[:, 8:-8], decoded
     module.decode(packed, values, parts, out[:, 8:-8], None, *scratch)
     module.decode(packed, values, parts, total[:, 8:-8], 0.3, *scratch)
@@ -335,6 +338,8 @@ made, make = [], gpu._counters
 gpu._counters = lambda *key: made.append(make(*key)) or made[-1]
 for parts, kind, way in zip(t.PARTS[1:] * 2, (None, None, "one of four", "nans of other bits"), t.FEEDBACK):
     t.check(triton, parts, kind, ways=(way,))
+triton.QUANTIZED = 64  # a list of several chunks, which other programs end than begin
+t.check(triton, t.PARTS[2], ways=t.FEEDBACK[:1])
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
 backends._load = lambda family, module, needs: importlib.import_module(family + ".triton")

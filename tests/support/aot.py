@@ -125,20 +125,19 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     found = {"marks": "*i32"} | of
     yield sparse._second, found, counted | {"BINS": second}
     yield sparse._third, found, lines | {"BLOCK": sparse.MARKED, "BINS": third}
-    for kernel in (sparse._tally, sparse._list):
-        yield kernel, found, lines | {"BLOCK": sparse.MARKED, "PACK": True}
+    by_word = lines | {"BLOCK": sparse.MARKED, "PACK": True}
+    yield sparse._tally, found, by_word
     listed = {"BLOCK": sparse.BLOCK}
     for kernel in (sparse._ones, sparse._spread):
         yield kernel, of | {"wire": "*i64"}, listed | lines
     yield sparse._put, {}, listed
-    yield sparse._send_whole, {"codes": "*fp32"}, listed | {"KEEP": True}
     for bits, codes in ((32, "*fp32"), (8, "*i8"), (4, "*u8")):
         decoded = {"SUM": bits > 4, "BITS": bits, "PER_SCALE": 64 if bits < 32 else 1}
         yield sparse._decode, of | {"codes": codes}, listed | aligned | lines | decoded
-        if bits < 32:
-            sent = {"KEEP": True, "GROUP": 64, "BLOCK": sparse.QUANTIZED // 64, "FOUR": bits == 4}
-            for wire in (16, 4):
-                yield sparse._send, {"codes": codes}, sent | {"WIRE": wire}
+        group = 64 if bits < 32 else 1
+        sent = {"BITS": bits, "KEEP": True, "GROUP": group, "GROUPS": sparse.QUANTIZED // group}
+        for wire in (16, 4):
+            yield sparse._list, found | {"codes": codes, "arrived": "*i32"}, by_word | sent | {"WIRE": wire}
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}
     for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._gather, sketch._hold,

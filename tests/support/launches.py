@@ -202,6 +202,16 @@ def _at(values: str, *arguments: str) -> Callable[[Named], Mapping[str, float]]:
     return lambda of: {name: nbytes_of(of[values]) for name in arguments}
 
 
+def _listed(of: Named) -> Mapping[str, float]:
+    """What is chosen is read, listed and, in integers, read again; of what they leave out as much is kept."""
+    listed, sends, again = nbytes_of(of["payload"]), bool(of["BITS"]), of["BITS"] in (4, 8)
+    return {
+        "total": nbytes_of(of["total"]) * LISTED + listed * of["KEEP"] * sends, "payload": listed * (1 + again),
+        "positions": listed * (1 + again * of["KEEP"]), "arrived": 0.0,
+        "codes": nbytes_of(of["codes"]) * sends, "scales": nbytes_of(of["scales"]) * again,
+    }  # fmt: skip
+
+
 TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "adams._adams": (_twice("weight", "moment"), _where(next_moment="HAS_NEXT")),
     "direction._direction": (_twice("g"), _where(m="MOMENTUM", m_out="MOMENTUM")),
@@ -242,9 +252,7 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
         "counts": 0.0, "total": nbytes_of(of["total"]) * READ_AGAIN,
     }),
     "sparse._tally": (_where(words="PACK"), _twice("marks"), lambda of: {"total": 0.0}),
-    "sparse._list": (_where(words="PACK"), lambda of: {"total": nbytes_of(of["total"]) * LISTED}),
-    "sparse._send": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
-    "sparse._send_whole": (lambda of: {"remainder": nbytes_of(of["payload"]) * of["KEEP"]},),
+    "sparse._list": (_where(words="PACK"), _listed),
     "steps._take": (lambda of: {"weight": len(of["programs"]) // 2 * of["BLOCK"] * 12, "change": 0.0},),
     "sparse._put": (_at("payload", "out"),),
 }  # fmt: skip

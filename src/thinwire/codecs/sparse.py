@@ -137,8 +137,9 @@ class Sparse(Codec):
         positions, decoded = self._memory(len(rows), space)
         payload = space(("values", len(rows)), positions.shape, torch.float32)
         position_bytes, values = self._split(out)
-        sparse.largest(rows.float(), old, self._layout.lists, new, positions, payload, position_bytes, step)
-        sparse.send(payload, positions, values, new, decoded)
+        sparse.largest(
+            rows.float(), old, self._layout.lists, new, positions, payload, position_bytes, step, values, decoded
+        )
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         self._decode_to(wire, out, None, space)

@@ -138,6 +138,12 @@ def _gather_keep(rows: Tensor, residual: Any, words: Tensor, payload: Tensor, re
     return nbytes_of(rows, residual, words, payload, residual_out)
 
 
+def _largest(rows: Tensor, residual: Any, segments: Any, total: Tensor | None, positions: Tensor, payload: Tensor,
+             wire: Any, adam: Any, values: Any, decoded: Any) -> float:  # fmt: skip
+    sent = () if values is None else (payload, positions, values, () if total is None else payload)
+    return nbytes_of(rows, residual, total, positions, payload, wire, adam, sent)
+
+
 def _renew(messages: Tensor, words: Tensor, segments: Any, copied: Any, rows: Tensor, offsets: Any) -> float:
     off_mask = sum(segment.numel - segment.k for segment in segments if segment.factor != 1)
     return nbytes_of(words, messages, messages) + 2 * len(rows) * off_mask * rows.element_size()
@@ -172,8 +178,6 @@ TOUCHED: Mapping[str, Callable[..., float]] = {
     "steps.take": lambda weights, changes, factors: nbytes_of(list(weights), list(weights), list(changes)),
     "sparse.decode": lambda wire, values, segments, out, scale, *scratch: nbytes_of(wire, values, out),
     "sparse.put": lambda payload, positions, out: nbytes_of(payload, payload, positions),
-    "sparse.send": lambda payload, positions, values, remainder, decoded: nbytes_of(
-        payload, positions, values, None if remainder is None else payload
-    ),
+    "sparse.largest": _largest,
 }
 """By operation: (its arguments) -> bytes."""

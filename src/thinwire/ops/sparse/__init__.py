@@ -23,7 +23,7 @@ from thinwire.ops.programs import check_width
 from thinwire.ops.quant import Format
 
 __all__ = [
-    "LOW_BITS", "ListSegment", "WireValues", "decode", "largest", "marked", "packed_bytes", "put", "read", "send",
+    "LOW_BITS", "ListSegment", "WireValues", "decode", "largest", "marked", "packed_bytes", "put", "read",
 ]  # fmt: skip
 
 LOW_BITS = (8, 4)
@@ -112,6 +112,7 @@ def _check(rows: Tensor, *companions: Tensor | None) -> None:
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None,
 ) -> None:  # fmt: skip
     """List the ``positions`` of the ``k`` largest |h| of each segment, and h there in ``payload``.
 
@@ -119,6 +120,9 @@ def largest(
     which it makes steps first: afterwards they are either. Ties go to the lowest columns; a NaN is larger than all.
     ``payload`` (R, m) float32 has zeros between the lists. ``total_out`` = h, and may be ``rows`` or ``residual``; None
     does not store h, which is ``rows`` then: without ``residual`` and ``adam``.
+
+    With ``values`` the ``payload`` goes to that wire, too, and what it is there is taken from ``total_out`` (None: what
+    that leaves out is lost). ``decoded``: scratch memory for integers (R, m) float32.
 
     The positions are packed into ``wire`` (R, packed_bytes) uint8, too, unless it is None; its rows begin at multiples
     of 8 bytes. The lower b = ``low_bits`` bits of a segment's i-th position p are written unchanged. The high bits
@@ -129,7 +133,7 @@ def largest(
     _check(rows, residual, total_out)
     if total_out is None and (residual is not None or adam is not None):
         raise ThinwireError("with a residual or Adam's steps, name total_out (or rows) to keep the sum in")
-    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam)
+    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam, values, decoded)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
@@ -149,19 +153,6 @@ def put(payload: Tensor, positions: Tensor, out: Tensor) -> Tensor:
     if payload.numel():
         _backend(out).put(payload, positions, out)
     return out
-
-
-def send(
-    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
-) -> None:
-    """Write ``payload`` (R, m) to the wire ``values``, and what that leaves out at ``positions`` to ``remainder``.
-
-    Args:
-        remainder: (R, n) float32, which keeps the rest; None: it is lost.
-        decoded: scratch memory for integers (R, m) float32.
-    """
-    if payload.numel():
-        _backend(payload).send(payload, positions, values, remainder, decoded)
 
 
 def decode(

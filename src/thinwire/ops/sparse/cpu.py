@@ -279,6 +279,7 @@ def _sum_at(payload, stride, positions, positions_stride, peers, m, out, scale, 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None,
 ) -> None:  # fmt: skip
     if adam is not None:
         adam.take(rows)
@@ -287,13 +288,17 @@ def largest(
     total = rows if total_out is None else total_out
     positions.fill_(-1)
     payload.zero_()
-    for *sources, listed, values in rows_of(rows, total if residual is None else residual, total, positions, payload):
+    for *sources, listed, chosen in rows_of(rows, total if residual is None else residual, total, positions, payload):
         for start, width, k, list_start in segments:
             operands = [memory[start : start + width] for memory in sources]
-            lists = [memory[list_start : list_start + k] for memory in (listed, values)]
+            lists = [memory[list_start : list_start + k] for memory in (listed, chosen)]
             _largest(operands, residual is not None, k, start, lists)
     if wire is not None:
         pack(positions, segments, wire)
+    if values is not None:
+        sent = reference.write_values(payload, values, decoded)
+        if total_out is not None:
+            _put(payload, positions, total_out, sent)
 
 
 def _largest(operands: list[np.ndarray], feedback: bool, k: int, start: int, lists: list[np.ndarray]) -> None:
@@ -353,14 +358,6 @@ def unpack(wire: Tensor, segments: tuple[ListSegment, ...], positions: Tensor) -
 
 def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
     _put(payload, positions, out, None)
-
-
-def send(
-    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
-) -> None:
-    sent = reference.write_values(payload, values, decoded)
-    if remainder is not None:
-        _put(payload, positions, remainder, sent)
 
 
 def decode(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None,
 ) -> None:  # fmt: skip
     if adam is not None:
         adam.take(rows)
@@ -33,6 +34,10 @@ def largest(
     payload.copy_(total.gather(1, positions.clamp(min=0).long()).masked_fill_(positions < 0, 0))
     if wire is not None:
         pack(positions, segments, wire)
+    if values is not None:
+        sent = write_values(payload, values, decoded)
+        if total_out is not None:
+            put(payload, positions, total_out, sent)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
@@ -91,14 +96,6 @@ def sum_at(payload: Tensor, positions: Tensor, segments: tuple[ListSegment, ...]
         out[columns[columns >= 0].long()] += values[columns >= 0]
     if scale != 1.0:
         out.mul_(scale)
-
-
-def send(
-    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
-) -> None:
-    sent = write_values(payload, values, decoded)
-    if remainder is not None:
-        put(payload, positions, remainder, sent)
 
 
 def decode(

@@ -53,7 +53,7 @@ WORDS = tl.constexpr(32)
 MARKED = COUNTED // 32
 """Words per program that reads those values alone that are marked."""
 QUANTIZED = 1024
-"""Values that one program quantizes and keeps: of 4096, in 4 warps, Triton 3.6 makes 212 registers."""
+"""Values that a program quantizes and keeps at a time: of 4096, in 4 warps, Triton 3.6 makes 212 registers."""
 DIGITS = ((22, 1 << 9), (11, 1 << 11), (0, 1 << 11))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits. A histogram takes time by its
 bins, of which each thread counts its own, but the more bins the first one has, the fewer values go on."""
@@ -254,12 +254,39 @@ def _tally(
 
 
 @triton.jit
-def _clear(positions, payload, first, end, BLOCK: tl.constexpr):
+def _clear(positions, payload, codes, first, end, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """List nothing from ``first`` to ``end``."""
     for start in range(first, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         tl.store(positions + entry, tl.full((BLOCK,), -1, tl.int32), mask=entry < end)
         tl.store(payload + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < end)
+        if BITS == 32:
+            tl.store(codes + entry, tl.zeros((BLOCK,), tl.float32), mask=entry < end)
+
+
+@triton.jit
+def _keep(positions, entry, inside, remainder, values):
+    """Write ``values`` to the columns of the row ``remainder`` that are listed at ``entry``."""
+    column = tl.load(positions + entry, mask=inside, other=-1, cache_modifier=".cg")
+    tl.store(remainder + column, values, mask=column >= 0)
+
+
+@triton.jit
+def _send(
+    chunk, payload, positions, codes, scales, remainder, groups, KEEP: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, FOUR: tl.constexpr,
+):  # fmt: skip
+    """Quantize a chunk of a row's list, which several programs have written; keep what that leaves out."""
+    g, entry, byte = _group_elements(tl.cast(chunk, tl.int64) * BLOCK + tl.arange(0, BLOCK), GROUP, FOUR)
+    inside = (g < groups)[:, None]
+    low = tl.load(payload + entry, mask=inside, other=0, cache_modifier=".cg")
+    high = tl.load(payload + entry + GROUP // 2, mask=inside, other=0, cache_modifier=".cg")
+    sent_low, sent_high = _encode(
+        low, high, codes, byte, scales, g, groups, entry, 0, GROUP, BLOCK, FOUR, False, False
+    )  # fmt: skip
+    if KEEP:
+        _keep(positions, entry, inside, remainder, low - sent_low)
+        _keep(positions, entry + GROUP // 2, inside, remainder, high - sent_high)
 
 
 @triton.jit
@@ -283,41 +310,70 @@ def _pack(words, segment, i, column, inside):
 @kernel
 def _list(
     programs, segments, total, stride, state, marks, marks_stride, tallies, tallies_stride, positions, positions_stride,
-    payload, payload_stride, words, words_stride, segment_count, m, PACK: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
+    payload, payload_stride, words, words_stride, codes, codes_stride, scales, scales_stride, arrived, segment_count, m,
+    PACK: tl.constexpr, BITS: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIRE: tl.constexpr,
 ):  # fmt: skip
-    """List what is chosen, in ``m`` entries, and pack it. A segment's first program clears what is behind its list.
+    """List what is chosen, in ``m`` entries, and pack it. Send the values in ``BITS`` bits, if any, and keep the rest.
 
-    ``BLOCK``: words of marks.
+    Programs write the list one after the other: a row's first one clears what is before it, a segment's last one what
+    is behind its part. Of each chunk of ``GROUPS`` groups the program that comes last to it, as ``arrived`` counts
+    entries, quantizes it. ``BLOCK``: words of marks.
     """
     row, number, segment, word = segment_of(programs, segments, BLOCK, FIELDS)
-    start, inside = tl.load(segment), word * WORDS < tl.load(segment + 1)
+    start, width = tl.load(segment), tl.load(segment + 1)
+    inside = word * WORDS < width
     tallies += 2 * row * tallies_stride
     ties = tl.load(state + (row * segment_count + number) * 2 + 1)
     above, equal = _marks(marks + 2 * row * marks_stride + start // WORDS, marks_stride, word, inside)
     equals = count_before(tallies + tallies_stride, word, set_bits(equal))  # before this word, then this column
     i = count_before(tallies, word, set_bits(above)) + tl.minimum(equals, ties)
     unread = above | tl.where(equals < ties, equal, 0)
-    positions, payload = positions + row * positions_stride, payload + row * payload_stride
+    total += row * stride
+    positions, payload = positions + row * positions_stride, row_of(payload, payload_stride, row, 16 if WIRE > 1 else 1)
+    codes = row_of(codes, codes_stride, row, WIRE)
     first = tl.load(segment + 3)
+    begin = first + tl.min(i, 0)
     for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         ties_here = (equal & bit) != 0
         chosen = (unread != 0) & ((equals < ties) | ~ties_here)
         column = word * WORDS + offset
-        values = tl.load(total + start + row * stride + column, mask=chosen, other=0)
+        values = tl.load(total + start + column, mask=chosen, other=0)
         tl.store(positions + first + i, (start + column).to(tl.int32), mask=chosen)
         tl.store(payload + first + i, values, mask=chosen)
         if PACK:
             _pack(words + row * words_stride, segment, i, column.to(tl.int64), chosen)
+        if BITS == 32:
+            tl.store(codes + first + i, values, mask=chosen)
+            if KEEP:
+                tl.store(total + start + column, values - values, mask=chosen)  # of finite ones nothing remains
         i += chosen.to(tl.int32)
         equals += ties_here.to(tl.int32)
         unread ^= bit
+    end = first + tl.max(i, 0)
     if tl.program_id(0) == 0:
-        _clear(positions, payload, 0, first, BLOCK)
-    if tl.min(word, 0) == 0:
-        end = tl.load(segment + 7)
-        _clear(positions, payload, first + tl.load(segment + 2), tl.where(end < 0, m, end), BLOCK)
+        _clear(positions, payload, codes, 0, begin, BITS, BLOCK)
+        begin = begin * 0
+    if (tl.max(word, 0) + 1) * WORDS >= width:
+        next_list = tl.load(segment + 7)
+        next_list = tl.where(next_list < 0, m, next_list)
+        _clear(positions, payload, codes, end, next_list, BITS, BLOCK)
+        end = next_list
+    if BITS == 4 or BITS == 8:
+        CHUNK: tl.constexpr = GROUP * GROUPS
+        arrived += row * tl.cdiv(m, CHUNK)
+        tl.debug_barrier()  # the release below covers what all threads of this program wrote
+        for chunk in range(begin // CHUNK, tl.where(begin < end, tl.cdiv(end, CHUNK), 0)):
+            chunk_end = tl.minimum((chunk + 1) * CHUNK, m)
+            written = tl.minimum(end, chunk_end) - tl.maximum(begin, chunk * CHUNK)
+            count = tl.atomic_add(arrived + chunk, written.to(tl.int32), sem="acq_rel") + written
+            if count == chunk_end - chunk * CHUNK:
+                tl.store(arrived + chunk, 0)
+                _send(
+                    chunk, payload, positions, codes, scales + row * scales_stride, total, m // GROUP, KEEP, GROUP,
+                    GROUPS, BITS == 4,
+                )  # fmt: skip
 
 
 @kernel
@@ -327,50 +383,6 @@ def _put(payload, payload_stride, positions, positions_stride, out, stride, m, B
     column = tl.load(positions + row * positions_stride + i, mask=i < m, other=-1)
     values = tl.load(payload + row * payload_stride + i, mask=i < m, other=0)
     tl.store(out + row * stride + column, values, mask=column >= 0)
-
-
-@triton.jit
-def _keep(positions, entry, inside, remainder, values):
-    """Write ``values`` to the columns of the row ``remainder`` that are listed at ``entry``."""
-    column = tl.load(positions + entry, mask=inside, other=-1)
-    tl.store(remainder + column, values, mask=column >= 0)
-
-
-@kernel
-def _send_whole(
-    payload, payload_stride, positions, positions_stride, codes, codes_stride, remainder, remainder_stride, m,
-    KEEP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy a row's list of ``m`` values to the wire; of finite ones nothing remains."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(payload + row * payload_stride + i, mask=i < m, other=0)
-    tl.store(codes + row * codes_stride + i, values, mask=i < m)
-    if KEEP:
-        _keep(positions + row * positions_stride, i, i < m, remainder + row * remainder_stride, values - values)
-
-
-@kernel
-def _send(
-    payload, payload_stride, positions, positions_stride, codes, codes_stride, scales, scales_stride, remainder,
-    remainder_stride, groups, KEEP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr,
-    WIRE: tl.constexpr,
-):  # fmt: skip
-    """Quantize a row's list of values to the wire; keep what that leaves out."""
-    row = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g, entry, byte = _group_elements(g, GROUP, FOUR)
-    inside, payload = (g < groups)[:, None], row_of(payload, payload_stride, row, 16 if WIRE > 1 else 1)
-    low = tl.load(payload + entry, mask=inside, other=0)
-    high = tl.load(payload + entry + GROUP // 2, mask=inside, other=0)
-    sent_low, sent_high = _encode(
-        low, high, row_of(codes, codes_stride, row, WIRE), byte, scales + row * scales_stride, g, groups, entry, 0,
-        GROUP, BLOCK, FOUR, False, False,
-    )  # fmt: skip
-    if KEEP:
-        positions, remainder = positions + row * positions_stride, remainder + row * remainder_stride
-        _keep(positions, entry, inside, remainder, low - sent_low)
-        _keep(positions, entry + GROUP // 2, inside, remainder, high - sent_high)
 
 
 @kernel
@@ -475,13 +487,16 @@ def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None,
 ) -> None:  # fmt: skip
     count, total, device = len(rows), rows if total_out is None else total_out, rows.device
     addend = rows if residual is None else residual
     entries = count * len(segments)
     copies = max(1, min(COPIES, ALL_COPIES // entries))
     state = torch.empty(entries * 2, dtype=torch.int32, device=device)
-    counts = counters(device, entries * (copies * BINS + 1))
+    bits, group, groups, sent = _sending(values, payload)
+    chunks = cdiv(positions.shape[1], group * groups)
+    counts = counters(device, entries * (copies * BINS + 1) + count * chunks)
     ends = counts[entries * copies * BINS :]
     marks = torch.empty((2 * count, rows.shape[1] // 32), dtype=torch.int32, device=device)
     table, _, counted, _, _ = _tables(device, segments)
@@ -504,10 +519,23 @@ def largest(
     launch(_third, grid, *begun, *marking, third[0], BINS=third[1], **by_word)
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
     words = table.view(1, -1) if wire is None else viewable(wire).view(torch.int64)
-    values = counted, table, total, state, marks, tallies
     size, m, packs = words.shape[1], positions.shape[1], wire is not None
-    launch(_tally, grid, *values, ends, words, len(segments), size, PACK=packs, **by_word)
-    launch(_list, grid, *values, positions, payload, words, len(segments), m, PACK=packs, **by_word)
+    chosen = counted, table, total, state, marks, tallies
+    launch(_tally, grid, *chosen, ends, words, len(segments), size, PACK=packs, **by_word)
+    launch(
+        _list, grid, *chosen, positions, payload, words, *sent, ends[entries:], len(segments), m, PACK=packs, BITS=bits,
+        KEEP=total_out is not None, GROUP=group, GROUPS=groups, WIRE=wire_alignment(sent[0], payload), **by_word,
+    )  # fmt: skip
+
+
+def _sending(values: WireValues | None, payload: Tensor) -> tuple[int, int, int, tuple[Tensor, Tensor]]:
+    """Return the bits of a value on the wire (0: none), a group's values, groups of a chunk, codes and scales."""
+    if values is None:
+        return 0, 1, QUANTIZED, (payload, payload)  # not touched
+    if values.format is None or values.scales is None:
+        return 32, 1, QUANTIZED, (values.codes, payload)
+    group = values.format.group
+    return values.format.bits, group, max(1, QUANTIZED // group), (values.codes, values.scales)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> None:
@@ -521,24 +549,6 @@ def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> No
 def put(payload: Tensor, positions: Tensor, out: Tensor) -> None:
     grid = cdiv(positions.shape[1], BLOCK), len(positions)
     launch(_put, grid, payload, positions, out, positions.shape[1], BLOCK=BLOCK)
-
-
-def send(
-    payload: Tensor, positions: Tensor, values: WireValues, remainder: Tensor | None, decoded: Tensor | None
-) -> None:
-    count, m = payload.shape
-    keep, target = remainder is not None, payload if remainder is None else remainder
-    if values.format is None:
-        grid = cdiv(m, BLOCK), count
-        launch(_send_whole, grid, payload, positions, values.codes, target, m, KEEP=keep, BLOCK=BLOCK)
-        return
-    group, groups = values.format.group, m // values.format.group
-    per_program = max(1, QUANTIZED // group)
-    launch(
-        _send, (cdiv(groups, per_program), count), payload, positions, values.codes, values.scales, target,
-        groups, KEEP=keep, GROUP=group, BLOCK=per_program, FOUR=values.format.bits == 4,
-        WIRE=wire_alignment(values.codes, payload),
-    )  # fmt: skip
 
 
 def decode(
