@@ -29,7 +29,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from thinwire.ops import backends, direction, gpu, quant, rows, sparse, steps
+from thinwire.ops import backends, direction, gpu, norms, quant, rows, sparse, steps
 
 CALLS = 100
 """Calls between two looks at the clock: fewer launches than a GPU's queue takes before the host waits."""
@@ -104,6 +104,8 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     table, flat = rows.CopyTable(copies, device), torch.zeros(count * n, **of)
     adam = [direction.DirectionSegment(i * width, width, i, 0.999, 1e-8) for i in range(tensors)]
     lr, factor = torch.ones(tensors, **of), torch.ones((), **of)
+    columns = torch.arange(tensors, device=device)
+    statistics = norms.Statistics(torch.zeros(4, tensors, **of), torch.zeros(4, tensors, **of), lr, 10.0, 1.0, 0.9)
     weights, changes = list(flat.split(width * count)), list(out.view(-1).split(width * count))
     format8 = quant.Format(8, 128)
     return {
@@ -111,7 +113,8 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
         "dequantize_sum": lambda: quant.dequantize_sum(codes, scales, format8, out[0], 0.125),
         "requantize": lambda: quant.requantize(codes, scales, format8, codes[:1], scales[:1], 0.125),
         "sum_rows": lambda: quant.sum_rows(values, out[0], 0.125),
-        "pack": lambda: rows.pack(flat, table, values.view(-1), lr),
+        "pack": lambda: rows.pack(flat, table, values.view(-1)),
+        "bound": lambda: norms.bound(flat, table, values.view(-1), columns, statistics),
         "unpack": lambda: rows.unpack(values.view(-1), table, flat),
         "direction": lambda: direction.direction(
             values, more, out, None, None, adam, lr=lr, scale=lr, factor=factor, beta1=0.0

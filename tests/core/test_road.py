@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -33,6 +34,8 @@ from thinwire.core.state import State, dump_state
 from thinwire.core.worker import Worker
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
+from thinwire.ops.norms import reference
+from thinwire.ops.rows import CopyTable
 from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank, flat_copy
 from thinwire.proof.record import Setup, small
 
@@ -505,17 +508,75 @@ def test_rows_in_the_engines_buffer_are_compressed_as_their_copies_are(text, mon
         assert all(torch.equal(state[key], state_expected[key]) for key in state)
 
 
-def test_a_gpus_norms_go_to_the_buckets_whose_rows_stay_in_the_engines_buffer(monkeypatch):
-    """Of rows as they are cut: else each bucket would read all of its values for them again."""
-    engine = ThreadEngine("reduce_scatter", Threads(1), 0, Ledger(), SIDE_BY_SIDE)
-    stage = VirtualRank(replace(methods.resolve("trickle"), smallest=64), engine, 9).road.last
-    stage.bound = OutlierClip(2.0, {name: of.local for name, of in engine.parameters.items()}, 1.0)
-    monkeypatch.setattr(road.devices, "streams", lambda device: torch.cuda)
-    for scale in (1.0, 50.0):
-        flat = torch.randn(engine.numel, generator=torch.Generator().manual_seed(5)) * scale
-        cuts = stage._bound(stage.bound, flat, engine.pieces)
-        stage.bound.commit()
-        assert cuts is not None and [cut.factors for cut in cuts] == [None]
-        norms = torch.cat([norms for cut in cuts for norms in cut.norms])
-        expected = torch.stack([flat[of.columns].norm() for of in engine.pieces])
-        assert torch.allclose(norms, expected, rtol=1e-5) and [len(norms) for norms in cuts[0].norms] == [2, 1]
+def bounded(cls: type[Method], where: Setup, *, formed: bool = False) -> list[tuple[dict[str, Tensor], int, int]]:
+    """By rank: means, weights and state of five steps, in one of which gradients are cut; how many; norms handed on."""
+    world = Threads(where.size)
+
+    def body(number: int) -> tuple[dict[str, Tensor], int, int]:
+        engine, handed = ThreadEngine(where.topology, world, number, Ledger(), BESIDE, where.per_node), []
+        pieces = tuple(replace(of, form=((6, 64), (1, 6))) if formed and of.name == "c" else of for of in engine.pieces)
+        method = small(cls, dense=("b", "d"))
+        rank, found = VirtualRank(method, engine, 9, optimizer=partial(cls.OPTIMIZER, lr=0.1)), {}
+        stage, reduce = rank.road.last, method.reduce
+
+        def reduce_with_norms(bucket: Bucket, exchange: Exchange) -> None:
+            if bucket.norms is not None:
+                expected = torch.stack([bucket.rows[:, of.columns].norm() for of in bucket.segments])
+                assert torch.allclose(bucket.norms, expected, rtol=1e-5)
+                handed.append(bucket.norms)
+            bucket.norms = None  # equal to rounding: all else is equal
+            reduce(bucket, exchange)
+
+        method.reduce = reduce_with_norms
+        stage.bound = OutlierClip(2.0, {name: of.local for name, of in engine.parameters.items()}, 1.0)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(9 * step + number)
+            flat = torch.randn(engine.numel, generator=generator) * (100 if step == 3 else 1)
+            rank.road.step, rank.out = step, flat.new_empty(engine.numel // engine.rows) if engine.owner else flat
+            rank.road.reduce(flat, pieces, rank.out)
+            found[f"mean {step}"] = rank.out.clone()
+            rank.finish(step, torch.ones(()))
+            stage.bound.commit()
+            assert stage.guard.agree(CPU)[0]
+        found |= {"weights": flat_copy(rank.weights)} | dump_state(method.state) | stage.bound.state_dict()
+        return found, int(stage.bound.facts()["cut"]), len(handed)
+
+    return world.run(body)
+
+
+KEEPING = [cls for cls in methods.TABLE if small(cls).card.keeps_state and small(cls).card.alone_from is None]
+
+
+@pytest.mark.parametrize("formed", [False, True], ids=["", "formed"])
+@pytest.mark.parametrize("cls", [cls for cls in KEEPING if "dense" not in cls.ABSENT], ids=lambda cls: cls.name)
+def test_outliers_are_cut_as_they_are_packed_on_a_gpu_and_no_bit_depends_on_it(cls, formed, monkeypatch):
+    """Beside what stays dense, wherever it lies; and the method gets the norms, which it would read all values for."""
+
+    def exact(flat: Tensor, table: CopyTable) -> Tensor:  # of rows or of whole parameters: the same bits
+        runs = [[of for of in reference.runs(flat, segment)[1:] if of is not None] for segment in table.segments]
+        return torch.stack([torch.cat([of.reshape(-1) for of in each]).double().norm() for each in runs]).float()
+
+    monkeypatch.setattr(reference, "_norms", exact)
+    places = [of for of in WHERE if of.engine in cls.engines and (of.topology == "all_reduce" or not formed)]
+    turns = [of for of in places if formed or falls_on(methods.TABLE.index(cls), of, places)]
+    on_cpu = [bounded(cls, where, formed=formed) for where in turns]
+    monkeypatch.setattr(road, "devices", SimpleNamespace(streams=lambda device: torch.cuda))
+    monkeypatch.setattr(OutlierClip, "apply", None)
+    for where, ranks in zip(turns, on_cpu, strict=True):
+        for (expected, cut, _), (values, cut_packed, handed) in zip(
+            ranks, bounded(cls, where, formed=formed), strict=True
+        ):
+            assert values.keys() == expected.keys() and cut == cut_packed >= 2 and handed == 5
+            assert all(torch.equal(values[key], expected[key]) for key in values)
+
+
+def test_norms_of_a_step_that_failed_are_not_those_of_an_exchange_after_it(monkeypatch):
+    """Between steps nobody takes norms: what an error has left in a bucket is of other rows."""
+    engine, seen = ThreadEngine("all_reduce", Threads(1), 0, Ledger(), SHAPES), []
+    stage, flat = stage_of(engine, "topk"), torch.ones(engine.numel)
+    stage.bound = OutlierClip(2.0, {name: of.local for name, of in engine.parameters.items()})
+    monkeypatch.setattr(road, "devices", SimpleNamespace(streams=lambda device: torch.cuda))
+    with patch.object(stage.method, "reduce", side_effect=OSError("lost")), pytest.raises(OSError, match="lost"):
+        stage.reduce(flat, engine.pieces, flat)
+    stage.carry(flat, engine.pieces, flat, send=lambda bucket, exchange: seen.append(bucket.norms))
+    assert seen == [None]

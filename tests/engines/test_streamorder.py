@@ -231,6 +231,7 @@ def test_a_launch_writes_where_its_kernel_stores():
         "quant._sum_rows": {"out"},
         "mask._from_lists": {"words", "bit_offsets"}, "moments._advance": {"next_moment", "gradient", "common_out"},
         "moments._add_up": {"payload", "residual_out"}, "rows._pack": {"rows"}, "sketch._restore": {"out"},
+        "norms._bound": {"flat", "rows", "sums", "ends", "factors", "residues", "bounded", "updated"},
     }  # fmt: skip
     for kernel, names in expected.items():
         family, name = kernel.split(".")

@@ -1,7 +1,8 @@
-"""Norms of a buffer's parameters and the factors that cut outliers: the reference against a loop, Triton against it."""
+"""Copies that scale outliers down: the reference against a loop, Triton against it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,58 +10,91 @@ import torch
 
 from programs import check_interpreted, needs_triton
 from thinwire.ops.norms import Statistics, reference
-from thinwire.ops.rows import CopySegment, CopyTable
+from thinwire.ops.rows import STAYS, CopySegment, CopyTable
 
 CPU = torch.device("cpu")
 TIMES, LEAVES, DECAY = 4.0, 0.5, 0.9
+ROWS = 16_000
+"""Elements of the rows' memory."""
+Places = list[tuple[int, int]]
+"""Where each value of a parameter lies in the buffer, and in the rows, or STAYS."""
 
 
-def tables(device: torch.device = CPU) -> dict[str, tuple[CopyTable, int, list[torch.Tensor]]]:
-    """Three parameters whole, as rows of which the last is shorter, as shards; the buffer's length, whose is what."""
-    found = {}
+def tables(device: torch.device = CPU) -> dict[str, tuple[CopyTable, int, list[Places]]]:
+    """Three parameters whole, as rows of which the last is shorter, as shards; copied, or some or all of them not.
+
+    With the buffer's length, and where each parameter's values lie.
+    """
+    made = {}
     for name, rows in (("whole", 1), ("rows", 3), ("shards", 4)):
-        offset, segments, owned = 2, [], []
-        for numel in (3000, 7, 64):
-            span = numel if name == "shards" else -(-numel // rows)
-            step, length = (3080, 3 * 3080 + span) if name == "shards" else (span, numel)
-            segments.append(CopySegment(offset, length, step, 0, -(-span // 64) * 64, span, span, rows))
-            places = [offset + row * step + i for row in range(rows) for i in range(span) if row * step + i < length]
-            owned.append(torch.tensor(places))
-            offset += span if name == "shards" else numel
-        found[name] = CopyTable(segments, device), 4 * 3080 + 9, owned
-    return found
+        for stay in ((), (1,), (0, 2), (0, 1, 2)):
+            offset, start, segments, places = 2, 5, [], []
+            for i, numel in enumerate((3000, 7, 64)):
+                stays, stride = i in stay, ROWS // rows // 64 * 64
+                count = 1 if stays and name == "rows" else rows  # as the engine has it, in one run
+                span = numel if name == "shards" else -(-numel // count)
+                width = span if stays else -(-span // 64) * 64
+                step, length = (3080, 3 * 3080 + span) if name == "shards" else (span, numel)
+                first = STAYS if stays else start
+                segments.append(CopySegment(offset, length, step, first, width, span, stride, count))
+                places.append([
+                    (offset + row * step + k, STAYS if stays else start + row * stride + k)
+                    for row in range(count) for k in range(span) if row * step + k < length
+                ])  # fmt: skip
+                offset, start = offset + (span if name == "shards" else numel), start + width
+            made[f"{name}, {stay} stay"] = CopyTable(segments, device), 4 * 3080 + 9, places
+    return made
 
 
 def check(module, device: torch.device = CPU, narrow: torch.dtype = torch.float32) -> None:
-    columns = torch.tensor([3, 0, 2], device=device)
-    for table, length, owned in tables(device).values():
-        generator = torch.Generator().manual_seed(length)
-        flat = torch.randn(length, generator=generator).to(narrow)
-        flat[owned[1]] *= 300
-        usual = torch.tensor([40.0, 5.0, 0.0, 50.0])
-        current = torch.stack([usual, torch.arange(4.0), torch.ones(4), torch.zeros(4)])
-        shares = torch.tensor([0.1, 0.2, 0.3, 0.9])
-        for spoilt in (None, math.inf, math.nan):
-            if spoilt is not None:
-                flat[owned[2][-1]] = spoilt
-            updated = torch.full((4, 4), 7.0)
-            statistics = Statistics(current.to(device), updated.to(device), shares.to(device), TIMES, LEAVES, DECAY)
-            factors, residues, left = torch.full((3, 3), torch.nan, device=device).unbind()
-            module.factors_of(flat.to(device), table, columns, statistics, factors, residues, left)
-            root = float(usual.norm())
-            for i, (column, places) in enumerate(zip(columns.tolist(), owned, strict=True)):
-                norm, old = float(flat[places].float().norm()), float(usual[column])
-                most = TIMES * max(old, float(shares[column]) * root)
-                counted, cut = math.isfinite(norm) and norm > 0, norm > most and old > 0 and math.isfinite(norm)
-                assert float(factors[i]) == pytest.approx(LEAVES * most / norm if cut else 1.0, rel=1e-5)
-                assert math.isnan(float(residues[i])) != math.isfinite(norm)
-                if math.isfinite(norm):
-                    assert float(left[i]) == pytest.approx(LEAVES * most if cut else norm, rel=1e-5)
-                now = most if cut else norm if counted else old
-                expected = [DECAY * old + (1 - DECAY) * now if old else now, current[1, column] + counted,
-                            1 + cut, norm - LEAVES * most if cut else 0.0]  # fmt: skip
-                assert statistics.updated[:, column].tolist() == pytest.approx([float(e) for e in expected], rel=1e-5)
-            assert (float(factors[1]) < 1) == (float(usual[0]) > 0) and statistics.updated[:, 1].tolist() == [7.0] * 4
+    for wide in {torch.float32, narrow}:  # of the rows
+        for (table, length, places), loud in itertools.product(tables(device).values(), (1, 300)):
+            generator = torch.Generator().manual_seed(length)
+            flat = (torch.randn(length, generator=generator) * loud).to(narrow)
+            flat[[source for source, _ in places[1]]] *= 300
+            for spoilt in (None, math.inf, math.nan):
+                if spoilt is not None:
+                    flat[places[2][-1][0]] = spoilt
+                check_once(module, flat.clone().to(device), table, places, wide)
+
+
+def check_once(module, flat: torch.Tensor, table: CopyTable, places: list[Places], wide: torch.dtype) -> None:
+    """Bounds and statistics are those of a loop over the parameters, and all values those times the factors."""
+    device, given = flat.device, flat.cpu().clone()
+    columns, usual = torch.tensor([3, 0, 2], device=device), torch.tensor([40.0, 5.0, 0.0, 50.0])
+    current = torch.stack([usual, torch.arange(4.0), torch.ones(4), torch.zeros(4)])
+    shares = torch.tensor([0.1, 0.2, 0.3, 0.9])
+    updated = torch.full((4, 4), 7.0)
+    statistics = Statistics(current.to(device), updated.to(device), shares.to(device), TIMES, LEAVES, DECAY)
+    factors, residues, left = torch.full((3, 3), torch.nan, device=device).unbind()
+    rows = torch.full((ROWS,), 7.0, dtype=wide, device=device)
+    all_stay = not table.copied.segments
+    module.bound(flat, table, flat if all_stay else rows, columns, statistics, factors, residues, left)
+    root = float(usual.norm())
+    flat_wanted, rows_wanted, cuts = given.clone(), torch.full((ROWS,), 7.0, dtype=wide), 0
+    for segment in table.copied.segments:
+        for row in range(segment.rows):
+            rows_wanted[segment.start + row * segment.stride :][: segment.width] = 0
+    for i, (column, pairs) in enumerate(zip(columns.tolist(), places, strict=True)):
+        sources, targets = map(torch.tensor, zip(*pairs, strict=True))
+        norm, old = float(given[sources].float().norm()), float(usual[column])
+        most = TIMES * max(old, float(shares[column]) * root)
+        counted, cut = math.isfinite(norm) and norm > 0, norm > most and old > 0 and math.isfinite(norm)
+        assert float(factors[i]) == pytest.approx(LEAVES * most / norm if cut else 1.0, rel=1e-5)
+        assert math.isnan(float(residues[i])) != math.isfinite(norm)
+        if math.isfinite(norm):
+            assert float(left[i]) == pytest.approx(LEAVES * most if cut else norm, rel=1e-5)
+        now = most if cut else norm if counted else old
+        expected = [DECAY * old + (1 - DECAY) * now if old else now, current[1, column] + counted,
+                    1 + cut, norm - LEAVES * most if cut else 0.0]  # fmt: skip
+        assert statistics.updated[:, column].tolist() == pytest.approx([float(e) for e in expected], rel=1e-5)
+        stays, factor, cuts = int(targets[0]) < 0, factors[i].cpu(), cuts + cut
+        target, where = (flat_wanted, sources) if stays else (rows_wanted, targets)
+        copied = given[sources].to(target.dtype)
+        target[where] = copied * factor if module is reference else (copied.float() * factor).to(target.dtype)
+    assert torch.equal(flat.cpu().nan_to_num(9), flat_wanted.nan_to_num(9))
+    assert torch.equal(rows.cpu().nan_to_num(9), rows_wanted.nan_to_num(9))
+    assert cuts >= 1 and statistics.updated[:, 1].tolist() == [7.0] * 4
 
 
 def check_sample(module, device: torch.device = CPU) -> None:
@@ -95,6 +129,8 @@ from thinwire.ops.norms import triton
 for narrow in (torch.float32, torch.bfloat16):
     test_ops_norms.check(triton, narrow=narrow)
 test_ops_norms.check_sample(triton)
+from thinwire.ops import gpu
+assert gpu.counters(test_ops_norms.CPU, 3).tolist() == [0] * 4  # as the next launch needs them
 """
     check_interpreted(code)
 

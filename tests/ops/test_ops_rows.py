@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from programs import check_interpreted, needs_triton
-from thinwire.ops.rows import LARGE, CopySegment, CopyTable, pack, reference, unpack
+from thinwire.ops.rows import LARGE, STAYS, CopySegment, CopyTable, pack, reference, unpack
 
 CPU = torch.device("cpu")
 APART = 3
@@ -38,7 +38,7 @@ def engines(rows: int) -> dict[str, tuple[list[CopySegment], int, int]]:
 
 
 def check(module, rows: int, narrow: torch.dtype) -> None:
-    for engine, (parts, length, size) in engines(rows).items():
+    for parts, length, size in engines(rows).values():
         places = CopyTable(parts, CPU)
         flat = torch.randn(length, generator=torch.Generator().manual_seed(rows)).to(narrow)
         expected, taken = torch.full((size,), torch.nan), torch.zeros(length, dtype=torch.bool)
@@ -50,23 +50,8 @@ def check(module, rows: int, narrow: torch.dtype) -> None:
                         at = part.offset + row * part.step + i
                         expected[part.start + row * part.stride + i], taken[at] = flat[at].float(), True
         packed = torch.full((size,), torch.nan)
-        module.pack(flat, places, packed, None)
+        module.pack(flat, places, packed)
         assert torch.equal(packed.nan_to_num(9), expected.nan_to_num(9))
-        factors, scaled = torch.tensor([2.0, 1.0, 0.5]), torch.full((size,), torch.nan)
-        module.pack(flat, places, scaled, factors)
-        for part, factor in zip(parts, factors, strict=True):
-            for row in range(part.rows):
-                columns = slice(part.start + row * part.stride, part.start + row * part.stride + part.width)
-                assert torch.equal(scaled[columns], expected[columns] * factor)
-        assert torch.equal(scaled.isnan(), expected.isnan())
-        if engine == "fsdp2":  # whole rows: parameters may be multiplied where they are, the second by 1
-            onto = [of._replace(start=of.offset, width=of.span, stride=of.step) for of in parts]
-            in_place, wanted = flat.clone(), flat.clone()
-            module.pack(in_place, CopyTable(onto, CPU), in_place, factors)
-            for part, factor in zip(parts, factors, strict=True):
-                for start in range(part.offset, part.offset + part.rows * part.step, part.step):
-                    wanted[start : start + part.span] *= factor
-            assert torch.equal(in_place, wanted)
         back = torch.full((length,), 7.0, dtype=narrow)
         module.unpack(packed, places, back, False)
         assert torch.equal(back, torch.where(taken, flat, 7.0))
@@ -90,6 +75,17 @@ def test_a_cpu_copies_small_and_large_parameters_as_the_reference_does(rows, nar
     monkeypatch.setattr("thinwire.ops.rows.LARGE", 30)  # of the three parameters one stays small
     check(cpu, rows, narrow)
     assert LARGE >= 4096
+
+
+def test_what_stays_in_the_buffer_is_copied_neither_way():
+    parts, length, size = engines(3)["ddp"]
+    some, every = CopyTable([parts[0], parts[1]._replace(start=STAYS), parts[2]], CPU), CopyTable(parts, CPU)
+    assert every.copied is every and some.copied.segments == (parts[0], parts[2])
+    flat, places = torch.randn(length), slice(parts[1].offset, parts[1].offset + parts[1].numel)
+    packed = pack(flat, some, torch.full((size,), 7.0))
+    assert torch.equal(packed, pack(flat, some.copied, torch.full((size,), 7.0)))
+    back = unpack(packed, some, torch.full((length,), 5.0))
+    assert back[places].eq(5).all() and not back.eq(5).all()
 
 
 def test_nothing_to_do():

@@ -29,20 +29,20 @@ BUDGETS = {
     ("sdp4bit", "ddp", 64): (154, 107, 37, 1, 65.7, 196),
     ("sdp4bit", "fsdp2", 64): (138, 91, 14, 1, 20.8, 645),
     ("sdp4bit", "fsdp2", 512): (138, 91, 14, 1, 22.5, 695),
-    ("scape", "ddp", 8): (318, 277, 54, 1, 85.8, 1717),
-    ("scape", "ddp", 512): (322, 277, 54, 1, 82.2, 1573),
-    ("scape", "fsdp2", 512): (314, 270, 28, 1, 36.5, 1870),
-    ("topk(feedback='gradients')", "ddp", 8): (280, 232, 53, 1, 85.4, 1055),
-    ("trickle", "ddp", 64): (336, 251, 71, 1, 93.9, 2274),
-    ("trickle", "fsdp2", 64): (270, 184, 27, 1, 38.2, 2030),
-    ("trickle:merged", "ddp", 512): (497, 414, 89, 1, 69.2, 2214),
-    ("trickle:merged", "fsdp2", 512): (453, 340, 52, 1, 52.8, 2962),
-    ("tagc", "ddp", 8): (1434, 953, 125, 1, 347.0, 2063),
-    ("tagc", "ddp", 512): (1056, 359, 125, 1, 97.2, 2196),
-    ("tagc", "fsdp2", 8): (1050, 690, 79, 1, 137.9, 2224),
-    ("lhc", "ddp", 8): (910, 286, 107, 1, 188.0, 1658),
-    ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (178, 108, 53, 2, 80.9, 1115),
-    ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (120, 80, 28, 2, 26.7, 1252),
+    ("scape", "ddp", 8): (300, 259, 54, 1, 80.5, 1717),
+    ("scape", "ddp", 512): (304, 259, 54, 1, 77.0, 1573),
+    ("scape", "fsdp2", 512): (301, 257, 28, 1, 32.0, 1870),
+    ("topk(feedback='gradients')", "ddp", 8): (262, 214, 53, 1, 80.1, 1055),
+    ("trickle", "ddp", 64): (318, 233, 71, 1, 86.9, 2274),
+    ("trickle", "fsdp2", 64): (256, 170, 27, 1, 35.5, 2030),
+    ("trickle:merged", "ddp", 512): (479, 396, 89, 1, 65.1, 2214),
+    ("trickle:merged", "fsdp2", 512): (439, 326, 52, 1, 49.6, 2962),
+    ("tagc", "ddp", 8): (1416, 935, 125, 1, 340.5, 2063),
+    ("tagc", "ddp", 512): (1038, 341, 125, 1, 90.7, 2196),
+    ("tagc", "fsdp2", 8): (1037, 677, 79, 1, 133.9, 2224),
+    ("lhc", "ddp", 8): (892, 268, 107, 1, 182.8, 1658),
+    ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (160, 90, 53, 2, 75.7, 1115),
+    ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (107, 67, 28, 2, 22.7, 1252),
 }
 played = functools.cache(budget)
 """The first time in this process: a table that a process copies to a device once may be counted."""
@@ -69,8 +69,8 @@ def test_the_bytes_of_a_step_of_seven_billion_values():
     """For each of the model's values. Shards' rows are encoded where the engine has put them, without a copy."""
     assert played("int8", "llama", "fsdp2", 64).moved < 7.2
     assert played("sdp4bit", "llama", "fsdp2", 64).moved < 15.6
-    assert played("trickle", "llama", "fsdp2", 64).moved < 33.0
-    assert played("trickle:merged", "llama", "fsdp2", 64).moved < 42.5
+    assert played("trickle", "llama", "fsdp2", 64).moved < 32.8
+    assert played("trickle:merged", "llama", "fsdp2", 64).moved < 42.3
 
 
 def test_what_a_step_waits_for_and_launches_is_counted_as_cuda_has_it():

@@ -80,15 +80,11 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for rows in ("*fp32", "*i16"):
         yield quant._sum_rows, {"rows": rows}, {"BLOCK": quant.PER_PROGRAM} | aligned
     table = {"BLOCK": PER_PROGRAM, "FIELDS": FIELDS}
-    for scaled in (False, True):
-        for flat in ("*fp32", "*i16"):  # bfloat16 arrives as words
-            how = table | {"WIDEN": flat == "*i16", "SCALED": scaled}
-            yield packing._pack, {"flat": flat}, how | {"IN_PLACE": False}
-            if scaled:
-                same = {"flat": flat, "rows": "*bf16" if flat == "*i16" else flat}
-                yield packing._pack, same, how | {"IN_PLACE": True}
-        bounded = {"WIDEN": scaled, "COPIED": PER_PROGRAM, "BLOCK": norms.BLOCK, "FIELDS": FIELDS}
-        yield norms._bound, {"flat": "*i16" if scaled else "*fp32"}, bounded
+    bounded = {"COPIED": PER_PROGRAM, "BLOCK": norms.BLOCK, "FIELDS": FIELDS}
+    for flat in ("*fp32", "*i16"):  # bfloat16 arrives as words
+        yield packing._pack, {"flat": flat}, table | {"WIDEN": flat == "*i16"}
+        yield norms._bound, {"flat": flat}, bounded
+    yield norms._bound, {"flat": "*i16", "rows": "*i16"}, bounded
     yield norms._sample, {"positions": "*i64", "norms": "*fp32"}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         for flat in ("*fp32", "*bf16"):

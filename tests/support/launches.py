@@ -226,12 +226,10 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
         _where(common="COMMON", common_out="COMMON"), lambda of: {"moment": nbytes_of(of["next_moment"])},
     ),
     "projection._project": (_where(residual="FEEDBACK", residual_out="KEEP"),),
-    "rows._pack": (  # in place, a step as usual has nothing to cut
-        lambda of: {
-            "flat": 0.0,
-            "rows": 0.0 if of["IN_PLACE"] else launches._pack(of["flat"], of["table"].of, of["rows"], None),
-        },
+    "norms._bound": (  # a step as usual has nothing to cut
+        lambda of: {"flat": 0.0, "rows": launches._pack(of["flat"], of["table"].of, of["rows"])},
     ),
+    "rows._pack": (lambda of: {"flat": 0.0, "rows": launches._pack(of["flat"], of["table"].of, of["rows"])},),
     "rows._unpack": (
         lambda of: {"flat": 0.0, "rows": launches._unpack(of["rows"], of["table"].of, of["flat"], of["ADD"])},
     ),

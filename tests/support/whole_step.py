@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from thinwire.core.bucket import Piece
 from thinwire.core.fingerprint import WeightWatch
 from thinwire.core.outliers import STEP, OutlierClip
-from thinwire.core.road import Cut, Send, Stage
+from thinwire.core.road import Send, Stage
 from thinwire.network.comm import Comm
 from thinwire.network.guard import Guard
 from thinwire.plan.dry_run import Playback
@@ -38,10 +38,10 @@ class WholeStage(Stage):
         pieces: tuple[Piece, ...],
         out: Tensor,
         send: Send | None = None,
-        cuts: list[Cut] | None = None,
+        bound: OutlierClip | None = None,
     ) -> None:
         if self._inside or send is not None:
-            super().carry(flat, pieces, out, send, cuts)
+            super().carry(flat, pieces, out, send, bound)
             return
         self._inside = True
         self.reduce(flat, pieces, out)

@@ -26,11 +26,14 @@ from thinwire.base.alignment import padded, same_memory
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import rows as ops
 from thinwire.ops.direction import Adam
+from thinwire.ops.norms import Bounds
 
 if TYPE_CHECKING:
     from thinwire.network.comm import Comm
 
 T = TypeVar("T")
+Bound = Callable[[Tensor, ops.CopyTable, Tensor], Bounds]
+"""Copies an engine's buffer to rows by a table, with outliers scaled down: ``ops.norms.bound``."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Piece:
     @property
     def columns(self) -> slice:
         return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def stays(self) -> ops.CopySegment:
+        """All values, left where they are."""
+        span = self.numel // self.rows
+        step, length = self.stride or span, (self.rows - 1) * self.stride + span
+        return ops.CopySegment(self.offset, length, step, ops.STAYS, span, span, step, self.rows)
 
     def strided(self, flat: Tensor) -> Tensor:
         """The view of ``flat`` that ``form`` describes."""
@@ -223,29 +233,28 @@ class Bucket:
                 values[:, segment.columns][:, segment.span :].zero_()
         return values
 
-    def packing(self, flat: Tensor) -> ops.CopyTable | None:
-        """Return the table by which ``load`` copies ``flat``; None: it does not, or not all of it by a table."""
-        return None if self.lies_in(flat) or self.copies.formed else self.copies.copy_table
-
-    def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+    def load(self, flat: Tensor, out: Tensor, bound: Bound | None = None) -> Bounds | None:
         """Take the gradients from the engine's buffer ``flat`` (1-D), without a copy where it has the form of rows.
 
         Args:
             out: the later argument of ``store``: this rank's row (1-D) if ``owner``, else ``flat``.
-            factors: with which each segment of ``packing``'s table is multiplied.
+            bound: scales the outliers among ``segments`` down; what it returns is returned.
         """
-        first = self.segments[0].piece.offset
+        first, bounds = self.segments[0].piece.offset, None
         if self.lies_in(flat):
             self.rows = flat.view(self.shape[0], -1)[:, first : first + self.shape[1]]
+            if bound is not None:
+                bounds = bound(flat, self.copies.stay_table, flat)
         else:
             self.rows = self.scratch("rows", self.shape, self.dtype)
-            self.copies.pack(flat, self.rows, factors)
+            bounds = self.copies.pack(flat, self.rows, bound)
         if not self.owner:
             self.mean = self.rows
         elif self.copies.contiguous and out.dtype == self.dtype and (self._apart or out.numel() == self.shape[1]):
             self.mean = out[first : first + self.shape[1]].view(1, -1)
         else:
             self.mean = self.scratch("mean", (1, self.shape[1]), self.dtype)
+        return bounds
 
     def store(self, out: Tensor) -> None:
         """Write the mean to ``out``, as in ``load``."""
@@ -278,10 +287,11 @@ class BucketCopies:
     def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
         self.segments, self.shape, self.device = segments, shape, device
 
-    def pack(self, flat: Tensor, rows: Tensor, factors: Tensor | None = None) -> None:
-        """Copy the engine's buffer to contiguous rows (R, n), segments times ``factors``; zero the padding."""
-        ops.pack(flat, self.copy_table, rows.view(-1), factors)
+    def pack(self, flat: Tensor, rows: Tensor, bound: Bound | None = None) -> Bounds | None:
+        """Copy the engine's buffer to contiguous rows (R, n), bounded as ``Bucket.load`` says; zero the padding."""
+        bounds = pack(flat, self.copy_table, rows.view(-1), bound)
         self.pack_formed(flat, rows)
+        return bounds
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
         """Copy contiguous rows (R, n) without their padding to the engine's buffer."""
@@ -303,9 +313,14 @@ class BucketCopies:
 
     @functools.cached_property
     def copy_table(self) -> ops.CopyTable:
-        """The copies of the parameters that are contiguous in the engine's buffer."""
-        copies = [self._part(segment, segment.piece.offset) for segment in self.segments if segment.piece.form is None]
+        """The copies of the parameters that are contiguous in the engine's buffer; the others stay."""
+        copies = [s.piece.stays if s.piece.form else self._part(s, s.piece.offset) for s in self.segments]
         return ops.CopyTable(copies, self.device)
+
+    @functools.cached_property
+    def stay_table(self) -> ops.CopyTable:
+        """All parameters, left in the engine's buffer."""
+        return ops.CopyTable([segment.piece.stays for segment in self.segments], self.device)
 
     @functools.cached_property
     def own_copy_table(self) -> ops.CopyTable:
@@ -331,6 +346,14 @@ class BucketCopies:
         piece, span, (rows, n) = segment.piece, segment.span, self.shape
         numel = (piece.rows - 1) * piece.stride + span if piece.stride else piece.numel
         return ops.CopySegment(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
+
+
+def pack(flat: Tensor, table: ops.CopyTable, rows: Tensor, bound: Bound | None) -> Bounds | None:
+    """Copy the engine's buffer ``flat`` to ``rows`` (1-D) by ``table``, through ``bound`` if there is one."""
+    if bound is not None:
+        return bound(flat, table, rows)
+    ops.pack(flat, table, rows)
+    return None
 
 
 def _segments(pieces: Sequence[Piece], rows: int, group: int, spans: Sequence[int]) -> tuple[Segment, ...]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from thinwire.base.alignment import padded
-from thinwire.core.bucket import Bucket, Segment
+from thinwire.core.bucket import Bound, Bucket, pack
 from thinwire.ops import rows as ops
+from thinwire.ops.norms import Bounds
 
 
 class BucketGroup:
@@ -24,26 +25,25 @@ class BucketGroup:
         tables = [bucket.copies.copy_table for bucket in self._packed]
         room = 0 if ahead % 4 or buckets[-1].copies.formed else ahead // 4
         self._means = self._rows = _Stack("rows", head, shapes, tables, room)
+        stay = [segment for bucket in self._in_place for segment in bucket.copies.stay_table.segments]
+        self._table = ops.CopyTable([*stay, *self._rows.copy_table.segments], head.device)
         if head.owner:
             tables = [bucket.copies.own_copy_table for bucket in self._packed]
             use = "mean beside" if in_place else "mean"  # the first one's may be there
             self._means = _Stack(use, head, [(1, n) for _, n in shapes], tables)
 
     @property
-    def segments(self) -> list[Segment]:
-        return [segment for bucket in self._buckets for segment in bucket.segments]
+    def names(self) -> tuple[str, ...]:
+        return tuple(segment.name for bucket in self._buckets for segment in bucket.segments)
 
-    def packing(self, flat: Tensor) -> ops.CopyTable | None:
-        formed = any(bucket.copies.formed for bucket in self._buckets)
-        return None if formed or self._in_place else self._rows.copy_table
-
-    def load(self, flat: Tensor, out: Tensor, factors: Tensor | None = None) -> None:
+    def load(self, flat: Tensor, out: Tensor, bound: Bound | None = None) -> Bounds | None:
         for bucket in self._in_place:
             bucket.load(flat, out)
-        ops.pack(flat, self._rows.copy_table, self._rows.borrow(), factors)
+        bounds = pack(flat, self._table, self._rows.borrow(), bound)
         for bucket, rows, mean in zip(self._packed, self._rows.views(), self._means.views(), strict=True):
             bucket.rows, bucket.mean = rows, mean
             bucket.copies.pack_formed(flat, rows)
+        return bounds
 
     def store(self, out: Tensor) -> None:
         for bucket in self._in_place:
@@ -72,7 +72,7 @@ class _Stack:
         starts, self._size = [sum(sizes[i:]) for i in range(1, len(sizes) + 1)], sum(sizes)
         self._places = [(i, r, n + room, room) for i, (r, n), room in zip(starts, shapes, rooms, strict=True)]
         copies = [
-            copy._replace(start=start + room + copy.start, stride=stride)
+            copy if copy.start == ops.STAYS else copy._replace(start=start + room + copy.start, stride=stride)
             for (start, _, stride, room), table in zip(self._places, tables, strict=True)
             for copy in table.segments
         ]

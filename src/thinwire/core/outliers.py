@@ -19,11 +19,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireWarning
 from thinwire.core.bucket import Piece
 from thinwire.ops import rows as ops
-from thinwire.ops.norms import Bounds, Statistics, factors_of
+from thinwire.ops.norms import Bounds, Statistics, bound
 
 STEP = 2.0
 """Usual norms that a cut leaves if a gradient becomes a step or a momentum before it is averaged."""
@@ -49,7 +48,7 @@ class OutlierClip:
     Parameters that stay dense are bounded too. They keep nothing, but one norm clips all gradients: an unbounded one
     would shrink what the others send to nothing in that step.
 
-    No host sync; one pass over the gradients, and on CUDA a factor on the pass that packs them.
+    No host sync on CUDA, where it is a part of the pass that packs the gradients; else one pass over them.
     """
 
     def __init__(
@@ -82,18 +81,15 @@ class OutlierClip:
         names, table = self._cached_table(pieces, flat.device)
         if not names:
             return None
-        bounds = self.bounds(flat, table, names)
-        # On a CPU this check costs nothing and mostly saves a pass; on a GPU it would wait for the device.
-        if devices.streams(flat.device) is not None or bool((bounds.factors != 1).any()):
-            ops.pack(flat, table, flat, bounds.factors)
+        bounds = self.pack(names, flat, table, flat)
         return bounds if len(names) == len(pieces) else None
 
-    def covers(self, names: Collection[str]) -> bool:
-        """Are all of ``names`` bounded?"""
-        return all(name in self._index for name in names)
+    def covers(self, pieces: tuple[Piece, ...]) -> bool:
+        """Are all of ``pieces`` bounded?"""
+        return all(piece.name in self._index for piece in pieces)
 
-    def bounds(self, flat: Tensor, table: ops.CopyTable, names: tuple[str, ...]) -> Bounds:
-        """Return the factors that scale down what exceeds its bound in ``flat``, residues and norms.
+    def pack(self, names: tuple[str, ...], flat: Tensor, table: ops.CopyTable, rows: Tensor) -> Bounds:
+        """Copy ``flat`` to ``rows`` by ``table``, with what exceeds its bound scaled down; return the cuts.
 
         ``table``: its segments are the parameters ``names``, each whole.
         """
@@ -102,7 +98,7 @@ class OutlierClip:
         if self._next is None:
             self._next = self._statistics.clone()
         statistics = Statistics(self._statistics, self._next, self._shares, float(self.times), self._share, NORM_DECAY)
-        return factors_of(flat, table, self._cached_columns(names, flat.device), statistics)
+        return bound(flat, table, rows, self._cached_columns(names, flat.device), statistics)
 
     def commit(self) -> None:
         """Keep the step's norms and counts."""
@@ -162,10 +158,6 @@ class OutlierClip:
         return torch.tensor([self._index[name] for name in names], dtype=torch.int64, device=device)
 
     def _table(self, pieces: tuple[Piece, ...], device: torch.device) -> tuple[tuple[str, ...], ops.CopyTable]:
-        """Return the names of those of ``pieces`` that are bounded, and the table that copies them onto themselves."""
-        bounded, segments = [piece for piece in pieces if piece.name in self._index], []
-        for piece in bounded:
-            span = piece.numel // piece.rows
-            step, length = piece.stride or span, (piece.rows - 1) * piece.stride + span
-            segments.append(ops.CopySegment(piece.offset, length, step, piece.offset, span, span, step, piece.rows))
-        return tuple(piece.name for piece in bounded), ops.CopyTable(segments, device)
+        """Return the names of those of ``pieces`` that are bounded, and the table that leaves them where they are."""
+        bounded = [piece for piece in pieces if piece.name in self._index]
+        return tuple(piece.name for piece in bounded), ops.CopyTable([piece.stays for piece in bounded], device)

@@ -90,8 +90,14 @@ class Stage:
             loss_scale = None if self.scale is None else self.scale(flat.device)
             if loss_scale is not None:
                 flat.div_(loss_scale)
-            cuts = None if self.bound is None else self._bound(self.bound, flat, pieces)
-            self.carry(flat, pieces, out, cuts=cuts)
+            bound = self.bound
+            if bound is not None and (devices.streams(flat.device) is None or not bound.covers(pieces)):
+                bounds, bound = bound.apply(flat, pieces), None
+                if bounds is None:
+                    self.guard.observe(flat)
+                else:
+                    self.guard.note(bounds.residues)
+            self.carry(flat, pieces, out, bound=bound)
             if loss_scale is not None:
                 out.mul_(loss_scale)
 
@@ -101,43 +107,23 @@ class Stage:
         card = self.method.card
         return card.keeps_state or card.promise.kind == "lossy"
 
-    def _bound(self, bound: OutlierClip, flat: Tensor, pieces: Pieces) -> list[Cut] | None:
-        """Scale outliers in ``flat`` down, or return the factors to do it with as it is packed; tell the guard.
-
-        On a GPU the norms are returned, too, for each of what is packed: to take them again would read all values.
-        """
-        split, on_gpu = self._packed(flat, pieces), devices.streams(flat.device) is not None
-        packing = split[0].packed.packing(flat) if len(split) == 1 and on_gpu else None
-        if packing is not None and bound.covers(split[0].names):
-            bounds = bound.bounds(flat, packing, split[0].names)
-            self.guard.note(bounds.residues)
-            norms = bounds.norms.split([len(bucket.segments) for _, bucket in split[0].buckets])
-            return [Cut(bounds.factors, norms)]
-        cut = bound.apply(flat, pieces)
-        if cut is None:
-            self.guard.observe(flat)
-            return None
-        self.guard.note(cut.residues)
-        if not on_gpu:
-            return None
-        return [Cut(None, [None if span is None else cut.norms[span] for span in packed.spans]) for packed in split]
-
     def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, cuts: list[Cut] | None = None
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bound: OutlierClip | None = None
     ) -> None:
         """Reduce without checking the values or counting bytes.
 
         Args:
             send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
-            cuts: for each of what is packed the factors by which it is multiplied, and the norms of its buckets.
+            bound: scales outliers down as they are packed, and tells the guard; the buckets get the norms that it took.
         """
-        for index, (packed, buckets, *_) in enumerate(self._packed(flat, pieces)):
-            packed.load(flat, out, None if cuts is None else cuts[index].factors)
-            if cuts is not None:
-                for (_, bucket), norms in zip(buckets, cuts[index].norms, strict=True):
-                    bucket.norms = norms
-            for _, bucket in buckets:
-                bucket.step, bucket.arrived = self.step, False  # whatever an error has left
+        for packed, buckets, names in self._packed(flat, pieces):
+            bounds = packed.load(flat, out, None if bound is None else functools.partial(bound.pack, names))
+            norms: Sequence[Tensor | None] = [None] * len(buckets)
+            if bounds is not None:
+                self.guard.note(bounds.residues)
+                norms = bounds.norms.split([len(bucket.segments) for _, bucket in buckets])
+            for (_, bucket), taken in zip(buckets, norms, strict=True):
+                bucket.norms, bucket.step, bucket.arrived = taken, self.step, False  # whatever an error has left
             first, last = buckets[0][1], buckets[-1][1]
             first.rider = last if send is None and last is not first else None
             for method, bucket in buckets:
@@ -167,8 +153,8 @@ class Stage:
             first, codec = buckets[0][1], self.method.card.row_codec
             ahead = 0 if codec is None else codec.wire_bytes(first.shape[1])
             group = BucketGroup([bucket for _, bucket in buckets], in_place=first.lies_in(flat), ahead=ahead)
-            return [_PackedBuckets.of(group, buckets, pieces)]
-        return [_PackedBuckets.of(bucket, [(method, bucket)], pieces) for method, bucket in buckets]
+            return [_PackedBuckets(group, buckets, group.names)]
+        return [_PackedBuckets(bucket, [(method, bucket)], bucket.key[0]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.card.native:  # the buffer goes out as it is
@@ -183,34 +169,15 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
-class Cut(NamedTuple):
-    """Factors of what is packed together (None: it has been multiplied already), and the norms of its buckets."""
-
-    factors: Tensor | None
-    norms: Sequence[Tensor | None]
-
-
 class _PackedBuckets(NamedTuple):
     """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it.
 
-    ``spans``: where each bucket's parameters stand among the buffer's; None: not side by side, or in another order.
+    ``names``: of all parameters, in the order of the buckets.
     """
 
     packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
     names: tuple[str, ...]
-    spans: tuple[slice | None, ...]
-
-    @classmethod
-    def of(
-        cls, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], pieces: Pieces
-    ) -> _PackedBuckets:
-        buffer_names, spans = [piece.name for piece in pieces], []
-        for _, bucket in buckets:
-            names = [segment.name for segment in bucket.segments]
-            span = slice(first := buffer_names.index(names[0]), first + len(names))
-            spans.append(span if buffer_names[span] == names else None)
-        return cls(packed, buckets, tuple(segment.name for segment in packed.segments), tuple(spans))
 
 
 class _Compositions(Generic[T]):

@@ -33,8 +33,7 @@ from thinwire.network.comm import Comm, CountingComm, local
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Account, Ledger
 from thinwire.ops.backends import every_variant
-from thinwire.ops.norms import Statistics, factors_of
-from thinwire.ops.rows import CopySegment, CopyTable, pack
+from thinwire.ops.norms import Statistics, bound
 from thinwire.plan.doubles import CountedState, Watch, optimizer_like, step_once, zeros_like
 
 META = torch.device("meta")
@@ -208,7 +207,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
 def _move(device: torch.device) -> None:
     """Pack and unpack a buffer of each dtype, because a buffer with one small parameter may need no packing.
 
-    With the factors that cut outliers, which these steps do not meet, and without.
+    With a bound of outliers, which these steps do not meet, and without.
     """
     usual = torch.zeros(2, 4, 1, dtype=torch.float32, device=device)
     statistics = Statistics(usual[0], usual[1], usual[0, 0], 1.0, 1.0, 0.0)
@@ -218,9 +217,7 @@ def _move(device: torch.device) -> None:
         flat = torch.zeros(3, dtype=dtype, device=device)
         bucket.copies.pack(flat, rows)
         column = torch.zeros(1, dtype=torch.int64, device=device)
-        factors = factors_of(flat, bucket.copies.copy_table, column, statistics).factors
-        bucket.copies.pack(flat, rows, factors)
-        pack(flat, CopyTable([CopySegment(0, 3, 3, 0, 3, 3, 3, 1)], device), flat, factors)  # cut where it lies
+        bound(flat, bucket.copies.copy_table, rows.view(-1), column, statistics)
         bucket.copies.unpack(rows, flat)
 
 

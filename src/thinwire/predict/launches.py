@@ -112,8 +112,8 @@ def _copied(table: CopyTable) -> int:
     return sum(map(values, table.segments))
 
 
-def _pack(flat: Tensor, table: CopyTable, rows: Tensor, factors: Tensor | None) -> float:
-    columns = sum(segment.rows * segment.width for segment in table.segments)
+def _pack(flat: Tensor, table: CopyTable, rows: Tensor) -> float:
+    columns = sum(segment.rows * segment.width for segment in table.copied.segments)
     return _copied(table) * flat.element_size() + columns * rows.element_size()
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.method import Run
 from thinwire.core.optimizers import parameters
-from thinwire.core.road import Cut, Road, Send, Stage
+from thinwire.core.outliers import OutlierClip
+from thinwire.core.road import Road, Send, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -107,12 +108,12 @@ class GuardedStage(Stage):
         pieces: tuple[Piece, ...],
         out: Tensor,
         send: Send | None = None,
-        cuts: list[Cut] | None = None,
+        bound: OutlierClip | None = None,
     ) -> None:
         if self.hides_what_is_not_finite:
             self.guard.observe(flat)
             self.guard.forget()
-        super().carry(flat, pieces, out, send, cuts)
+        super().carry(flat, pieces, out, send, bound)
 
 
 class Recording(NamedTuple):

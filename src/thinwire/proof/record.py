@@ -15,7 +15,8 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method
-from thinwire.core.road import Cut, Pieces, Send, Stage
+from thinwire.core.outliers import OutlierClip
+from thinwire.core.road import Pieces, Send, Stage
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.network.ledger import Ledger
@@ -133,7 +134,7 @@ class RecordedStage(Stage):
     """A stage that keeps its method's last input and mean."""
 
     def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, cuts: list[Cut] | None = None
+        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bound: OutlierClip | None = None
     ) -> None:
         entered, method = flat.clone(), self.method
         if method.card.promise.of == "updates":
@@ -144,7 +145,7 @@ class RecordedStage(Stage):
                 compress(bucket, exchange)
 
             method.compress = recorded  # type: ignore[attr-defined]
-        super().carry(flat, pieces, out, send, cuts)
+        super().carry(flat, pieces, out, send, bound)
         if "compress" in vars(method):
             del method.compress  # type: ignore[attr-defined]
         self.hop = Hop(entered, out.clone())

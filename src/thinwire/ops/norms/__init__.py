@@ -1,4 +1,4 @@
-"""Norms of parameters, the factors that cut outliers among them, and samples, without waiting for a device.
+"""Copies to rows in which outliers among the parameters are scaled down, by their norms; and samples.
 
 ``reference``, which runs on CPUs too, and ``triton``, one launch for all parameters, agree to rounding.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
-__all__ = ["Bounds", "Statistics", "factors_of", "sample"]
+__all__ = ["Bounds", "Statistics", "bound", "sample"]
 
 _backend = backend("thinwire.ops.norms", cpu="reference")
 
@@ -51,16 +51,18 @@ class Bounds(NamedTuple):
     norms: Tensor
 
 
-def factors_of(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> Bounds:
-    """Return the cuts of the outliers in ``flat`` (1-D). ``statistics.updated`` is updated in ``columns``.
+def bound(flat: Tensor, table: CopyTable, rows: Tensor, columns: Tensor, statistics: Statistics) -> Bounds:
+    """Copy ``flat`` to ``rows`` as ``rows.pack`` does, with outliers scaled down; return the cuts.
+
+    ``statistics.updated`` is updated in ``columns``.
 
     Args:
-        table: its T segments are a parameter each, all of whose values it copies. columns: (T,) int64, theirs in
-            ``statistics``.
+        table: its T segments are a parameter each, whole. Those that stay are scaled down in ``flat``; ``rows`` may be
+            ``flat`` where all do. columns: (T,) int64, theirs in ``statistics``.
     """
     make = torch.empty if all(segment.width for segment in table.segments) else torch.zeros  # none comes to nothing
     bounds = Bounds(*make(3, len(table.segments), dtype=torch.float32, device=flat.device).unbind())
-    _backend(flat).factors_of(flat, table, columns, statistics, *bounds)
+    _backend(flat).bound(flat, table, rows, columns, statistics, *bounds)
     return bounds
 
 

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from thinwire.ops.rows.reference import runs
+from thinwire.ops.rows import STAYS
+from thinwire.ops.rows.reference import columns_of, pack, runs
 
 if TYPE_CHECKING:
     from thinwire.ops.norms import Statistics
     from thinwire.ops.rows import CopyTable
 
 
-def factors_of(
-    flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor,
-    bounded: Tensor,
+def bound(
+    flat: Tensor, table: CopyTable, rows: Tensor, columns: Tensor, statistics: Statistics, factors: Tensor,
+    residues: Tensor, bounded: Tensor,
 ) -> None:  # fmt: skip
     current, updated, shares, times, leaves, decay = statistics
     norms = _norms(flat, table)
@@ -35,6 +36,14 @@ def factors_of(
     factors.copy_(torch.where(exceeds, cut_to / norms, 1.0))
     torch.sub(norms, norms, out=residues)
     bounded.copy_(torch.where(exceeds, cut_to, norms))
+    pack(flat, table.copied, rows)
+    if bool(exceeds.any()):  # mostly saves a pass
+        for segment, factor in zip(table.segments, factors, strict=True):
+            if segment.start == STAYS:
+                segment = segment._replace(start=segment.offset, width=segment.span, stride=segment.step)
+                columns_of(flat, segment).mul_(factor)
+            else:
+                columns_of(rows, segment).mul_(factor)
 
 
 def sample(

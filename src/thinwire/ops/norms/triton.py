@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton: one launch; a parameter's last program makes norm, factor and statistics of all programs' sums."""
+"""Triton: one launch; a parameter's last program makes norm, factor and statistics of all programs' sums, and cuts."""
 
 from __future__ import annotations
 
@@ -12,31 +12,60 @@ from torch import Tensor
 
 from thinwire.ops.gpu import cdiv, counters, is_last, kernel, launch
 from thinwire.ops.norms import Statistics
-from thinwire.ops.quant.triton import _load, _words
+from thinwire.ops.quant.triton import _load, _widen, _words
 from thinwire.ops.rows import FIELDS, PER_PROGRAM, CopyTable
 from thinwire.ops.rows.triton import _copy_offsets
 
 BLOCK = 1024
-"""Sums, or usual norms, that a program takes at a time."""
+"""Sums, usual norms, or values to be scaled down, that a program takes at a time."""
 
 
 @kernel
 def _bound(
-    flat, programs, table, sums, ends, starts, columns, current, updated, shares, factors, residues, bounded,
-    parameters, times, leaves, decay, gain, WIDEN: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr,
+    flat, programs, table, rows, sums, ends, starts, columns, current, updated, shares, factors, residues, bounded,
+    parameters, times, leaves, decay, gain, COPIED: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Write each program's sum of squares to ``sums``; a segment's last program bounds it."""
-    source, _, _, has_value = _copy_offsets(tl.program_id(0), programs, table, COPIED, FIELDS)
-    values = _load(flat + source, has_value) if WIDEN else tl.load(flat + source, mask=has_value, other=0)
-    values = values.to(tl.float32)
-    tl.store(sums + tl.program_id(0), tl.sum(values * values, 0))
+    """Copy what does not stay, and write each program's sum of squares to ``sums``; a segment's last program cuts."""
     segment = tl.load(programs + 2 * tl.program_id(0))
+    line = table + segment.to(tl.int64) * FIELDS
+    start = tl.load(line + 3)
+    source, target, inside, has_value = _copy_offsets(tl.program_id(0), programs, table, COPIED, FIELDS)
+    values = _load(flat + source, has_value)
+    if start >= 0:
+        _store(rows + target, values, inside)
+    tl.store(sums + tl.program_id(0), tl.sum(values * values, 0))
     if is_last(ends + segment, tl.load(starts + segment + 1) - tl.load(starts + segment)):
-        _bound_segment(
+        factor = _bound_segment(
             segment, sums, starts, columns, current, updated, shares, factors, residues, bounded, parameters, times,
             leaves, decay, gain, BLOCK,
         )  # fmt: skip
+        if factor != 1.0:
+            if start >= 0:
+                _scale(rows, start, tl.load(line + 6), line, factor, BLOCK)
+            else:
+                _scale(flat, tl.load(line), tl.load(line + 2), line, factor, BLOCK)
+
+
+@triton.jit
+def _store(pointers, values, inside):
+    """Store float32, rounded to bfloat16 where that is handed in as int16."""
+    if pointers.dtype.element_ty == tl.int16:
+        words = values.to(tl.int32, bitcast=True)
+        values = (words + 0x7FFF + (words >> 16 & 1) >> 16).to(tl.int16)
+    tl.store(pointers, values, mask=inside)
+
+
+@triton.jit
+def _scale(memory, start, stride, line, factor, BLOCK: tl.constexpr):
+    """Multiply a segment's values where all programs have left them."""
+    numel, step, span = tl.load(line + 1), tl.load(line + 2), tl.load(line + 5)
+    for row in range(tl.load(line + 7)):
+        filled = tl.minimum(numel - row * step, span)
+        for first in range(0, filled, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            place = memory + start + row * stride + column
+            values = tl.load(place, mask=column < filled, other=0, cache_modifier=".cg")
+            _store(place, _widen(values) * factor, column < filled)
 
 
 @triton.jit
@@ -44,7 +73,7 @@ def _bound_segment(
     segment, sums, starts, columns, current, updated, shares, factors, residues, bounded, parameters, times, leaves,
     decay, gain, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make a segment's factor, residue and statistics: see ``reference``."""
+    """Make a segment's factor, residue and statistics, see ``reference``; return the factor."""
     lane = tl.arange(0, BLOCK)
     end = tl.load(starts + segment + 1)
     total, usual_total = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -60,7 +89,8 @@ def _bound_segment(
     counted = (norm > 0) & (norm - norm == 0)
     exceeds = (norm > largest) & (usual > 0) & counted
     cut_to = leaves * largest
-    tl.store(factors + segment, tl.where(exceeds, tl.div_rn(cut_to, tl.where(exceeds, norm, 1.0)), 1.0))
+    factor = tl.where(exceeds, tl.div_rn(cut_to, tl.where(exceeds, norm, 1.0)), 1.0)
+    tl.store(factors + segment, factor)
     tl.store(residues + segment, norm - norm)
     tl.store(bounded + segment, tl.where(exceeds, cut_to, norm))
     norm_now = tl.where(exceeds, largest, tl.where(counted, norm, usual))
@@ -71,6 +101,7 @@ def _bound_segment(
     tl.store(updated + line, tl.load(current + line) + tl.where(exceeds, 1.0, 0.0))
     line += parameters
     tl.store(updated + line, tl.load(current + line) + tl.where(exceeds, norm - cut_to, 0.0))
+    return factor
 
 
 @kernel
@@ -97,16 +128,16 @@ def sample(
     )  # fmt: skip
 
 
-def factors_of(
-    flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics, factors: Tensor, residues: Tensor,
-    bounded: Tensor,
+def bound(
+    flat: Tensor, table: CopyTable, rows: Tensor, columns: Tensor, statistics: Statistics, factors: Tensor,
+    residues: Tensor, bounded: Tensor,
 ) -> None:  # fmt: skip
     current, updated, shares, times, leaves, decay = statistics
-    widen = flat.dtype == torch.bfloat16
     sums = torch.empty(len(table.programs) // 2, dtype=torch.float32, device=flat.device)
+    rows = sums if rows is flat else rows  # all stays: one variant less to compile
     launch(
-        _bound, (len(sums),), _words(flat) if widen else flat, table.programs, table.table, sums,
+        _bound, (len(sums),), _words(flat), table.programs, table.table, _words(rows), sums,
         counters(flat.device, len(table.segments)), table.starts, columns, current.view(-1), updated.view(-1), shares,
-        factors, residues, bounded, current.shape[1], times, leaves, decay, 1 - decay, WIDEN=widen, COPIED=PER_PROGRAM,
-        BLOCK=BLOCK, FIELDS=FIELDS,
+        factors, residues, bounded, current.shape[1], times, leaves, decay, 1 - decay, COPIED=PER_PROGRAM, BLOCK=BLOCK,
+        FIELDS=FIELDS,
     )  # fmt: skip

@@ -29,8 +29,12 @@ ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds |v| < 2^22
 
 @triton.jit
 def _load(pointers, inside):
-    """Load as float32. A shift widens bfloat16, which arrives as int16: the interpreter loses its denormals."""
-    values = tl.load(pointers, mask=inside, other=0)
+    return _widen(tl.load(pointers, mask=inside, other=0))
+
+
+@triton.jit
+def _widen(values):
+    """Return float32. A shift widens bfloat16, which arrives as int16: the interpreter loses its denormals."""
     if values.dtype == tl.int16:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

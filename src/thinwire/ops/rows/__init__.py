@@ -20,12 +20,14 @@ from thinwire.base.alignment import padded
 from thinwire.ops.backends import backend
 from thinwire.ops.programs import programs_on
 
-__all__ = ["CopySegment", "CopyTable", "pack", "unpack"]
+__all__ = ["STAYS", "CopySegment", "CopyTable", "pack", "unpack"]
 
 PER_PROGRAM = 1024
 """Columns of one parameter, in one row, per program of a GPU."""
 LARGE = 1 << 15
 """Values of a parameter from which on a CPU copies it by itself, with all threads."""
+STAYS = -1
+"""The ``start`` of a parameter that stays in the flat buffer: no copy touches it."""
 _backend = backend("thinwire.ops.rows")
 
 
@@ -61,6 +63,12 @@ class CopyTable:
         self.segments, self.device, self._per_program = tuple(segments), device, per_program
 
     @functools.cached_property
+    def copied(self) -> CopyTable:
+        """The segments that do not stay in the flat buffer."""
+        copied = [segment for segment in self.segments if segment.start != STAYS]
+        return self if len(copied) == len(self.segments) else CopyTable(copied, self.device, self._per_program)
+
+    @functools.cached_property
     def small(self) -> np.ndarray:
         """(segments below ``LARGE``, FIELDS) int64, for a CPU."""
         values = [segment for segment in self.segments if segment.rows * segment.span < LARGE]
@@ -90,18 +98,15 @@ class CopyTable:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Copy the values of ``flat`` (1-D, float32 or bfloat16) to ``rows`` (1-D, float32), with zeros in the padding.
-
-    ``factors``: (segments,) float32, with which each segment's values are multiplied; then ``rows`` may be ``flat``.
-    """
-    if rows.numel() and copy_table.segments:
-        _backend(rows).pack(flat, copy_table, rows, factors)
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> Tensor:
+    """Copy the values of ``flat`` (1-D, float32 or bfloat16) to ``rows`` (1-D, float32), with zeros in the padding."""
+    if rows.numel() and copy_table.copied.segments:
+        _backend(rows).pack(flat, copy_table.copied, rows)
     return rows
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, *, add: bool = False) -> Tensor:
     """Copy, or ``add``, ``rows`` (1-D, float32) to their elements of ``flat`` (1-D, float32 or bfloat16), no others."""
-    if rows.numel() and copy_table.segments:
-        _backend(rows).unpack(rows, copy_table, flat, add)
+    if rows.numel() and copy_table.copied.segments:
+        _backend(rows).unpack(rows, copy_table.copied, flat, add)
     return flat

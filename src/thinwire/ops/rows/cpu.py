@@ -57,9 +57,9 @@ def _unpack(rows, table, flat, add):
                 _copy(rows[source : source + filled], flat[target : target + filled])
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None) -> None:
-    if factors is not None or not _takes(flat, rows):
-        reference.pack(flat, copy_table, rows, factors)
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
+    if not _takes(flat, rows):
+        reference.pack(flat, copy_table, rows)
         return
     if len(copy_table.small):
         _pack(array_of(flat), copy_table.small, array_of(rows))

@@ -10,11 +10,9 @@ if TYPE_CHECKING:
     from thinwire.ops.rows import CopySegment, CopyTable
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None) -> None:
-    for i, segment in enumerate(copy_table.segments):
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
+    for segment in copy_table.segments:
         pack_segment(flat, segment, rows)
-        if factors is not None:
-            _columns(rows, segment).mul_(factors[i])
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
@@ -24,7 +22,7 @@ def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None
 
 def pack_segment(flat: Tensor, segment: CopySegment, rows: Tensor) -> None:
     full_rows, body, tail = runs(flat, segment)
-    columns = _columns(rows, segment)
+    columns = columns_of(rows, segment)
     if body is not None:
         columns[:full_rows, : segment.span].copy_(body)
     if full_rows < segment.rows:
@@ -38,14 +36,14 @@ def pack_segment(flat: Tensor, segment: CopySegment, rows: Tensor) -> None:
 def unpack_segment(rows: Tensor, segment: CopySegment, flat: Tensor, add: bool) -> None:
     write = Tensor.add_ if add else Tensor.copy_
     full_rows, body, tail = runs(flat, segment)
-    columns = _columns(rows, segment)
+    columns = columns_of(rows, segment)
     if body is not None:
         write(body, columns[:full_rows, : segment.span])
     if tail is not None:
         write(tail, columns[full_rows, : len(tail)])
 
 
-def _columns(rows: Tensor, segment: CopySegment) -> Tensor:
+def columns_of(rows: Tensor, segment: CopySegment) -> Tensor:
     """View the columns of ``segment`` in the rows' memory: (R, width)."""
     return rows.as_strided((segment.rows, segment.width), (segment.stride, 1), rows.storage_offset() + segment.start)
 

@@ -27,20 +27,9 @@ def _copy_offsets(number, programs, table, BLOCK: tl.constexpr, FIELDS: tl.const
 
 
 @kernel
-def _pack(
-    flat, programs, table, rows, factors, WIDEN: tl.constexpr, SCALED: tl.constexpr, IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Copy, times ``factors`` if ``SCALED``; ``IN_PLACE``, where ``rows`` are ``flat``, a factor of 1 costs nothing."""
-    if SCALED:
-        factor = tl.load(factors + tl.load(programs + 2 * tl.program_id(0)))
-        if IN_PLACE:  # noqa: SIM102 (a constant around a branch)
-            if factor == 1.0:
-                return
+def _pack(flat, programs, table, rows, WIDEN: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     source, target, inside, has_value = _copy_offsets(tl.program_id(0), programs, table, BLOCK, FIELDS)
     values = _load(flat + source, has_value) if WIDEN else tl.load(flat + source, mask=has_value, other=0)
-    if SCALED:
-        values = values.to(tl.float32) * factor
     tl.store(rows + target, values.to(rows.dtype.element_ty), mask=inside)
 
 
@@ -53,15 +42,11 @@ def _unpack(rows, programs, table, flat, ADD: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(flat + target, values.to(flat.dtype.element_ty), mask=has_value)
 
 
-def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor, factors: Tensor | None) -> None:
-    scaled, narrow, in_place = factors is not None, flat.dtype == torch.bfloat16, rows is flat
-    widen = narrow and (scaled or rows.dtype == torch.float32)
-    flat, rows = (_words(flat) if narrow else flat, rows) if widen or scaled else _same_bits(flat, rows)
+def pack(flat: Tensor, copy_table: CopyTable, rows: Tensor) -> None:
+    widen = flat.dtype == torch.bfloat16 and rows.dtype == torch.float32
+    flat, rows = (_words(flat), rows) if widen else _same_bits(flat, rows)
     programs, table = copy_table.programs, copy_table.table
-    launch(
-        _pack, (len(programs) // 2,), flat, programs, table, rows, table if factors is None else factors, WIDEN=widen,
-        SCALED=scaled, IN_PLACE=scaled and in_place, BLOCK=PER_PROGRAM, FIELDS=FIELDS,
-    )  # fmt: skip
+    launch(_pack, (len(programs) // 2,), flat, programs, table, rows, WIDEN=widen, BLOCK=PER_PROGRAM, FIELDS=FIELDS)
 
 
 def unpack(rows: Tensor, copy_table: CopyTable, flat: Tensor, add: bool) -> None:
