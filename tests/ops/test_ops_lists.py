@@ -102,6 +102,42 @@ def check_steps(fast: ModuleType, device: str = "cpu") -> None:
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+def check_guesses(fast: ModuleType, device: str = "cpu") -> None:
+    """Whatever is guessed, the same values are chosen, and the k-th sizes are kept. A good guess saves the second pass.
+
+    Of the last part the k-th is 0 in the first row and 1e-30 in the second; of the second part none is chosen.
+    """
+    shapes, n = ((64 * 80, 300), (64 * 70, 0), (64 * 2, 64 * 2), (64 * 75, 900)), 64 * 227
+    rows = gaussian(2, n, seed=5).to(device)
+    rows[:, -64 * 75 :] = 0.0
+    rows[:, -64 * 75 :: 5] = 1e-30
+    rows[0, -64 * 75 :: 5][890:] = 0.0
+    launch, saved = (
+        fast.launch,
+        lambda kernel, *given, **constants: kernel is fast._second or launch(kernel, *given, **constants),
+    )
+    for shift in (0, 1000, -(1 << 19), (1 << 20) - 1, 1 << 20, -(1 << 20), 1 << 21, 1 << 24, -(1 << 28)):
+        parts = parts_of(*(shape for shape in shapes if shape[1] or shift > 1000), group=64)
+        m = parts[-1].list_start + 960
+        sizes = [
+            row[of.start : of.start + of.width].abs().view(torch.int32).sort(descending=True).values[max(of.k - 1, 0)]
+            for row in rows for of in parts
+        ]  # fmt: skip
+        sizes, own = torch.stack(sizes).view(2, -1), rows[:, : parts[-1].start + parts[-1].width].clone()
+        lists, guess = [], (sizes + shift).clamp(min=0).int()
+        for module in (reference, fast):
+            fast.launch = saved if shift in (0, 1000) else launch
+            lists += [
+                torch.full((2, m), POISON, dtype=torch.int32, device=device),
+                torch.full((2, m), math.nan, device=device),
+            ]
+            module.largest(own, None, parts, None, *lists[-2:], None, None, None, None, guess)
+        fast.launch = launch
+        assert torch.equal(lists[0], lists[2]) and torch.equal(lists[1], lists[3]), shift
+        chosen = torch.tensor([of.k > 0 for of in parts], device=device)
+        assert torch.equal(guess[:, chosen], sizes[:, chosen]), shift
+
+
 def sent_and_back(module, payload, found, packed, parts, wide, format, keep):
     """What ``module`` sends, keeps if it shall, and makes of it: rows, their sum, and a mask; and ``put``."""
     (count, m), n = payload.shape, parts[-1].start + parts[-1].width
@@ -342,6 +378,7 @@ triton.QUANTIZED = 64  # a list of several chunks, which other programs end than
 t.check(triton, t.PARTS[2], ways=t.FEEDBACK[:1])
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
+t.check_guesses(triton)
 backends._load = lambda family, module, needs: importlib.import_module(family + ".triton")
 t.check_steps(triton)
 assert made and not any(counters.any() for counters in made)  # as the next kernel has to find them
@@ -358,4 +395,5 @@ def test_lists_on_a_gpu():
         check(triton, parts, device="cuda")
     check_packing(triton, MIXED, device="cuda")
     check_leaving_out(triton, device="cuda")
+    check_guesses(triton, device="cuda")
     check_steps(triton, device="cuda")

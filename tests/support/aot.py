@@ -117,10 +117,10 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     bins, second, third = (bins for _, bins in sparse.DIGITS)
     for step in (False, True):
         how = {"STEP": step, "STEP_FIELDS": direction.FIELDS, "FEEDBACK": True, "KEEP": True, "BINS": bins}
-        yield sparse._first, of | loaded, counted | how
-    found = {"marks": "*i32"} | of
-    yield sparse._second, found, counted | {"BINS": second}
-    yield sparse._third, found, lines | {"BLOCK": sparse.MARKED, "BINS": third}
+        found = {"marks": "*i32"} | dict.fromkeys(("guess", "over", "near", "arrived"), "*i32") | of
+        yield sparse._first, found | loaded, counted | how | {"GUESS": True}
+    yield sparse._second, found, counted | {"BINS": second, "GUESS": True}
+    yield sparse._third, found, lines | {"BLOCK": sparse.MARKED, "BINS": third, "GUESS": True}
     by_word = lines | {"BLOCK": sparse.MARKED, "PACK": True}
     yield sparse._tally, found, by_word
     listed = {"BLOCK": sparse.BLOCK}
@@ -133,7 +133,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
         group = 64 if bits < 32 else 1
         sent = {"BITS": bits, "KEEP": True, "GROUP": group, "GROUPS": sparse.QUANTIZED // group}
         for wire in (16, 4):
-            yield sparse._list, found | {"codes": codes, "arrived": "*i32"}, by_word | sent | {"WIRE": wire}
+            yield sparse._list, found | {"codes": codes}, by_word | sent | {"WIRE": wire}
     lines = {"FIELDS": sketch_parts.FIELDS}
     sums = {"lost": "*i64", "cell_sums": "*fp64", "magnitudes": "*i32"}
     for kernel in (sketch._peaks, sketch._round_to, sketch._encode, sketch._gather, sketch._hold,

@@ -27,10 +27,12 @@ TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 """The same where each tensor comes with a number."""
 JOINED = 128
 """Tensors that one launch of ``torch.cat`` joins (ATen/native/cuda/Shape.cu)."""
-READ_AGAIN, LISTED = 0.44, 0.08
-"""The shares of all 32-byte sectors that hold a value with the exponent of the k-th, and one that is listed: of one
-value in a hundred sent, and a normal distribution, whose k-th lies anywhere between two powers of two: the mean of
-1 - (1 - p)^8."""
+READ_AGAIN, NEAR, LISTED = 0.44, 0.10, 0.08
+"""The shares of all 32-byte sectors that hold a value with the exponent of the k-th, one that is near the last step's
+k-th, and one that is listed: of one value in a hundred sent, and a normal distribution, whose k-th lies anywhere
+between two powers of two: the mean of 1 - (1 - p)^8."""
+MISSED = 0.1
+"""The share of k-th sizes that are not near the last step's: docs/log.md, 2026-11-28, "How far the k-th size moves"."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
 
@@ -243,12 +245,15 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sketch._round_to": (_twice("payload"),),
     "norms._sample": (lambda of: {"rows": len(of["positions"]) * 4},),
     "sparse._first": (
-        _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP"), lambda of: {"counts": 0.0},
+        _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP", marks="GUESS"),
+        lambda of: dict.fromkeys(("counts", "near", "over"), 0.0),
     ),
-    "sparse._second": (lambda of: {"counts": 0.0},),
-    "sparse._third": (_twice("marks"), lambda of: {
-        "counts": 0.0, "total": nbytes_of(of["total"]) * READ_AGAIN,
-    }),
+    "sparse._second": (lambda of: {
+        "counts": 0.0, **{name: nbytes_of(of[name]) * (MISSED if of["GUESS"] else 1) for name in ("total", "marks")},
+    },),
+    "sparse._third": (_twice("marks"), lambda of: {"counts": 0.0, "total": nbytes_of(of["total"]) * (
+        NEAR + (READ_AGAIN - NEAR) * MISSED if of["GUESS"] else READ_AGAIN
+    )}),
     "sparse._tally": (_where(words="PACK"), _twice("marks"), lambda of: {"total": 0.0}),
     "sparse._list": (_where(words="PACK"), _listed),
     "steps._take": (lambda of: {"weight": len(of["programs"]) // 2 * of["BLOCK"] * 12, "change": 0.0},),

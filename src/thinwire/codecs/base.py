@@ -22,12 +22,14 @@ class Residual:
     """Error feedback of one encoding: h = rows + ``old`` (None: rows) is encoded, ``new`` = h - its decoded wire.
 
     Both are (R, n) float32 and may be the same tensor. ``step``: makes steps of gradients, which the rows are then; a
-    codec may take them in the pass that encodes.
+    codec may take them in the pass that encodes. ``guess``: (R, segments) int32, in which a codec of the largest values
+    keeps how large the k-th ones were; they save time alone.
     """
 
     old: Tensor | None
     new: Tensor
     step: Adam | None = None
+    guess: Tensor | None = None
 
 
 class Codec(ABC):

@@ -72,7 +72,9 @@ class Positions:
         """
         positions = space("chosen", (len(rows), self.size), torch.int32)
         values = space("their values", positions.shape, torch.float32)
-        sparse.largest(rows, residual.old, self.lists, residual.new, positions, values, wire)
+        sparse.largest(
+            rows, residual.old, self.lists, residual.new, positions, values, wire, guess=residual.guess
+        )
         sparse.put(values, positions, rows.zero_())
         sparse.put(values.zero_(), positions, residual.new)
 
@@ -133,13 +135,16 @@ class Sparse(Codec):
         self, rows: Tensor, out: Tensor, residual: Residual | None, seed: Seeds | None, space: Space
     ) -> None:
         """Choose the largest in one pass over the values; all other steps run over lists as short as the wire."""
-        old, new, step = (None, None, None) if residual is None else (residual.old, residual.new, residual.step)
+        old, new, step, guess = None, None, None, None
+        if residual is not None:
+            old, new, step, guess = residual.old, residual.new, residual.step, residual.guess
         positions, decoded = self._memory(len(rows), space)
         payload = space(("values", len(rows)), positions.shape, torch.float32)
         position_bytes, values = self._split(out)
         sparse.largest(
-            rows.float(), old, self._layout.lists, new, positions, payload, position_bytes, step, values, decoded
-        )
+            rows.float(), old, self._layout.lists, new, positions, payload, position_bytes, step, values, decoded,
+            guess,
+        )  # fmt: skip
 
     def _decode(self, wire: Tensor, out: Tensor, space: Space) -> None:
         self._decode_to(wire, out, None, space)

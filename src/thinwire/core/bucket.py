@@ -219,6 +219,10 @@ class Bucket:
         """Lend a workspace for the use ``key`` from ``load`` to ``release``, not cleared: buckets share it."""
         return self._arena.borrow(key, shape, dtype, self.device)
 
+    def guess(self, kind: str, rows: int) -> Tensor:
+        """Return memory for the sizes of what is chosen of ``rows`` of the ``kind``: see ``codecs.base.Residual``."""
+        return self.buffer(("guess", kind), (rows, len(self.segments)), torch.int32)
+
     def once(self, key: object, make: Callable[[], T], *dependencies: object) -> T:
         """Return ``make()``, cached while ``dependencies`` stay the same (tensors: the same objects)."""
         entry = self._cached.get(key)

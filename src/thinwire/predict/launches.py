@@ -139,7 +139,7 @@ def _gather_keep(rows: Tensor, residual: Any, words: Tensor, payload: Tensor, re
 
 
 def _largest(rows: Tensor, residual: Any, segments: Any, total: Tensor | None, positions: Tensor, payload: Tensor,
-             wire: Any, adam: Any, values: Any, decoded: Any) -> float:  # fmt: skip
+             wire: Any, adam: Any, values: Any, decoded: Any, guess: Any) -> float:  # fmt: skip
     sent = () if values is None else (payload, positions, values, () if total is None else payload)
     return nbytes_of(rows, residual, total, positions, payload, wire, adam, sent)
 

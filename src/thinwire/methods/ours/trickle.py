@@ -159,7 +159,8 @@ class Trickle(TopK):
             mean_both_ways(bucket, exchange, codec, self.state, server_codec=server_codec)
             return
         served = serve(bucket, exchange, codec, self.state)  # in bucket.mean
-        waits = Residual(self.state.read("server", bucket, rows=1), self.state.write("server", bucket, rows=1))
+        old, new = self.state.read("server", bucket, rows=1), self.state.write("server", bucket, rows=1)
+        waits = Residual(old, new, None, bucket.guess("server", 1))
         layout = bucket.once("moved", lambda: Positions(server_codec.segments), server_codec)
         packed = bucket.scratch("chosen", (1, layout.nbytes), torch.uint8) if self.card.encodes_weights else None
         with exchange.span("encode", served):

@@ -252,7 +252,8 @@ class Lossy(Method):
         """Return the memory of what is not sent; None: it is lost."""
         if self.feedback is None:
             return None
-        return Residual(self.state.read("residual", bucket), self.state.write("residual", bucket), bucket.adam)
+        old, new = self.state.read("residual", bucket), self.state.write("residual", bucket)
+        return Residual(old, new, bucket.adam, bucket.guess("residual", len(old)))
 
     def before_step(self, step: Step) -> None:
         if self.update_space is not None:

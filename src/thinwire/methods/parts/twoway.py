@@ -86,7 +86,7 @@ def _error(codec: Codec, bucket: Bucket, values: Tensor, kind: str, state: State
         values.add_(old)
         _clear_padding(codec, bucket, values, first)
         return Residual(None, new)
-    return Residual(old, new, bucket.adam if kind == "residual" else None)
+    return Residual(old, new, bucket.adam if kind == "residual" else None, bucket.guess(kind, rows))
 
 
 def _with_shares(codec: Codec, bucket: Bucket, rows: slice = slice(None)) -> Codec:

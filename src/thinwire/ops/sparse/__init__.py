@@ -112,7 +112,7 @@ def _check(rows: Tensor, *companions: Tensor | None) -> None:
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
-    values: WireValues | None = None, decoded: Tensor | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None, guess: Tensor | None = None,
 ) -> None:  # fmt: skip
     """List the ``positions`` of the ``k`` largest |h| of each segment, and h there in ``payload``.
 
@@ -124,6 +124,9 @@ def largest(
     With ``values`` the ``payload`` goes to that wire, too, and what it is there is taken from ``total_out`` (None: what
     that leaves out is lost). ``decoded``: scratch memory for integers (R, m) float32.
 
+    ``guess`` (R, segments) int32: the bits of the k-th |h| of the last time, which a GPU replaces by those of now. What
+    is chosen does not depend on it; a good guess saves a pass over the values.
+
     The positions are packed into ``wire`` (R, packed_bytes) uint8, too, unless it is None; its rows begin at multiples
     of 8 bytes. The lower b = ``low_bits`` bits of a segment's i-th position p are written unchanged. The high bits
     p >> b, which rise, become a one at bit (p >> b) + i of a string of k + width / 2^b bits, with p >> b zeros before
@@ -133,7 +136,7 @@ def largest(
     _check(rows, residual, total_out)
     if total_out is None and (residual is not None or adam is not None):
         raise ThinwireError("with a residual or Adam's steps, name total_out (or rows) to keep the sum in")
-    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam, values, decoded)
+    _backend(rows).largest(rows, residual, segments, total_out, positions, payload, wire, adam, values, decoded, guess)
 
 
 def marked(rows: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:

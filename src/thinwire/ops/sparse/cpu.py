@@ -279,7 +279,7 @@ def _sum_at(payload, stride, positions, positions_stride, peers, m, out, scale, 
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
-    values: WireValues | None = None, decoded: Tensor | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None, guess: Tensor | None = None,
 ) -> None:  # fmt: skip
     if adam is not None:
         adam.take(rows)

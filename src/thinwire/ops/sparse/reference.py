@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
-    values: WireValues | None = None, decoded: Tensor | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None, guess: Tensor | None = None,
 ) -> None:  # fmt: skip
     if adam is not None:
         adam.take(rows)

@@ -7,6 +7,9 @@ The first digit, the exponent and a bit, is read off all values, by histograms o
 second one marks which values are above the first and which have it, mostly fewer than one in twenty: only these are
 read again, word by word of the marks, bit by bit. The pass of the third one marks anew, by both digits, and leaves next
 to nothing.
+
+From step to step the k-th size moves little. So the first pass also marks, and counts by finer digits, the sizes near
+the last step's: if the k-th is among them, the second pass has nothing to do. Else it reads all values, as ever.
 """
 
 from __future__ import annotations
@@ -58,10 +61,15 @@ DIGITS = ((22, 1 << 9), (11, 1 << 11), (0, 1 << 11))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits. A histogram takes time by its
 bins, of which each thread counts its own, but the more bins the first one has, the fewer values go on."""
 BINS = max(bins for _, bins in DIGITS)
+NEAR_SHIFT, NEAR_BINS = tl.constexpr(11), tl.constexpr(1 << 10)
+"""The lowest bit and the number of values of the digit of sizes near a guess, from which they differ by up to an eighth
+or, if its mantissa is large, a sixteenth. More of them would hit more often, and wait longer for their counts."""
 COPIES, ALL_COPIES = 8, 256
 """Copies of a segment's counts of the second digit, at most, and of all segments' together. Additions to counts that
 lie close wait for each other, which took longer than to read the values: programs add to copies in turns."""
 
+NEAR = tl.constexpr(1 << 21)
+"""Sizes that are near a guess: ``NEAR_BINS`` digits."""
 NAN = tl.constexpr(0x7F800001)
 """Any NaN, as a size: all are equal, and larger than infinity."""
 
@@ -102,11 +110,16 @@ def _store_marks(marks, stride, word, above, alike, inside):
 @kernel
 def _first(
     programs, segments, rows, stride, residual, residual_stride, total, total_stride, second, second_stride, second_out,
-    second_out_stride, lr, scale, factor, adam, largest, state, counts, ends, segment_count, shift, STEP: tl.constexpr,
-    FEEDBACK: tl.constexpr, KEEP: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-    STEP_FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    second_out_stride, lr, scale, factor, adam, largest, state, counts, ends, guess, over, near, copies, marks,
+    marks_stride, segment_count, shift, STEP: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr,
+    GUESS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, STEP_FIELDS: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Make ``total``, with Adam's step along the rows if ``STEP``, and begin ``state`` with its first digits."""
+    """Make ``total``, with Adam's step along the rows if ``STEP``, and begin ``state`` with its first digits.
+
+    ``state`` (R, segments, 3): the lowest size that begins so, how many to choose of those that do, and whether two
+    digits are known. They may be with ``GUESS``: then what is near it, or above, is marked as ``_second`` would.
+    """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = column < width // 16 * 16
@@ -122,97 +135,142 @@ def _first(
     if KEEP:
         tl.store(row_of(total + start, total_stride, row, ALIGN) + column, values, mask=inside)
     entry = row * segment_count + number
-    counts += entry * BINS
-    histogram = tl.histogram(_size(values) >> shift, BINS, mask=inside)
+    counts, size = counts + entry * BINS, _size(values)
+    histogram = tl.histogram(size >> shift, BINS, mask=inside)
     tl.atomic_add(counts + tl.arange(0, BINS), histogram, mask=histogram > 0, sem="relaxed")
+    if GUESS:
+        low = tl.maximum(tl.minimum(tl.load(guess + entry), NAN) - NEAR // 2, 0)
+        over, near = over + entry, near + entry * copies * NEAR_BINS
+        above, alike = inside & (size >= low + NEAR), inside & (size >= low) & (size < low + NEAR)
+        _mark(marks + 2 * row * marks_stride + start // WORDS, marks_stride, column, width, above, alike)
+        _count(near, copies, alike, (size - low) >> NEAR_SHIFT, NEAR_BINS)
+        _count_ones(over, above)
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
-        _digit(segment, state + entry * 2, counts, 1, shift, True, BINS)
+        state, k, known = state + entry * 3, tl.load(segment + 2).to(tl.int32), 0
+        lowest, remaining, _ = _digit(0, k, counts, 1, shift, BINS)
+        if GUESS:
+            wanted = k - tl.load(over, cache_modifier=".cg")
+            near_lowest, near_remaining, near_count = _digit(low, wanted, near, copies, NEAR_SHIFT, NEAR_BINS)
+            tl.store(over, 0)
+            is_near = (wanted > 0) & (wanted <= near_count)
+            lowest, remaining = tl.where(is_near, near_lowest, lowest), tl.where(is_near, near_remaining, remaining)
+            known = is_near.to(tl.int32)
+        _store_state(state, lowest, remaining)
+        tl.store(state + 2, known)
 
 
 @kernel
 def _second(
     programs, segments, total, stride, state, counts, copies, ends, marks, marks_stride, segment_count, shift,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    GUESS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Count the digits at ``shift`` of sizes that begin as ``state``; a segment's last program adds the k-th's to it.
 
     Mark sizes above ``state``, and those that begin as it, in two lines of ``marks`` (2 R, n / 32).
     """
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
+    entry = row * segment_count + number
+    state += entry * 3
+    if GUESS:  # noqa: SIM102 (a constant around a branch)
+        if tl.load(state + 2) != 0:
+            return
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = column < width // 16 * 16
     size = _size(tl.load(row_of(total + start, stride, row, ALIGN) + column, mask=inside, other=0))
-    entry = row * segment_count + number
-    counts, state = counts + entry * copies * BINS, state + entry * 2
     prefix, wanted, digit = (size >> shift) // BINS, (tl.load(state) >> shift) // BINS, (size >> shift) % BINS
     above, alike = inside & (prefix > wanted), inside & (prefix == wanted)
-    word = tl.min(column, 0) // WORDS + tl.arange(0, BLOCK // WORDS)
-    marks += 2 * row * marks_stride + start // WORDS + word
-    tl.store(marks, _word(above), mask=word * WORDS < width)
-    tl.store(marks + marks_stride, _word(alike), mask=word * WORDS < width)
-    copy = counts + tl.program_id(0) % copies * BINS
-    _count_zeros(copy, alike & (digit == 0))
-    tl.atomic_add(copy + digit, digit * 0 + 1, mask=alike & (digit != 0), sem="relaxed")
+    counts += entry * copies * BINS
+    _mark(marks + 2 * row * marks_stride + start // WORDS, marks_stride, column, width, above, alike)
+    _count(counts, copies, alike, digit, BINS)
     if is_last(ends + entry, tl.cdiv(width, BLOCK)):
-        _digit(segment, state, counts, copies, shift, False, BINS)
+        lowest, remaining, _ = _digit(tl.load(state), tl.load(state + 1), counts, copies, shift, BINS)
+        _store_state(state, lowest, remaining)
 
 
 @triton.jit
-def _count_zeros(counts, zeros):
-    """Count the digit of ``zeros``, which may be that of all values, at once."""
-    count = tl.sum(zeros.to(tl.int32))
-    tl.atomic_add(counts, count, mask=count > 0, sem="relaxed")
+def _store_state(state, lowest, remaining):
+    tl.debug_barrier()  # several threads may have to read what was there
+    tl.store(state, lowest)
+    tl.store(state + 1, remaining)
+
+
+@triton.jit
+def _mark(marks, stride, column, width, above, alike):
+    """Store the flags of ``column`` in two lines of ``marks``."""
+    word = tl.min(column, 0) // WORDS + tl.arange(0, column.shape[0] // WORDS)
+    tl.store(marks + word, _word(above), mask=word * WORDS < width)
+    tl.store(marks + stride + word, _word(alike), mask=word * WORDS < width)
+
+
+@triton.jit
+def _count(counts, copies, counted, digit, BINS: tl.constexpr):
+    """Count the digits that are ``counted`` in one of the copies of a segment's ``counts``."""
+    counts += tl.program_id(0) % copies * BINS
+    _count_ones(counts, counted & (digit == 0))
+    tl.atomic_add(counts + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
+
+
+@triton.jit
+def _count_ones(count, flags):
+    """Add the number of ``flags`` to ``count`` at once: the digit of zeros may be that of all values."""
+    ones = tl.sum(flags.to(tl.int32))
+    tl.atomic_add(count, ones, mask=ones > 0, sem="relaxed")
 
 
 @kernel
 def _third(
-    programs, segments, total, stride, state, counts, ends, marks, marks_stride, segment_count, shift,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    programs, segments, total, stride, state, counts, ends, guess, marks, marks_stride, segment_count,
+    GUESS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Like ``_second``, of those values alone that it has marked to begin as ``state``. ``BLOCK``: words."""
+    """Like ``_second``, of those values alone that are marked: of them the ``BINS`` sizes from ``state`` on begin so.
+
+    With ``GUESS``, keep the k-th size for the next step. ``BLOCK``: words.
+    """
     row, number, segment, word = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = word * WORDS < width
     entry = row * segment_count + number
-    counts, state = counts + entry * BINS, state + entry * 2
+    counts, state = counts + entry * BINS, state + entry * 3
     marks += 2 * row * marks_stride + start // WORDS
     total += start + row * stride + word * WORDS
-    wanted = (tl.load(state) >> shift) // BINS
+    lowest = tl.load(state)
     above, unread = _marks(marks, marks_stride, word, inside)
     alike, zeros = unread ^ unread, word * 0
     for _ in range(tl.max(set_bits(unread), 0)):
         bit, offset = _lowest(unread)
         size = _size(tl.load(total + offset, mask=unread != 0, other=0))
-        prefix, digit = (size >> shift) // BINS, (size >> shift) % BINS
-        above |= tl.where(prefix > wanted, bit, 0)
-        counted = (unread != 0) & (prefix == wanted)
+        digit = size - lowest
+        above |= tl.where((unread != 0) & (digit >= BINS), bit, 0)
+        counted = (unread != 0) & (digit >= 0) & (digit < BINS)
         alike |= tl.where(counted, bit, 0)
         zeros += (counted & (digit == 0)).to(tl.int32)
         tl.atomic_add(counts + digit, digit * 0 + 1, mask=counted & (digit != 0), sem="relaxed")
         unread ^= bit
     _store_marks(marks, marks_stride, word, above, alike, inside)
-    _count_zeros(counts, zeros)
+    _count_ones(counts, zeros)
     if is_last(ends + entry, tl.cdiv(width, BLOCK * WORDS)):
-        _digit(segment, state, counts, 1, shift, False, BINS)
+        kth, ties, _ = _digit(tl.load(state), tl.load(state + 1), counts, 1, 0, BINS)
+        _store_state(state, kth, ties)
+        if GUESS:
+            tl.store(guess + entry, kth)
 
 
 @triton.jit
-def _digit(segment, state, counts, copies, shift, FIRST: tl.constexpr, BINS: tl.constexpr):
-    """Add the k-th size's next digit to ``state``: (digits, number of values with them to choose). Zero ``counts``."""
-    if FIRST:
-        digits, remaining = 0, tl.load(segment + 2).to(tl.int32)
-    else:
-        digits, remaining = tl.load(state), tl.load(state + 1)
+def _digit(lowest, remaining, counts, copies, shift, BINS: tl.constexpr):
+    """Find the next digit of the size that ``remaining`` of those counted reach. Zero ``counts``.
+
+    Return ``lowest`` with it, how many of the sizes that begin so are to choose, and how many were counted.
+    """
     digit, count = tl.arange(0, BINS), tl.zeros((BINS,), tl.int32)
     for copy in range(copies):
         count += tl.load(counts + copy * BINS + digit, cache_modifier=".cg")
     count_from = tl.cumsum(count, 0, reverse=True)
     chosen = tl.maximum(tl.sum((count_from >= remaining).to(tl.int32), 0) - 1, 0)
-    tl.store(state, digits | (chosen << shift))
-    tl.store(state + 1, remaining - tl.sum(tl.where(digit > chosen, count, 0), 0))
     tl.debug_barrier()  # several threads may have to read one count
     for copy in range(copies):
         tl.store(counts + copy * BINS + digit, tl.zeros((BINS,), tl.int32))
+    left = remaining - tl.sum(tl.where(digit > chosen, count, 0), 0)
+    return lowest + (chosen << shift), left, tl.sum(count, 0)
 
 
 @kernel
@@ -231,7 +289,7 @@ def _tally(
     start, inside = tl.load(segment), word * WORDS < tl.load(segment + 1)
     marks += 2 * row * marks_stride + start // WORDS
     total += start + row * stride + word * WORDS
-    threshold = tl.load(state + (row * segment_count + number) * 2)
+    threshold = tl.load(state + (row * segment_count + number) * 3)
     above, unread = _marks(marks, marks_stride, word, inside)
     equal = unread ^ unread
     for _ in range(tl.max(set_bits(unread), 0)):
@@ -324,7 +382,7 @@ def _list(
     start, width = tl.load(segment), tl.load(segment + 1)
     inside = word * WORDS < width
     tallies += 2 * row * tallies_stride
-    ties = tl.load(state + (row * segment_count + number) * 2 + 1)
+    ties = tl.load(state + (row * segment_count + number) * 3 + 1)
     above, equal = _marks(marks + 2 * row * marks_stride + start // WORDS, marks_stride, word, inside)
     equals = count_before(tallies + tallies_stride, word, set_bits(equal))  # before this word, then this column
     i = count_before(tallies, word, set_bits(above)) + tl.minimum(equals, ties)
@@ -487,17 +545,20 @@ def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
 def largest(
     rows: Tensor, residual: Tensor | None, segments: tuple[ListSegment, ...], total_out: Tensor | None,
     positions: Tensor, payload: Tensor, wire: Tensor | None = None, adam: Adam | None = None,
-    values: WireValues | None = None, decoded: Tensor | None = None,
+    values: WireValues | None = None, decoded: Tensor | None = None, guess: Tensor | None = None,
 ) -> None:  # fmt: skip
     count, total, device = len(rows), rows if total_out is None else total_out, rows.device
     addend = rows if residual is None else residual
     entries = count * len(segments)
     copies = max(1, min(COPIES, ALL_COPIES // entries))
-    state = torch.empty(entries * 2, dtype=torch.int32, device=device)
+    state = torch.empty(entries * 3, dtype=torch.int32, device=device)
     bits, group, groups, sent = _sending(values, payload)
-    chunks = cdiv(positions.shape[1], group * groups)
-    counts = counters(device, entries * (copies * BINS + 1) + count * chunks)
-    ends = counts[entries * copies * BINS :]
+    (shift, bins), second, third = DIGITS
+    chunks, counted_to = cdiv(positions.shape[1], group * groups), entries * copies * BINS
+    counts = counters(device, counted_to + 2 * entries + count * chunks)
+    near, behind = counts[entries * bins :], counts[counted_to:]  # of the first pass, and of all
+    ends, over, arrived = behind, behind[entries:], behind[2 * entries :]
+    kth, guesses = (state if guess is None else guess.view(-1)), guess is not None
     marks = torch.empty((2 * count, rows.shape[1] // 32), dtype=torch.int32, device=device)
     table, _, counted, _, _ = _tables(device, segments)
     grid = counted.shape[0] // 2, count
@@ -507,23 +568,26 @@ def largest(
     else:
         moments = adam.second, adam.second_out
         factors = adam.lr, adam.scale, adam.factor, direction.tables(device, tuple(adam.segments))[1]
-    (shift, bins), second, third = DIGITS
     launch(
         _first, grid, counted, table, rows, addend, total, *moments, *factors, direction.LARGEST, state, counts, ends,
-        len(segments), shift, STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None,
-        BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
+        kth, over, near, copies, marks, len(segments), shift,
+        STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None, GUESS=guesses, BINS=bins,
+        STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
     )  # fmt: skip
-    begun, marking = (counted, table, total, state, counts), (ends, marks, len(segments))
-    launch(_second, grid, *begun, copies, *marking, second[0], BINS=second[1], ALIGN=alignment(total), **wide)
+    begun = counted, table, total, state, counts
+    launch(
+        _second, grid, *begun, copies, ends, marks, len(segments), second[0],
+        GUESS=guesses, BINS=second[1], ALIGN=alignment(total), **wide,
+    )  # fmt: skip
     by_word: dict[str, Any] = {"BLOCK": MARKED, "FIELDS": of.FIELDS}
-    launch(_third, grid, *begun, *marking, third[0], BINS=third[1], **by_word)
+    launch(_third, grid, *begun, ends, kth, marks, len(segments), GUESS=guesses, BINS=third[1], **by_word)
     tallies = torch.empty((2 * count, 1 + grid[0]), dtype=torch.int32, device=device)
     words = table.view(1, -1) if wire is None else viewable(wire).view(torch.int64)
     size, m, packs = words.shape[1], positions.shape[1], wire is not None
     chosen = counted, table, total, state, marks, tallies
     launch(_tally, grid, *chosen, ends, words, len(segments), size, PACK=packs, **by_word)
     launch(
-        _list, grid, *chosen, positions, payload, words, *sent, ends[entries:], len(segments), m, PACK=packs, BITS=bits,
+        _list, grid, *chosen, positions, payload, words, *sent, arrived, len(segments), m, PACK=packs, BITS=bits,
         KEEP=total_out is not None, GROUP=group, GROUPS=groups, WIRE=wire_alignment(sent[0], payload), **by_word,
     )  # fmt: skip
 
