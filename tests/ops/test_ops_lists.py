@@ -33,6 +33,8 @@ PARTS = (
     parts_of((64 * 9, 100), (64, 64), (64, 0), (64 * 5, 3)),
     parts_of((64 * 80, 300), (64 * 2, 64 * 2), group=64),
 )
+BEHIND = tuple(part._replace(list_start=part.list_start + 128) for part in parts_of((64 * 9, 100), (64, 3), group=64))
+"""Their lists begin behind the row's beginning, which is cleared."""
 LONG = parts_of((64 * 700, 448), (64 * 300, 9000), group=64)
 """Long enough for samples."""
 
@@ -275,7 +277,7 @@ def check_leaving_out(fast: ModuleType, device: str = "cpu") -> None:
 
 @pytest.mark.parametrize("kind", [None, *SPECIAL])
 def test_lists_equal_the_reference(kind):
-    for parts in PARTS if kind is None else (PARTS[1], LONG):
+    for parts in (*PARTS, BEHIND) if kind is None else (PARTS[1], LONG):
         check(cpu, parts, kind)
     check(cpu, LONG, kind)
 
@@ -375,7 +377,8 @@ gpu._counters = lambda *key: made.append(make(*key)) or made[-1]
 for parts, kind, way in zip(t.PARTS[1:] * 2, (None, None, "one of four", "nans of other bits"), t.FEEDBACK):
     t.check(triton, parts, kind, ways=(way,))
 triton.QUANTIZED = 64  # a list of several chunks, which other programs end than begin
-t.check(triton, t.PARTS[2], ways=t.FEEDBACK[:1])
+for parts in (t.PARTS[2], t.BEHIND):
+    t.check(triton, parts, ways=t.FEEDBACK[:1])
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
 t.check_guesses(triton)
@@ -391,7 +394,7 @@ assert made and not any(counters.any() for counters in made)  # as the next kern
 def test_lists_on_a_gpu():
     from thinwire.ops.sparse import triton
 
-    for parts in (*PARTS, LONG):
+    for parts in (*PARTS, BEHIND, LONG):
         check(triton, parts, device="cuda")
     check_packing(triton, MIXED, device="cuda")
     check_leaving_out(triton, device="cuda")
