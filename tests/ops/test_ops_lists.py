@@ -174,6 +174,10 @@ MIXED = parts_of(
 """Of both kinds, some of them just below and above where they meet; with 40 of 64 * 37 both take the same."""
 
 
+MANY = parts_of((1 << 23, 1 << 16), (3 << 16, 3 << 13), group=1)
+"""Of so many columns that several programs of a GPU decode their positions."""
+
+
 def check_packing(fast: ModuleType, parts: tuple[ListSegment, ...], device: str = "cpu") -> None:
     """Positions that anybody may have chosen: ``fast`` writes what the reference writes, and both read it."""
     n, size = parts[-1].start + parts[-1].width, sparse.packed_bytes(parts)
@@ -258,19 +262,23 @@ def test_the_size_of_positions():
                 assert 0 <= 8 * part.nbytes - k * bits < 128
 
 
-def check_leaving_out(fast: ModuleType, device: str = "cpu") -> None:
-    """Of a wire that no packing makes, what lies beyond its part is left out."""
-    parts = parts_of((64 * 9, 99), (64 * 9, 3), (128, 40), group=1)
-    wire = torch.randint(256, (4, sparse.packed_bytes(parts)), generator=torch.Generator().manual_seed(0))
-    wire, words = wire.to(torch.uint8).to(device), torch.full((4, 20 + 2), POISON, device=device)
-    memory = torch.empty(4, 142, dtype=torch.int32, device=device)
+def check_leaving_out(
+    fast: ModuleType, parts: tuple[ListSegment, ...] = parts_of((64 * 9, 99), (64 * 9, 3), (128, 40), group=1),
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Of a wire that no packing makes, what lies beyond its part is left out: few ones, many, none, nothing else."""
+    n, m = parts[-1].start + parts[-1].width, parts[-1].list_start + parts[-1].k
+    one, other = torch.randint(256, (2, sparse.packed_bytes(parts)), generator=torch.Generator().manual_seed(0))
+    wire = torch.stack([one & other, one | other, one * 0, one * 0 + 255]).to(torch.uint8).to(device)
+    words = torch.full((4, n // 64 + 2), beside := 1 << 62, device=device)  # a bit set there is seen, or cleared
+    memory = torch.empty(4, m, dtype=torch.int32, device=device)
     fast.read(wire, parts, words[:, 1:-1], memory)
-    assert words[:, ::21].eq(POISON).all()
+    assert words[:, :: n // 64 + 1].eq(beside).all()
     for start, width, k, _ in parts:
         own = words[:, 1 + start // 64 : 1 + (start + width) // 64].tolist()
         assert all(sum((word % 2**64).bit_count() for word in row) <= k for row in own)
-    out = torch.full((4, 64 * 20 + 2), math.nan, device=device)
-    values = torch.ones(4, 142 + 2, device=device)
+    out = torch.full((4, n + 2), math.nan, device=device)
+    values = torch.ones(4, m + 2, device=device)
     fast.decode(wire, WireValues(values[:, 1:-1]), parts, out[:, 1:-1], None, memory, None)
     assert out[:, :: out.shape[1] - 1].isnan().all() and ((out[:, 1:-1] == 0) | (out[:, 1:-1] == 1)).all()
 
@@ -382,6 +390,10 @@ for parts in (t.PARTS[2], t.BEHIND):
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
 t.check_guesses(triton)
+triton.HIGH, triton.ZEROS, triton.SKIPPED = 128, 64, triton.tl.constexpr(2)
+parts = t.parts_of((64 * 37, 1001), (64 * 300, 100), (64 * 5, 90), group=1)
+t.check_packing(triton, parts)  # several programs in a segment
+t.check_leaving_out(triton, parts)
 backends._load = lambda family, module, needs: importlib.import_module(family + ".triton")
 t.check_steps(triton)
 assert made and not any(counters.any() for counters in made)  # as the next kernel has to find them
@@ -396,7 +408,8 @@ def test_lists_on_a_gpu():
 
     for parts in (*PARTS, BEHIND, LONG):
         check(triton, parts, device="cuda")
-    check_packing(triton, MIXED, device="cuda")
-    check_leaving_out(triton, device="cuda")
     check_guesses(triton, device="cuda")
+    for parts in (MIXED, MANY):
+        check_packing(triton, parts, device="cuda")
+        check_leaving_out(triton, parts, device="cuda")
     check_steps(triton, device="cuda")

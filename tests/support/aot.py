@@ -124,8 +124,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     by_word = lines | {"BLOCK": sparse.MARKED, "PACK": True}
     yield sparse._tally, found, by_word
     listed = {"BLOCK": sparse.BLOCK}
-    for kernel in (sparse._ones, sparse._spread):
-        yield kernel, of | {"wire": "*i64"}, listed | lines
+    spread = {"ZEROS": sparse.ZEROS, "PER_OFFSET": sparse.BLOCK, "BLOCK": sparse.HIGH, "num_warps": sparse.WARPS}
+    yield sparse._spread, of | {"wire": "*i64"}, spread | lines
     yield sparse._put, {}, listed
     for bits, codes in ((32, "*fp32"), (8, "*i8"), (4, "*u8")):
         decoded = {"SUM": bits > 4, "BITS": bits, "PER_SCALE": 64 if bits < 32 else 1}

@@ -33,6 +33,8 @@ k-th, and one that is listed: of one value in a hundred sent, and a normal distr
 between two powers of two: the mean of 1 - (1 - p)^8."""
 MISSED = 0.1
 """The share of k-th sizes that are not near the last step's: docs/log.md, 2026-11-28, "How far the k-th size moves"."""
+HIGH = 0.15
+"""The share of high bits among packed positions of one value in a hundred: (1 + 1 / 2.56) / (9 + 1 / 2.56)."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
 
@@ -214,6 +216,11 @@ def _listed(of: Named) -> Mapping[str, float]:
     }  # fmt: skip
 
 
+def _others(of: Named) -> float:
+    """Count, on average, the programs before one that decodes positions: one segment has all that are too many."""
+    return (len(of["programs"]) // 2 - len(of["segments"]) // of["FIELDS"]) / 2
+
+
 TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "adams._adams": (_twice("weight", "moment"), _where(next_moment="HAS_NEXT")),
     "direction._direction": (_twice("g"), _where(m="MOMENTUM", m_out="MOMENTUM")),
@@ -257,6 +264,7 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sparse._tally": (_where(words="PACK"), _twice("marks"), lambda of: {"total": 0.0}),
     "sparse._list": (_where(words="PACK"), _listed),
     "steps._take": (lambda of: {"weight": len(of["programs"]) // 2 * of["BLOCK"] * 12, "change": 0.0},),
+    "sparse._spread": (_twice("words"), lambda of: {"wire": nbytes_of(of["wire"]) * (1 + HIGH * _others(of))}),
     "sparse._put": (_at("payload", "out"),),
 }  # fmt: skip
 """By kernel: the bytes that it moves of arguments that are not moved once; of what has no name, such as moments."""

@@ -50,8 +50,8 @@ def _slots(words, bit_offsets, element, inside, k):
     return (bits != 0) & (slot < k), slot
 
 
-@triton.jit
-def tally(
+@kernel
+def _tally(
     programs, table, words, words_stride, tallies, tallies_stride, ends, START: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -67,14 +67,6 @@ def tally(
     tl.store(tallies + tl.program_id(0) + 1, tl.sum(bits, 0))
     if is_last(ends + row, tl.num_programs(0)):
         add_up(tallies + 1, tl.num_programs(0), SUMS)
-
-
-@kernel
-def _tally(
-    programs, table, words, words_stride, tallies, tallies_stride, ends, START: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    tally(programs, table, words, words_stride, tallies, tallies_stride, ends, START, COUNT, BLOCK, FIELDS)
 
 
 @triton.jit

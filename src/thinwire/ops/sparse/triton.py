@@ -39,7 +39,7 @@ from thinwire.ops.gpu import (
     wire_alignment,
     zero_words,
 )
-from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits, tally
+from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
@@ -60,6 +60,11 @@ QUANTIZED = 1024
 DIGITS = ((22, 1 << 9), (11, 1 << 11), (0, 1 << 11))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits. A histogram takes time by its
 bins, of which each thread counts its own, but the more bins the first one has, the fewer values go on."""
+HIGH, ZEROS = 2048, 1 << 13
+"""High bits that a program takes at a time to decode positions, in ``WARPS``, and its zeros: of 2^17 or 2^21 columns.
+With fewer, more programs count what lies before theirs; with more, one is at work when all others are done."""
+SKIPPED = tl.constexpr(256)
+"""Words of high bits before a program's that it counts at a time."""
 BINS = max(bins for _, bins in DIGITS)
 NEAR_SHIFT, NEAR_BINS = tl.constexpr(11), tl.constexpr(1 << 10)
 """The lowest bit and the number of values of the digit of sizes near a guess, from which they differ by up to an eighth
@@ -444,41 +449,53 @@ def _put(payload, payload_stride, positions, positions_stride, out, stride, m, B
 
 
 @kernel
-def _ones(
-    programs, segments, wire, wire_stride, tallies, tallies_stride, ends, words, words_stride, size,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Count the ones among the high bits up to the end of each program's, and zero the mask's ``size`` words."""
-    zero_words(words + tl.program_id(1).to(tl.int64) * words_stride, size, BLOCK)
-    tally(programs, segments, wire, wire_stride, tallies, tallies_stride, ends, 4, 5, BLOCK, FIELDS)
-
-
-@kernel
 def _spread(
-    programs, segments, wire, wire_stride, tallies, tallies_stride, words, words_stride, offsets, offsets_stride,
-    BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    programs, segments, wire, wire_stride, words, words_stride, offsets, offsets_stride, ZEROS: tl.constexpr,
+    PER_OFFSET: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Set the bits of the positions in zeroed ``words``.
+    """Make ``words`` masks of the positions, and ``offsets``: how many lie before each ``PER_OFFSET`` columns.
 
     A position is a one among the high bits. The zero that ends its 256 or 16 columns has as many ones before it as
-    there are positions up to there: where ``BLOCK`` columns of the segment end, that is an entry of ``offsets``.
+    there are positions up to there. A program clears the words of ``ZEROS`` zeros' columns, finds their high bits, and
+    sets what these say, ``BLOCK`` bits at a time. Of other programs' columns it may set some as well, to the same.
     """
-    row, _, segment, bit = segment_of(programs, segments, BLOCK, FIELDS)
+    row, _, segment, _ = segment_of(programs, segments, BLOCK, FIELDS)
+    lane, first = tl.arange(0, BLOCK), tl.load(programs + 2 * tl.program_id(0) + 1) * ZEROS
+    low_bits, k, count = tl.load(segment + 6), tl.load(segment + 2).to(tl.int32), tl.load(segment + 5).to(tl.int32)
+    start = first.to(tl.int64) << low_bits  # all further columns are counted from here, in 32 bits
+    width, shift = (tl.load(segment + 1) - start).to(tl.int32), low_bits.to(tl.int32)
     wire += row * wire_stride + tl.load(segment + 4) // 64
-    exists = bit < tl.load(segment + 5)
-    ones = _bits(wire, bit, exists)
-    i = count_before(tallies + row * tallies_stride, bit, ones)
-    low_bits, width, zeros = tl.load(segment + 6), tl.load(segment + 1), (bit - i).to(tl.int64)
-    inside = (ones != 0) & (i < tl.load(segment + 2))
-    low_word, shift = _low_bits_of(wire, segment, i, low_bits)
-    column = (zeros << low_bits) + (tl.load(low_word, mask=inside, other=0) >> shift & ((1 << low_bits) - 1))
-    inside, column = inside & (column < width), column + tl.load(segment)
-    words += row * words_stride
-    tl.atomic_or(words + (column >> 6), (column * 0 + 1) << (column & 63), mask=inside, sem="relaxed")
-    offsets += row * offsets_stride + tl.load(segment + 8)
-    end = (zeros + 1) << low_bits
-    tl.store(offsets + end // BLOCK, i, mask=exists & (ones == 0) & (end % BLOCK == 0) & (end < width))
-    tl.store(offsets, 0, mask=tl.min(bit, 0) == 0)
+    words += row * words_stride + (tl.load(segment) + start) // 64
+    offsets += row * offsets_stride + tl.load(segment + 8) + start // PER_OFFSET
+    tl.store(offsets, 0, mask=first == 0)
+    size = tl.minimum(width, ZEROS << shift) // 64
+    for word in range(0, size, BLOCK):
+        tl.store(words + word + lane, tl.zeros((BLOCK,), tl.int64), mask=word + lane < size)
+    tl.debug_barrier()  # other threads than those that clear a word set its bits
+    bit, ones = _skip(wire, count, first)
+    while (bit < count) & (bit - ones < first + ZEROS):
+        bits = _bits(wire, bit + lane, bit + lane < count)
+        i = ones + tl.cumsum(bits, 0) - bits
+        zeros, listed = bit + lane - i - first, (bits != 0) & (i < k)
+        low_word, low_shift = _low_bits_of(wire, segment, i, low_bits)
+        low = (tl.load(low_word, mask=listed, other=0) >> low_shift).to(tl.int32) & ((1 << shift) - 1)
+        column, end = (zeros << shift) + low, (zeros + 1) << shift
+        one = tl.full((BLOCK,), 1, tl.int64) << (column & 63)
+        tl.atomic_or(words + (column >> 6), one, mask=listed & (column < width), sem="relaxed")
+        tl.store(offsets + end // PER_OFFSET, i, mask=(bits == 0) & (end % PER_OFFSET == 0) & (end < width))
+        bit, ones = bit + BLOCK, ones + tl.sum(bits, 0)
+
+
+@triton.jit
+def _skip(wire, count, zeros):
+    """Return a bit of the ``count`` at ``wire`` that so many ``zeros`` do not lie before, and the ones before it."""
+    bit, ones, skips = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), zeros > 0
+    while skips:
+        word = bit // 64 + tl.arange(0, SKIPPED)
+        more = tl.sum(set_bits(tl.load(wire + word, mask=word < count // 64, other=0)), 0)
+        skips = bit + 64 * SKIPPED - ones - more < zeros
+        bit, ones = bit + tl.where(skips, 64 * SKIPPED, 0), ones + tl.where(skips, more, 0)
+    return bit, ones
 
 
 @triton.jit
@@ -523,23 +540,24 @@ def _decode(
 class _Tables(NamedTuple):
     """The table of some segments, which all launches for them read, and which programs take how much of which.
 
-    ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``: of ``COUNTED`` columns. ``high``: of
-    ``BLOCK`` of the wire's high bits.
+    ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``: of ``COUNTED`` columns.
+    ``spread``: of ``ZEROS`` zeros among the high bits.
     """
 
     table: Tensor
     programs: Tensor
     counted: Tensor
-    high: Tensor
+    spread: Tensor
     blocks: int
 
 
 @per_stream
 def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
-    widths, high_bits = [segment.width for segment in segments], [8 * segment.high_bytes for segment in segments]
+    widths = [segment.width for segment in segments]
+    zeros = [cdiv(segment.width, 1 << segment.low_bits) for segment in segments]
     programs, counted = (programs_on(device, widths, columns) for columns in (BLOCK, COUNTED))
     table = of.wire_table(segments, device).view(-1)
-    return _Tables(table, programs, counted, programs_on(device, high_bits, BLOCK), programs.shape[0] // 2)
+    return _Tables(table, programs, counted, programs_on(device, zeros, ZEROS), programs.shape[0] // 2)
 
 
 def largest(
@@ -638,11 +656,9 @@ def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positio
 def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
     """Make ``words`` masks of the positions; return how many lie before each ``BLOCK`` columns, in their segment."""
     bits, (table, _, _, programs, blocks) = viewable(wire).view(torch.int64), _tables(wire.device, segments)
-    constants: dict[str, Any] = {"BLOCK": BLOCK, "FIELDS": of.FIELDS}
-    grid = programs.shape[0] // 2, len(wire)
-    tallies = torch.empty((len(wire), 1 + grid[0]), dtype=torch.int32, device=wire.device)
-    ends = counters(wire.device, len(wire))
-    launch(_ones, grid, programs, table, bits, tallies, ends, words, words.shape[1], **constants)
     offsets = torch.empty((len(wire), blocks), dtype=torch.int32, device=wire.device)
-    launch(_spread, grid, programs, table, bits, tallies, words, offsets, **constants)
+    launch(
+        _spread, (programs.shape[0] // 2, len(wire)), programs, table, bits, words, offsets, ZEROS=ZEROS,
+        PER_OFFSET=BLOCK, BLOCK=HIGH, FIELDS=of.FIELDS, num_warps=WARPS,
+    )  # fmt: skip
     return offsets
