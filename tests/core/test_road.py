@@ -508,14 +508,18 @@ def test_rows_in_the_engines_buffer_are_compressed_as_their_copies_are(text, mon
         assert all(torch.equal(state[key], state_expected[key]) for key in state)
 
 
-def bounded(cls: type[Method], where: Setup, *, formed: bool = False) -> list[tuple[dict[str, Tensor], int, int]]:
-    """By rank: means, weights and state of five steps, in one of which gradients are cut; how many; norms handed on."""
-    world = Threads(where.size)
+def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, Tensor], int, int]]:
+    """By rank: means, weights and state of five steps, in one of which gradients are cut; how many; norms handed on.
+
+    ``how``: c is "formed", not contiguous; or what is compressed lies "inside" of the engine's buffer, side by side.
+    """
+    world, shapes = Threads(where.size), SIDE_BY_SIDE if how == "inside" else BESIDE
 
     def body(number: int) -> tuple[dict[str, Tensor], int, int]:
-        engine, handed = ThreadEngine(where.topology, world, number, Ledger(), BESIDE, where.per_node), []
-        pieces = tuple(replace(of, form=((6, 64), (1, 6))) if formed and of.name == "c" else of for of in engine.pieces)
-        method = small(cls, dense=("b", "d"))
+        engine, handed = ThreadEngine(where.topology, world, number, Ledger(), shapes, where.per_node), []
+        formed = [replace(of, form=((6, 64), (1, 6))) if of.name == "c" else of for of in engine.pieces]
+        pieces = tuple(formed) if how == "formed" else engine.pieces
+        method = small(cls, dense=("c",) if how == "inside" else ("b", "d"))
         rank, found = VirtualRank(method, engine, 9, optimizer=partial(cls.OPTIMIZER, lr=0.1)), {}
         stage, reduce = rank.road.last, method.reduce
 
@@ -534,6 +538,8 @@ def bounded(cls: type[Method], where: Setup, *, formed: bool = False) -> list[tu
             flat = torch.randn(engine.numel, generator=generator) * (100 if step == 3 else 1)
             rank.road.step, rank.out = step, flat.new_empty(engine.numel // engine.rows) if engine.owner else flat
             rank.road.reduce(flat, pieces, rank.out)
+            if how == "inside":
+                assert stage._packed(flat, pieces)[0].buckets[0][1].lies_in(flat)
             found[f"mean {step}"] = rank.out.clone()
             rank.finish(step, torch.ones(()))
             stage.bound.commit()
@@ -547,9 +553,12 @@ def bounded(cls: type[Method], where: Setup, *, formed: bool = False) -> list[tu
 KEEPING = [cls for cls in methods.TABLE if small(cls).card.keeps_state and small(cls).card.alone_from is None]
 
 
-@pytest.mark.parametrize("formed", [False, True], ids=["", "formed"])
-@pytest.mark.parametrize("cls", [cls for cls in KEEPING if "dense" not in cls.ABSENT], ids=lambda cls: cls.name)
-def test_outliers_are_cut_as_they_are_packed_on_a_gpu_and_no_bit_depends_on_it(cls, formed, monkeypatch):
+@pytest.mark.parametrize(
+    ("cls", "how"),
+    [(cls, how) for cls in KEEPING if "dense" not in cls.ABSENT for how in ("beside", "formed", "inside")
+     if how != "inside" or small(cls).card.rows_apart], ids=lambda of: getattr(of, "name", of),
+)  # fmt: skip
+def test_outliers_are_cut_as_they_are_packed_on_a_gpu_and_no_bit_depends_on_it(cls, how, monkeypatch):
     """Beside what stays dense, wherever it lies; and the method gets the norms, which it would read all values for."""
 
     def exact(flat: Tensor, table: CopyTable) -> Tensor:  # of rows or of whole parameters: the same bits
@@ -557,15 +566,15 @@ def test_outliers_are_cut_as_they_are_packed_on_a_gpu_and_no_bit_depends_on_it(c
         return torch.stack([torch.cat([of.reshape(-1) for of in each]).double().norm() for each in runs]).float()
 
     monkeypatch.setattr(reference, "_norms", exact)
-    places = [of for of in WHERE if of.engine in cls.engines and (of.topology == "all_reduce" or not formed)]
-    turns = [of for of in places if formed or falls_on(methods.TABLE.index(cls), of, places)]
-    on_cpu = [bounded(cls, where, formed=formed) for where in turns]
+    places = [where for where in WHERE if where.engine in cls.engines]
+    turns = [where for where in places if falls_on(methods.TABLE.index(cls), where, places)]
+    if how != "beside":
+        turns = [Setup("all_reduce", 3) if how == "formed" else Setup("reduce_scatter", 2)]
+    on_cpu = [bounded(cls, where, how) for where in turns]
     monkeypatch.setattr(road, "devices", SimpleNamespace(streams=lambda device: torch.cuda))
     monkeypatch.setattr(OutlierClip, "apply", None)
     for where, ranks in zip(turns, on_cpu, strict=True):
-        for (expected, cut, _), (values, cut_packed, handed) in zip(
-            ranks, bounded(cls, where, formed=formed), strict=True
-        ):
+        for (expected, cut, _), (values, cut_packed, handed) in zip(ranks, bounded(cls, where, how), strict=True):
             assert values.keys() == expected.keys() and cut == cut_packed >= 2 and handed == 5
             assert all(torch.equal(values[key], expected[key]) for key in values)
 

@@ -58,14 +58,13 @@ def _store(pointers, values, inside):
 @triton.jit
 def _scale(memory, start, stride, line, factor, BLOCK: tl.constexpr):
     """Multiply a segment's values where all programs have left them."""
-    numel, step, span = tl.load(line + 1), tl.load(line + 2), tl.load(line + 5)
+    span = tl.load(line + 5)
     for row in range(tl.load(line + 7)):
-        filled = tl.minimum(numel - row * step, span)
-        for first in range(0, filled, BLOCK):
+        for first in range(0, span, BLOCK):
             column = first + tl.arange(0, BLOCK)
             place = memory + start + row * stride + column
-            values = tl.load(place, mask=column < filled, other=0, cache_modifier=".cg")
-            _store(place, _widen(values) * factor, column < filled)
+            values = tl.load(place, mask=column < span, other=0, cache_modifier=".cg")
+            _store(place, _widen(values) * factor, column < span)
 
 
 @triton.jit

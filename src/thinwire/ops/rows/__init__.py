@@ -27,7 +27,7 @@ PER_PROGRAM = 1024
 LARGE = 1 << 15
 """Values of a parameter from which on a CPU copies it by itself, with all threads."""
 STAYS = -1
-"""The ``start`` of a parameter that stays in the flat buffer: no copy touches it."""
+"""The ``start`` of a parameter that stays in the flat buffer, where its rows are whole: no copy touches it."""
 _backend = backend("thinwire.ops.rows")
 
 
