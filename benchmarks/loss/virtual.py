@@ -385,6 +385,7 @@ class Rank:
         by this rank where it is alone."""
         for flat, pieces in self._flats:
             self.road.reduce(flat, pieces)
+        self.road.end_pass()
         steps = self.method.card.step_maker
         moves, power = (frozenset(), None) if steps is None else (frozenset(steps.names), steps.power())
         norm = self.replica.clip(turn, self._gradients, self.clip, moves, power)

@@ -166,7 +166,7 @@ def budget(method: str, model: str, engine: str, ranks: int, per_node: int = 8) 
     parameters = [of for module in modules for of in module]
     layout = sharded(modules, exchange) if engine == "fsdp2" else replicated(parameters)
     made = resolve(method)
-    run = stand_in_run(made, parameters, exchange)
+    run = dataclasses.replace(stand_in_run(made, parameters, exchange), shows_late=engine == "ddp")
     watch = LaunchWatch()
     with dry_cuda.run():
         found = dry_run(layout, road_of(made, parameters, exchange), run, [comm], watch, WholePlayback)

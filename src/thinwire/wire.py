@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -234,6 +234,7 @@ def join(engine: Engine, options: Options, ledger: Ledger) -> Wire:
         scaler is not None and scaler.is_enabled(), len(engine.hops), engine.chunk, engine.gathers,
         engine.hops[0] if len(engine.hops) > 1 else None,
     )  # fmt: skip
+    run = replace(run, shows_late=engine.shows_late and not run.scaled)
     method.begin(run)
     if inner is not None:
         inner.begin(replace(run, exchange=engine.hops[0], hop=1, inside=None))
@@ -517,18 +518,19 @@ class Wire:
             norms.append(power.sqrt())
         if not norms:
             norms = [torch.zeros((), dtype=torch.float32, device=self._device)]
-        norm = norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if self._stages is not None:
             every = torch.zeros(self._stages.size, 1, dtype=torch.float32, device=self._device)
             with self._step_loop.inside("clip_grad_norm_()"):
                 self._stages.all_gather(every, norm.float().reshape(1).to(self._device))
             norm = torch.linalg.vector_norm(every, norm_type)
         self._step_loop.warn_of_writes()
+        factor, former = (max_norm / (norm + 1e-6)).clamp(max=1.0), self._step_loop.clip_factor
         for weights in meshes.values():
-            clip_grads_with_norm_(weights, max_norm, norm)
+            with torch.no_grad():
+                torch._foreach_mul_([p.grad for p in weights if p.grad is not None], factor)  # type: ignore[arg-type]
         self._step_loop.gradient_watch.note()  # which may share memory, and its count, with what was clipped
         self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
-        factor, former = (max_norm / (norm + 1e-6)).clamp(max=1.0), self._step_loop.clip_factor
         self._step_loop.clip_factor = factor if former is None else former * factor
         return norm
 

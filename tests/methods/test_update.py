@@ -30,6 +30,7 @@ from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
 from thinwire.codecs.sparse import Positions, Sparse
 from thinwire.methods import resolve
+from thinwire.network.comm import local
 from thinwire.ops import direction, sparse
 from thinwire.ops.direction import DirectionSegment, cpu, reference
 from threaded import FlatMuon, entries, reduce_on_threads
@@ -599,6 +600,102 @@ def _clips(rank: int, world: int) -> str:
 def test_clipping_with_torch_is_noticed():
     for said in ranks.run(_clips, 2):
         assert said.startswith("3: ") and "wire.clip_grad_norm_" in said
+
+
+def _probed(rank: int, world: int, kind: str) -> dict[str, str]:
+    """What is said when one parameter's step alone is scaled, after or inside the backward pass (FSDP2's own hooks)."""
+    said = {}
+    cases = [(True, False, False), (False, True, False), (False, False, True)] if kind == "ddp" else [(False,) * 3]
+    for as_view, two_level, scaled in cases:
+        options = {"gradient_as_bucket_view": True} if as_view else {}
+        names = [name for name, of in build(kind, world).named_parameters() if of.dim() >= 2 and of.numel() >= 100]
+        for number, name in enumerate((*names, "")):  # "": none
+            model, scaler = build(kind, world, **options), torch.amp.GradScaler("cpu", enabled=scaled)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            more = {"two_level": True} if two_level else {}
+            spec = "sign(smallest=100, feedback='updates')"  # no step is zero
+            wire = thinwire.compress(model, optimizer, spec, scaler=scaler, **more)
+            weight = dict(model.named_parameters()).get(name)
+            inside = kind != "ddp" and number % 2 == 0
+            if weight is not None and inside:
+                weight.register_post_accumulate_grad_hook(lambda of: local(of.grad).mul_(0.9))
+            for step in range(2):
+                scaler.scale(loss_of(model, step, rank)).backward()
+                scaler.unscale_(optimizer)
+                wire.clip_grad_norm_(1.0)
+                if step and weight is not None and not inside:
+                    local(weight.grad).mul_(0.9)
+                try:
+                    scaler.step(optimizer)
+                    wire.close() if step else None
+                    said[f"{name} {as_view} {two_level} {scaled}"] = ""
+                except ThinwireError as error:
+                    said[f"{name} {as_view} {two_level} {scaled}"] = str(error)
+                    break
+                scaler.update()
+                optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 4), ("fsdp2", 2), ("hsdp", 4)])
+def test_whoever_scales_a_single_step_is_told(kind, world):
+    for said in ranks.run(_probed, world, kind, LOCAL_WORLD_SIZE="2"):
+        assert any(said.values())
+        for case, error in said.items():
+            assert ("something has scaled it" in error) == (not case.startswith(" ")), (case, error)
+
+
+class Shuffled(torch.nn.Module):
+    """Layers in another order than that in which they are used, so that DDP cuts its buckets anew after a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"c": (96, 8), "a": (16, 128), "d": (128, 96), "b": (128, 128)}
+        for name, size in sizes.items():
+            setattr(self, name, torch.nn.Linear(*size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.d):
+            x = layer(x).relu()
+        return self.c(x).square().mean()
+
+
+def _resumes(rank: int, world: int) -> dict[str, float]:
+    """By how much the weights of a resumed run differ from those of the run that went on, by method."""
+    found = {}
+    for spec in ("trickle(smallest=0)", "trickle:merged(smallest=0)", "topk(smallest=0)",
+                 "sign(smallest=0, feedback='updates')"):  # fmt: skip
+
+        def begin(spec=spec):
+            model = build("ddp", world, net=Shuffled, bucket_cap_mb=0.04)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            return model, optimizer, thinwire.compress(model, optimizer, spec)
+
+        def go(model, optimizer, wire, steps):
+            for step in steps:
+                model(torch.randn(16, 16, generator=torch.Generator().manual_seed(100 * step + rank))).backward()
+                wire.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            return flat(model)
+
+        model, optimizer, wire = begin()
+        go(model, optimizer, wire, range(4))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), wire.state_dict()))
+        plain = go(model, optimizer, wire, range(4, 10))
+        wire.close()
+        model, optimizer, wire = begin()
+        for part, values in zip((model, optimizer, wire), saved, strict=True):
+            part.load_state_dict(values)
+        found[spec] = float((go(model, optimizer, wire, range(4, 10)) - plain).abs().max())
+        wire.close()
+    return found
+
+
+def test_three_ranks_resume_bit_for_bit_however_ddp_cuts_its_buckets():
+    """A network's sum of three depends on where in a message a value stands: these leave it none but r's."""
+    for found in ranks.run(_resumes, 3):
+        assert not any(found.values()), found
 
 
 # The codec and the kernels.

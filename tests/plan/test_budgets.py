@@ -46,7 +46,7 @@ BUDGETS = {
 }
 played = functools.cache(budget)
 """The first time in this process: a table that a process copies to a device once may be counted."""
-DENSE = {"ddp": (63, 35), "fsdp2": (33, 26)}
+DENSE = {"ddp": (57, 35), "fsdp2": (27, 26)}
 """Launches of dense, and buckets of methods that leave the small tensors dense."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from thinwire.core.bucket import Piece
 from thinwire.core.fingerprint import WeightWatch
@@ -89,9 +89,8 @@ class WholePlayback(Playback):
         clipped = [weight for name, weight in self.weights.items() if name not in steps]
         norms = [get_total_norm([weight.grad for weight in clipped if weight.grad is not None])] if clipped else []
         norms += [] if power is None else [power.sqrt()]
-        norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
-        clip_grads_with_norm_(clipped, CLIP, norm)
-        (CLIP / (norm + 1e-6)).clamp(max=1.0)  # for the method
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        torch._foreach_mul_([weight.grad for weight in clipped], (CLIP / (norm + 1e-6)).clamp(max=1.0))
         return None if steps else norm
 
     def own_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -58,6 +58,9 @@ class StepMaker(Protocol):
     def names(self) -> Collection[str]:
         """The parameters whose gradient in the engine's buffer is a step of the weights already."""
 
+    def end_pass(self, gradients: Mapping[str, Tensor]) -> None:
+        """Finish a backward pass, all of whose gradients have been exchanged: see ``Run.shows_late``. Collective."""
+
     def power(self) -> Tensor | None:
         """Estimate the squared norm of the mean gradient of what became steps, 0-dim; None: nothing has."""
 

@@ -56,6 +56,7 @@ class Engine:
         gathers: dtypes in which sharded weights are gathered; empty where they are not sharded.
         exchanges: False where torch leaves out what a single rank would exchange with itself, so we are never called.
         void: has the step under way failed, as a replica was lost?
+        shows_late: the user sees no gradient before all of a backward pass are exchanged, and ``Road.end_pass`` does.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Engine:
     gathers: frozenset[torch.dtype] = frozenset()
     exchanges = True
     void = False
+    shows_late = False
 
     def attach(self, step_loop: Any, road: Road) -> None:
         """Send every gradient down ``road``, and tell ``step_loop``, the model's ``StepLoop``."""

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -247,6 +248,14 @@ class Road:
         """Reduce as ``Stage.carry`` does, stage by stage; ``send`` is for the last one."""
         last = functools.partial(self.last.carry, send=send)
         self._through(flat, pieces, out, [*(stage.carry for stage in self.stages[:-1]), last])
+
+    def end_pass(self, gradients: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Finish a backward pass, all of whose buffers have been reduced. Collective.
+
+        ``gradients``: the parameters' in these buffers, if the user has not seen them yet (``Engine.shows_late``).
+        """
+        if (step_maker := self.last.method.card.step_maker) is not None:
+            step_maker.end_pass(gradients)
 
     def _through(self, flat: Tensor, pieces: Pieces, out: Tensor, stages: Sequence[Carry]) -> None:
         if self.levels is not None:

@@ -104,6 +104,7 @@ class Run:
             weights (two levels on DDP). None: what the rank holds travels.
         scaled: gradients reach the optimizer multiplied with a GradScaler's scale, which the optimizer may undo itself.
         gathers: dtypes in which the engine gathers weights that it shards; empty if it shards none.
+        shows_late: ``StepMaker.end_pass`` sees all gradients of a backward pass before the user sees any.
         began: the steps with which it began, of which a start or warm-up below 1 is a share; None: ``steps``.
         cache: of ``holders``; a run of other weights or optimizers needs another one.
     """
@@ -121,6 +122,7 @@ class Run:
     gathers: frozenset[torch.dtype] = frozenset()
     inside: Exchange | None = None
     began: int | None = None
+    shows_late: bool = False
     cache: HolderCache = field(default_factory=HolderCache, compare=False, repr=False)
 
     @property

@@ -92,6 +92,7 @@ class DDP(Engine):
     """
 
     kind = "ddp"
+    shows_late = True
 
     def __init__(
         self, model: DistributedDataParallel, method: Method, ledger: Ledger, *, two_level: bool | None, meet: Meet
@@ -107,6 +108,7 @@ class DDP(Engine):
         self._own_comms = [comm, *groups]  # released when the engine closes
         self.worker = Worker(ledger)
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+        self._shown: dict[str, Tensor] = {}  # gradients of this pass, in DDP's buckets
         self._watches: list[RemovableHandle] = []
         self._late_watches: dict[str, RemovableHandle] = {}  # of gradients that have come after an exchange
         self._dropped = False  # were gradients that this step has exchanged thrown away before another backward pass?
@@ -168,17 +170,25 @@ class DDP(Engine):
                     "all ranks the same number of steps (a sampler with drop_last=True)"
                 )
             flat, pieces = bucket.buffer(), self._map(bucket)
-            step_loop.enter([piece.name for piece in pieces])
-            self._lacks_buckets = not bucket.is_last()
+            names = [piece.name for piece in pieces]
+            step_loop.enter(names)
+            if road.last.method.card.step_maker is not None:
+                self._shown.update(zip(names, bucket.gradients(), strict=True))
+            is_last = bucket.is_last()
+            self._lacks_buckets = not is_last
 
             def job() -> Tensor:
-                with step_loop.exchanging("gradients", (piece.name for piece in pieces)):
-                    return road.reduce(flat, pieces)
+                with step_loop.exchanging("gradients", names):
+                    mean = road.reduce(flat, pieces)
+                    if is_last:
+                        road.end_pass(self._shown)
+                        self._shown.clear()
+                return mean
 
-            if bucket.is_last():
+            if is_last:
                 # Before DDP's own callback, which would hide an error in the future behind "not a tensor".
                 torch.autograd.Variable._execution_engine.queue_callback(self.worker.drain)
-            return self.worker.submit(job, flat.device, last=bucket.is_last())
+            return self.worker.submit(job, flat.device, last=is_last)
 
         hook = CommHook.find(self.model) or CommHook()
         if not hook.registered:

@@ -214,6 +214,7 @@ class FSDP2(ShardedEngine):
 
     def attach(self, step_loop: StepLoop, road: Road) -> None:
         """Give every FSDP module its communication objects. On HSDP torch itself calls both stages of the road."""
+        self._step_loop, self._road = step_loop, road
         for module, group in self.groups:
             link = GroupLink(self, group, step_loop, road)
             self.links.append(link)
@@ -230,6 +231,10 @@ class FSDP2(ShardedEngine):
                 if group.post_forward_mesh_info is not None:
                     group.post_forward_mesh_info = one_dimensional
                 module.set_all_reduce_hook(link.all_reduce_hook(road.last))
+
+    def exchange(self) -> None:  # torch does not tell which module's gradients are the last
+        with self._step_loop.inside("the exchange of samples of gradients"):
+            self._road.end_pass()
 
     def layout(self) -> Layout:
         """Return a buffer and a shard per FSDP module, the last module first, as if every parameter had a gradient."""

@@ -63,7 +63,8 @@ class Guard:
         present = [local(gradient) for gradient in gradients if gradient is not None]
         if self.enabled and present:
             norms = torch._foreach_norm(present, dtype=_wide(present))
-            self.observe(torch.stack([norm if norm.dtype == torch.float32 else norm.float() for norm in norms]))
+            joined = torch.stack([norm if norm.dtype == torch.float32 else norm.float() for norm in norms])
+            self.note(joined - joined)
 
     def agree(
         self, device: torch.device, trouble: bool = False, comms: Sequence[Comm] | None = None
@@ -76,7 +77,8 @@ class Guard:
         if not self.enabled:
             return True, trouble
         residues = self._residues or [torch.zeros((), dtype=torch.float32, device=device)]
-        flag = torch.cat([residue.reshape(-1) for residue in residues]).sum().isnan().float().reshape(1)
+        total = torch.cat([residue.reshape(-1) for residue in residues]).sum().reshape(1)
+        flag = total.ne_(total)  # NaN alone differs from itself
         if trouble:  # finite or not no longer matters
             flag.fill_(2.0)
         for comm in self.comms if comms is None else comms:

@@ -333,6 +333,7 @@ class Playback:
             sent_before = sum(self.ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
             sent[pieces[0].name] += sum(self.ledger.current.bytes.values()) - sent_before
+        self._road.end_pass(self.gradients)
         return sent
 
     def step(self, number: int) -> None:

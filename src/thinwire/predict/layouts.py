@@ -66,7 +66,7 @@ class Virtual:
         run = Run(
             parameters, hops[-1], steps, optimizers=(optimizer,), weights=weights, hop=len(hops),
             chunk=self.way.chunk, gathers=frozenset(shard.dtype for shard in self.layout.shards),
-            inside=hops[0] if len(hops) > 1 else None,
+            inside=hops[0] if len(hops) > 1 else None, shows_late=self.kind == "ddp",
         )  # fmt: skip
         method.begin(run)
         methods = [method]

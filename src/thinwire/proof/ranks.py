@@ -255,6 +255,7 @@ class VirtualRank:
         self.road.step, engine = step, self.engine
         self.out = torch.full((engine.numel // engine.rows,), torch.nan) if engine.owner else flat
         self.road.carry(flat, engine.pieces, self.out)
+        self.road.end_pass()
 
     def undo(self) -> None:
         """Forget the last exchange, whose step does not count."""

@@ -115,10 +115,13 @@ class UpdateSpace:
                 f"{refused}; or send gradients, which works with any optimizer: write {instead()}"
             ) from None
         self._steps = OwnSteps(self._name)
-        # For each tensor in this step: mean g and mean g^2 at its sample, (2, SAMPLE), and mean_n |g_n|^2.
-        self._measured: dict[str, tuple[Tensor, Tensor]] = {}
+        # For each tensor in this step, (2, SAMPLE + 1): g and g^2 at its sample, then |g| and |g|^2. Until ``end_pass``
+        # this rank's, in two pieces; then the means over ranks.
+        self._own_measures: dict[str, tuple[Tensor, Tensor]] = {}
+        self._measured: dict[str, Tensor] = {}
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
-        self._scaled: list[tuple[int, Tensor, Any]] = []  # step, flag on the host, event after which it is there
+        # Step; by how much a norm differs beyond 1%, on the host; event after which it is there.
+        self._scaled: list[tuple[int, Tensor, Any]] = []
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
         self._rates: Mapping[str, float] = {}  # the lr that made each tensor's last step
@@ -146,20 +149,44 @@ class UpdateSpace:
 
     def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
         """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, then."""
-        self._measure(bucket, exchange)
+        self._measure(bucket)
         r = self._state.get("alike", "")
         if r is None:  # the first of all: what this bucket shows by itself
+            self.end_pass({})
             r = self._ratio([segment.name for segment in bucket.segments])
         with exchange.span("encode", bucket.rows):
             self._precondition(bucket, bucket.rows, r, as_encoded=as_encoded)
 
     def leave(self, bucket: Bucket) -> None:
-        """Note that ``bucket.mean`` holds steps to take, and how they begin."""
-        lengths = bucket.once("probed", lambda: [self._probed(segment) for segment in bucket.segments])
-        probes = [bucket.mean[0, of.start :][:n] for of, n in zip(bucket.segments, lengths, strict=True)]
+        """Note that ``bucket.mean`` holds steps to take, and how they begin, unless ``end_pass`` is shown them."""
         names = [segment.name for segment in bucket.segments]
         self._steps.names.update(names)
+        if not self._run.shows_late:
+            lengths = bucket.once("probed", lambda: [self._probed(segment) for segment in bucket.segments])
+            places = zip(bucket.segments, lengths, strict=True)
+            self._note_beginnings(names, [bucket.mean[0, of.start :][:n] for of, n in places])
+
+    def end_pass(self, gradients: Mapping[str, Tensor]) -> None:
+        """Note how the steps in ``gradients`` begin, and average over ranks what was measured since the last call.
+
+        The average is one message, in the order of names: a network's sum depends on the place of a value in its
+        message, and engines cut their buckets anew, but a resumed run is the same run.
+        """
+        if self._run.shows_late and (names := sorted(self._steps.names & gradients.keys())):
+            self._note_beginnings(names, [self._beginning(name, gradients[name]) for name in names])
+        own_measures, self._own_measures = self._own_measures, {}
+        if names := sorted(own_measures):
+            joined = torch.cat([piece for name in names for piece in own_measures[name]], 1)
+            means = self._run.exchange.all_mean(joined, divided=True).view(2, -1, SAMPLE + 1)
+            self._measured.update(zip(names, means.unbind(1), strict=True))
+
+    def _note_beginnings(self, names: Sequence[str], probes: list[Tensor]) -> None:
+        lengths = [len(probe) for probe in probes]
         self._beginnings.update(zip(names, torch.cat(probes).split(lengths), strict=True))
+
+    def _beginning(self, name: str, gradient: Tensor) -> Tensor:
+        """View the first values of what travels of the step ``gradient``, in the shape of this rank's part."""
+        return self._run.travels(name, gradient.reshape(-1))[:PROBE]
 
     def _probed(self, segment: Segment) -> int:
         """Count the values at which a step of ``segment`` is probed: none of the padding, which a sign fills."""
@@ -189,13 +216,13 @@ class UpdateSpace:
             decay_factors.append(1 - float(group["lr"]) * group["weight_decay"])
             if (beginning := self._beginnings.pop(name, None)) is not None:
                 expected.append(beginning)
-                probes.append(self._run.travels(name, change.reshape(-1))[: beginning.shape[0]])
+                probes.append(self._beginning(name, change)[: len(beginning)])
 
         self._steps.take(step, self._run, move)
         take(values, changes, decay_factors)
         if probes:
             lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
-            self._note_scaled(step.number, ((lengths - sent).abs() > 0.01 * sent).any())
+            self._note_scaled(step.number, (lengths - sent).abs_().sub_(sent, alpha=0.01).max())
 
     def _compare_rates(self, name: str, rate: float) -> None:
         """Warn once if the step of ``name`` was not made with ``rate``, its lr now."""
@@ -208,11 +235,11 @@ class UpdateSpace:
             f"and not {rate:g}: set it before backward(), or after optimizer.step()", ThinwireWarning, stacklevel=2,
         )  # fmt: skip
 
-    def _note_scaled(self, step: int, flag: Tensor) -> None:
-        """Send the ``flag`` of ``step``, 0-dim, to the host, which reads it in a later step, after the guard's."""
-        if not flag.is_meta:
-            host = devices.host_memory((), flag.device, torch.bool)
-            self._scaled.append((step, host.copy_(flag, non_blocking=True), devices.mark(flag.device)))
+    def _note_scaled(self, step: int, excess: Tensor) -> None:
+        """Send ``excess`` of ``step``, 0-dim, to the host, which reads it in a later step, after the guard's flag."""
+        if not excess.is_meta:
+            host = devices.host_memory((), excess.device)
+            self._scaled.append((step, host.copy_(excess, non_blocking=True), devices.mark(excess.device)))
 
     def refuse_scaled(self, before: float = math.inf) -> None:
         """Raise ThinwireError if something scaled a step other than ``before``: see ``take_steps``."""
@@ -220,7 +247,7 @@ class UpdateSpace:
             _, scaled, copied = self._scaled.pop(0)
             if copied is not None:
                 copied.synchronize()  # over, unless nobody has waited for the step's flag
-            if bool(scaled):
+            if float(scaled) > 0:
                 raise ThinwireError(
                     f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
                     "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
@@ -228,6 +255,7 @@ class UpdateSpace:
 
     def end_step(self, step: Step) -> None:
         """Update r, and forget what was noted for the step."""
+        assert not self._own_measures, "Road.end_pass() has not been called"
         if self._measured:
             new = self._ratio(sorted(self._measured))
             old = self._state.get("alike", "")
@@ -237,6 +265,7 @@ class UpdateSpace:
     def forget(self) -> None:
         """Forget the step under way."""
         self._steps.names.clear()
+        self._own_measures.clear()
         self._measured.clear()
         self._beginnings.clear()
         self._factors = None
@@ -295,12 +324,13 @@ class UpdateSpace:
             return None
         names, r = sorted(self._measured), self._state.get("alike", "")
         r = self._ratio(names) if r is None else r
-        return r * torch.stack([self._measured[name][1] for name in names]).sum()
+        return r * torch.stack([self._measured[name][1, SAMPLE] for name in names]).sum()
 
     def _ratio(self, names: Sequence[str]) -> Tensor:
         """Return r of ``names``, at most 1 and at least a fourth of what pure noise gives."""
-        samples = torch.stack([self._measured[name][0] for name in names])
-        squares = torch.stack([samples[:, 0].square().sum(1), samples[:, 1].sum(1)], 1).sum(0)
+        samples = torch.stack([self._measured[name] for name in names])[:, :, :SAMPLE]
+        samples[:, 0].square_()
+        squares = samples.sum(2).sum(0)
         return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / self._run.exchange.ranks)
 
     def cancel(self, names: Collection[str]) -> None:
@@ -369,20 +399,16 @@ class UpdateSpace:
         """
         return "turned" if name in self.matrices else "seen"
 
-    def _measure(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Note mean_n g_n and mean_n g_n^2 at each tensor's sample, alike on all ranks.
-
-        One mean over ranks, which carries mean_n |g_n|^2 too: what a rank sends does not grow with their number.
-        """
+    def _measure(self, bucket: Bucket) -> None:
+        """Note this rank's part of mean_n g_n and mean_n g_n^2 at each tensor's sample, and of mean_n |g_n|^2."""
         positions = bucket.once("sampled", lambda: self._sample_positions(bucket))
         count, tensors = positions.shape[0], len(bucket.segments)
         # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
         sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
-        sample(bucket.rows, positions, [of.columns for of in bucket.segments], bucket.norms, sums, 1 / exchange.ranks)
-        exchange.all_mean(sums, divided=True)
-        samples = sums[:, :count].view(2, -1, SAMPLE).unbind(1)
-        for segment, means, norm in zip(bucket.segments, samples, sums[1, count:].unbind(), strict=True):
-            self._measured[segment.name] = means, norm
+        share = 1 / self._run.exchange.ranks
+        sample(bucket.rows, positions, [of.columns for of in bucket.segments], bucket.norms, sums, share)
+        pieces = zip(sums[:, :count].split(SAMPLE, 1), sums[:, count:].split(1, 1), strict=True)
+        self._own_measures.update(zip([of.name for of in bucket.segments], pieces, strict=True))
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
         """Draw where the samples lie in the bucket's flattened rows, (tensors * SAMPLE,); each tensor's in one row."""
