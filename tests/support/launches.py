@@ -221,6 +221,11 @@ def _others(of: Named) -> float:
     return (len(of["programs"]) // 2 - len(of["segments"]) // of["FIELDS"]) / 2
 
 
+def _kept(of: Named) -> float:
+    """Bytes of what is copied to a message of weights; codes and scales, which lie in it too, count by themselves."""
+    return float(launches._copied(of["copy_table"].of) * of["message"].element_size())
+
+
 TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "adams._adams": (_twice("weight", "moment"), _where(next_moment="HAS_NEXT")),
     "direction._direction": (_twice("g"), _where(m="MOMENTUM", m_out="MOMENTUM")),
@@ -242,10 +247,11 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "rows._unpack": (
         lambda of: {"flat": 0.0, "rows": launches._unpack(of["rows"], of["table"].of, of["flat"], of["ADD"])},
     ),
-    "shards._read": (lambda of: {
-        "resident": 2 * nbytes_of(of["resident"]) * of["ADD"], "rows": nbytes_of(of["rows"]) * (1 + of["ADD"]),
+    "shards._read": (lambda of: {  # of its own row a rank reads ``resident``
+        "resident": nbytes_of(of["resident"]) * of["ADD"], "rows": nbytes_of(of["rows"]) * (1 + of["ADD"]),
+        "message": _kept(of) * len(of["rows"]),
     },),
-    "shards._write": (_where(resident="SUBTRACT"),),
+    "shards._write": (_where(resident="SUBTRACT"), lambda of: {"message": _kept(of)}),
     "sketch._encode": (_at("payload", "whole"),),
     "sketch._gather": (_at("payload", "rows"),),
     "sketch._restore": (_at("sent", "residual", "out"),),
