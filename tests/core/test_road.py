@@ -325,6 +325,7 @@ def trained(make: Callable[[], Method]) -> list[tuple[Tensor, dict[str, Tensor],
             stays = packed.buckets[0][1].lies_in(flat)
             rank.road.step, rank.out = step, torch.empty(engine.numel // 2)
             rank.road.reduce(flat, engine.pieces, rank.out)
+            rank.road.end_pass()
             rank.finish(step, torch.ones(()))
             stage.bound.commit()
         assert stage.bound.facts()["cut"] >= 2
@@ -365,6 +366,7 @@ def sent_beside(cls: type[Method], where: Setup, **knobs: Any) -> list[Found]:
             stage.flush_at = 4
             rank.road.step, rank.out = step, flat.new_empty(engine.numel // engine.rows) if engine.owner else flat
             rank.road.reduce(flat, engine.pieces, rank.out)
+            rank.road.end_pass()
             found.values.append(rank.out.clone())
             if step == 3:
                 rank.undo()
