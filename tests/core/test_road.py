@@ -542,6 +542,7 @@ def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, T
             rank.road.reduce(flat, pieces, rank.out)
             if how == "inside":
                 assert stage._packed(flat, pieces)[0].buckets[0][1].lies_in(flat)
+            rank.road.end_pass()
             found[f"mean {step}"] = rank.out.clone()
             rank.finish(step, torch.ones(()))
             stage.bound.commit()
