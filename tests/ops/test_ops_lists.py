@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Positions, Sparse
 from thinwire.ops import mask, sparse
 from thinwire.ops.direction import Adam, DirectionSegment
+from thinwire.ops.norms import Samples
 from thinwire.ops.quant import Format
 from thinwire.ops.sparse import ListSegment, WireValues, cpu, reference
 
@@ -84,24 +86,31 @@ def check(
 
 
 def check_steps(fast: ModuleType, device: str = "cpu") -> None:
-    """Steps taken in the pass that chooses are those taken before it, bit for bit."""
+    """Steps taken in the pass that chooses are those taken before it, bit for bit; samples are of the gradients."""
     parts = parts_of((64 * 80, 300), (64 * 2, 64), group=64)
     n, m = 64 * 82, parts[-1].list_start + 64
     g, e, v = (gaussian(2, n, seed=seed).to(device) for seed in range(3))
     g[0, 5], v = math.nan, v.square()
     lr, scale = torch.tensor([0.1, 0.3], device=device), torch.tensor([1.5, 2.0], device=device)
     segments = [DirectionSegment(part.start, part.width, i, 0.9 + i / 20, 1e-8) for i, part in enumerate(parts)]
-    seen = []
-    for before in (True, False):
+    seen, columns = [], [slice(part.start, part.start + part.width) for part in parts]
+    places = torch.randint(2 * n, (100,), generator=torch.Generator().manual_seed(1)).to(device)
+    for before, norms in itertools.product((True, False), (torch.tensor([3.0, 0.5], device=device), None)):
+        sums = torch.full((2, 104), math.nan, device=device)[:, 1:103]
+        samples = Samples(places, columns, norms, sums, 0.25)
         rows, new, second = g.clone(), torch.full_like(g, math.nan), torch.full_like(v, math.nan)
-        adam = Adam(v, second, segments, lr, scale, torch.tensor(0.7, device=device))
+        adam = Adam(v, second, segments, lr, scale, torch.tensor(0.7, device=device), samples)
         if before:
             adam.take(rows)
         found = torch.full((2, m), POISON, dtype=torch.int32, device=device)
         payload = torch.full((2, m), math.nan, device=device)
         fast.largest(rows, e, parts, new, found, payload, None, None if before else adam)
         seen.append([values.view(torch.int32) for values in (found, payload, new, second)])
-    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+        (values, norm), (squares, square) = (line.view(2, 51).split([50, 1], 1) for line in sums)
+        assert torch.equal(values.flatten(), g.flatten()[places] * 0.25)
+        assert torch.equal(squares.flatten(), g.flatten()[places].square() * 0.25)
+        assert norms is None or torch.equal(torch.stack([norm, square])[:, :, 0], torch.stack([norms, norms**2]) * 0.25)
+    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
 
 
 def check_guesses(fast: ModuleType, device: str = "cpu") -> None:

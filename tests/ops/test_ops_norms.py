@@ -100,15 +100,17 @@ def check_once(module, flat: torch.Tensor, table: CopyTable, places: list[Places
 def check_sample(module, device: torch.device = CPU) -> None:
     """Values of rows that lie apart, and norms: of each tensor, or of all, and zeros, where there are streams."""
     wide = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(device)
-    rows, positions = wide[:, 20:276], torch.tensor([0, 255, 256, 700, 767], device=device)
-    sums = torch.full((2, 7), torch.nan, device=device)
+    rows, positions = wide[:, 20:276], torch.tensor([0, 255, 256, 700, 767, 3], device=device)
+    memory = torch.full((2, 10), torch.nan, device=device)
+    sums = memory[:, 1:9]
     of_tensors = torch.stack([rows[:, :64].norm(), rows[:, 64:].norm()])
     of_all = torch.stack([rows.norm(), torch.zeros((), device=device)])
     for known, norms in ((None, of_tensors if module is reference else of_all), (of_tensors, of_tensors)):
         module.sample(rows, positions, [slice(0, 64), slice(64, 256)], known, sums, 1 / 3)
-        lines = torch.cat([rows.reshape(-1)[positions], norms])
-        assert torch.allclose(sums, torch.stack([lines, lines.square()]) / 3, rtol=1e-5)
-        assert torch.equal(sums[:, :5], torch.stack([lines, lines.square()])[:, :5] * (1 / 3))
+        lines = torch.cat([rows.reshape(-1)[positions].view(2, 3), norms.view(2, 1)], 1)
+        expected, sent = torch.stack([lines, lines.square()]) * (1 / 3), sums.reshape(2, 2, 4)
+        assert torch.allclose(sent, expected, rtol=1e-5) and torch.equal(sent[:, :, :3], expected[:, :, :3])
+        assert memory[:, ::9].isnan().all()
 
 
 def test_samples_and_norms_of_rows():

@@ -116,9 +116,11 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     loaded = dict.fromkeys(("second", "second_out", "lr", "scale", "factor"), "*fp32") | {"adam": "*i32"}
     bins, second, third = (bins for _, bins in sparse.DIGITS)
     for step in (False, True):
-        how = {"STEP": step, "STEP_FIELDS": direction.FIELDS, "FEEDBACK": True, "KEEP": True, "BINS": bins}
+        how = {"STEP": step, "SAMPLE": step, "STEP_FIELDS": direction.FIELDS}
+        how |= {"FEEDBACK": True, "KEEP": True, "GUESS": True, "BINS": bins}
         found = {"marks": "*i32"} | dict.fromkeys(("guess", "over", "near", "arrived"), "*i32") | of
-        yield sparse._first, found | loaded, counted | how | {"GUESS": True}
+        sampled = {"positions": "*i64", "norms": "*fp32"}
+        yield sparse._first, found | loaded | sampled, counted | how
     yield sparse._second, found, counted | {"BINS": second, "GUESS": True}
     yield sparse._third, found, lines | {"BLOCK": sparse.MARKED, "BINS": third, "GUESS": True}
     by_word = lines | {"BLOCK": sparse.MARKED, "PACK": True}

@@ -259,6 +259,7 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "norms._sample": (lambda of: {"rows": len(of["positions"]) * 4},),
     "sparse._first": (
         _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP", marks="GUESS"),
+        _where(positions="SAMPLE", norms="SAMPLE", sums="SAMPLE"),
         lambda of: dict.fromkeys(("counts", "near", "over"), 0.0),
     ),
     "sparse._second": (lambda of: {

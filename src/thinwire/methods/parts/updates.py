@@ -58,7 +58,7 @@ from thinwire.methods.parts.muon import Orthogonal
 from thinwire.methods.parts.own_steps import OwnSteps, require_adam
 from thinwire.network.comm import local
 from thinwire.ops.direction import Adam, DirectionSegment, direction
-from thinwire.ops.norms import sample
+from thinwire.ops.norms import Samples
 from thinwire.ops.steps import take
 
 SAMPLE = 64
@@ -116,12 +116,14 @@ class UpdateSpace:
             ) from None
         self._steps = OwnSteps(self._name)
         # For each tensor in this step, (2, SAMPLE + 1): g and g^2 at its sample, then |g| and |g|^2. Until ``end_pass``
-        # this rank's, in two pieces; then the means over ranks.
-        self._own_measures: dict[str, tuple[Tensor, Tensor]] = {}
+        # this rank's; then the means over ranks, those of g squared. And those of the last pass, in its order.
+        self._own_measures: dict[str, Tensor] = {}
         self._measured: dict[str, Tensor] = {}
+        self._last_means: tuple[list[str], Tensor] | None = None
         self._beginnings: dict[str, Tensor] = {}  # the first values of each c
-        # Step; by how much a norm differs beyond 1%, on the host; event after which it is there.
-        self._scaled: list[tuple[int, Tensor, Any]] = []
+        # Step; norms of the first values of its steps when taken, and when they came, (2, tensors), on the host; event
+        # after which they are there.
+        self._norms: list[tuple[int, Tensor, Any]] = []
         self._factors: _Factors | None = None  # of the step under way
         self._knobs: Mapping[str, tuple[int, float, float]] = {}
         self._rates: Mapping[str, float] = {}  # the lr that made each tensor's last step
@@ -145,17 +147,18 @@ class UpdateSpace:
     def watch(self, bucket: Bucket) -> None:
         """Update v_n from gradients that are sent dense."""
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
-        self._precondition(bucket, values, torch.ones((), dtype=torch.float32, device=bucket.device))
+        self._precondition(bucket, values, torch.ones((), dtype=torch.float32, device=bucket.device), None)
 
     def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
         """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, then."""
-        self._measure(bucket)
-        r = self._state.get("alike", "")
+        measured, r = self._measure(bucket), self._state.get("alike", "")
+        samples = None if r is None else measured
         if r is None:  # the first of all: what this bucket shows by itself
+            measured.take(bucket.rows)
             self.end_pass({})
             r = self._ratio([segment.name for segment in bucket.segments])
         with exchange.span("encode", bucket.rows):
-            self._precondition(bucket, bucket.rows, r, as_encoded=as_encoded)
+            self._precondition(bucket, bucket.rows, r, samples, as_encoded=as_encoded)
 
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin, unless ``end_pass`` is shown them."""
@@ -176,9 +179,11 @@ class UpdateSpace:
             self._note_beginnings(names, [self._beginning(name, gradients[name]) for name in names])
         own_measures, self._own_measures = self._own_measures, {}
         if names := sorted(own_measures):
-            joined = torch.cat([piece for name in names for piece in own_measures[name]], 1)
+            joined = torch.cat([own_measures[name] for name in names], 1)
             means = self._run.exchange.all_mean(joined, divided=True).view(2, -1, SAMPLE + 1)
+            means[0].square_()
             self._measured.update(zip(names, means.unbind(1), strict=True))
+            self._last_means = names, means
 
     def _note_beginnings(self, names: Sequence[str], probes: list[Tensor]) -> None:
         lengths = [len(probe) for probe in probes]
@@ -221,8 +226,8 @@ class UpdateSpace:
         self._steps.take(step, self._run, move)
         take(values, changes, decay_factors)
         if probes:
-            lengths, sent = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
-            self._note_scaled(step.number, (lengths - sent).abs_().sub_(sent, alpha=0.01).max())
+            norms = torch.stack(torch._foreach_norm([*probes, *expected], dtype=torch.float32)).view(2, -1)
+            self._note_norms(step.number, norms)
 
     def _compare_rates(self, name: str, rate: float) -> None:
         """Warn once if the step of ``name`` was not made with ``rate``, its lr now."""
@@ -235,19 +240,19 @@ class UpdateSpace:
             f"and not {rate:g}: set it before backward(), or after optimizer.step()", ThinwireWarning, stacklevel=2,
         )  # fmt: skip
 
-    def _note_scaled(self, step: int, excess: Tensor) -> None:
-        """Send ``excess`` of ``step``, 0-dim, to the host, which reads it in a later step, after the guard's flag."""
-        if not excess.is_meta:
-            host = devices.host_memory((), excess.device)
-            self._scaled.append((step, host.copy_(excess, non_blocking=True), devices.mark(excess.device)))
+    def _note_norms(self, step: int, norms: Tensor) -> None:
+        """Send ``norms`` of ``step`` to the host, which compares them in a later step, after the guard's flag."""
+        if not norms.is_meta:
+            host = devices.host_memory(norms.shape, norms.device)
+            self._norms.append((step, host.copy_(norms, non_blocking=True), devices.mark(norms.device)))
 
     def refuse_scaled(self, before: float = math.inf) -> None:
         """Raise ThinwireError if something scaled a step other than ``before``: see ``take_steps``."""
-        while self._scaled and self._scaled[0][0] != before:
-            _, scaled, copied = self._scaled.pop(0)
+        while self._norms and self._norms[0][0] != before:
+            _, (now, sent), copied = self._norms.pop(0)
             if copied is not None:
                 copied.synchronize()  # over, unless nobody has waited for the step's flag
-            if float(scaled) > 0:
+            if bool(((now - sent).abs() > 0.01 * sent).any()):
                 raise ThinwireError(
                     f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
                     "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"
@@ -267,6 +272,7 @@ class UpdateSpace:
         self._steps.names.clear()
         self._own_measures.clear()
         self._measured.clear()
+        self._last_means = None
         self._beginnings.clear()
         self._factors = None
 
@@ -324,14 +330,21 @@ class UpdateSpace:
             return None
         names, r = sorted(self._measured), self._state.get("alike", "")
         r = self._ratio(names) if r is None else r
-        return r * torch.stack([self._measured[name][1, SAMPLE] for name in names]).sum()
+        return r * self._means(names)[1, :, SAMPLE].sum()
 
     def _ratio(self, names: Sequence[str]) -> Tensor:
         """Return r of ``names``, at most 1 and at least a fourth of what pure noise gives."""
-        samples = torch.stack([self._measured[name] for name in names])[:, :, :SAMPLE]
-        samples[:, 0].square_()
-        squares = samples.sum(2).sum(0)
-        return (squares[0] / squares[1]).nan_to_num(1.0, 1.0).clamp_(min=0.25 / self._run.exchange.ranks)
+        samples = self._means(names)[:, :, :SAMPLE]
+        squares = samples.new_empty(len(names), 2)
+        torch.sum(samples, 2, out=squares.T)
+        above, below = squares.sum(0).unbind()
+        return (above / below).nan_to_num(1.0, 1.0).clamp_(min=0.25 / self._run.exchange.ranks)
+
+    def _means(self, names: Sequence[str]) -> Tensor:
+        """Return what was measured of ``names``: (2, len(names), SAMPLE + 1)."""
+        if self._last_means is not None and self._last_means[0] == names:
+            return self._last_means[1]
+        return torch.stack([self._measured[name] for name in names], 1)
 
     def cancel(self, names: Collection[str]) -> None:
         """Forget the steps of ``names``, which were thrown away."""
@@ -341,22 +354,27 @@ class UpdateSpace:
             self._beginnings.pop(name, None)
         self._factors = None
 
-    def _precondition(self, bucket: Bucket, values: Tensor, r: Tensor, *, as_encoded: bool = False) -> None:
-        """Replace g in ``values`` (R, n) by u, and write v'."""
+    def _precondition(
+        self, bucket: Bucket, values: Tensor, r: Tensor, samples: Samples | None, *, as_encoded: bool = False
+    ) -> None:
+        """Take ``samples`` of g in ``values`` (R, n), replace it by u, and write v'."""
         second, second_out = self._state.read("second", bucket), self._state.write("second", bucket)
         first = first_out = None
         if self._momentum:
             first, first_out = self._state.read("first", bucket), self._state.write("first", bucket)
         factors, holders = self._factors_on(bucket.device), self._run.holders if self.matrices else {}
+        segments = bucket.once("directions", lambda: self._directions(bucket, factors), factors.knobs)
+        as_encoded = as_encoded and first is None and len(segments) == len(bucket.segments)
+        if samples is not None and not as_encoded:
+            samples.take(values)
         for segment in bucket.segments:
             self._state.put(self._counter(segment.name), segment.name, factors.counts[segment.name])
             if segment.name in self.matrices:
                 gradients, old, new = (tensor[:, segment.columns] for tensor in (values, second, second_out))
                 group = holders[segment.name].group
                 self._orthogonal.take(segment.name, group, gradients, old, new, segment.span)
-        segments = bucket.once("directions", lambda: self._directions(bucket, factors), factors.knobs)
-        if as_encoded and first is None and len(segments) == len(bucket.segments):
-            bucket.adam = Adam(second, second_out, segments, factors.lrs, factors.unbias, r)
+        if as_encoded:
+            bucket.adam = Adam(second, second_out, segments, factors.lrs, factors.unbias, r, samples)
             return
         moments = second, second_out, first, first_out
         direction(values, *moments, segments, lr=factors.lrs, scale=factors.unbias, factor=r, beta1=self._momentum)
@@ -399,16 +417,14 @@ class UpdateSpace:
         """
         return "turned" if name in self.matrices else "seen"
 
-    def _measure(self, bucket: Bucket) -> None:
-        """Note this rank's part of mean_n g_n and mean_n g_n^2 at each tensor's sample, and of mean_n |g_n|^2."""
+    def _measure(self, bucket: Bucket) -> Samples:
+        """Note where this rank's part of mean_n g_n and mean_n g_n^2 at each tensor's sample will be, and |g_n|^2's."""
         positions = bucket.once("sampled", lambda: self._sample_positions(bucket))
-        count, tensors = positions.shape[0], len(bucket.segments)
-        # Row 0: the samples of all tensors, then their norms |g_n|; row 1: their squares.
-        sums = bucket.buffer("samples", (2, count + tensors), torch.float32)
-        share = 1 / self._run.exchange.ranks
-        sample(bucket.rows, positions, [of.columns for of in bucket.segments], bucket.norms, sums, share)
-        pieces = zip(sums[:, :count].split(SAMPLE, 1), sums[:, count:].split(1, 1), strict=True)
+        sums = bucket.buffer("samples", (2, len(bucket.segments) * (SAMPLE + 1)), torch.float32)
+        pieces = sums.split(SAMPLE + 1, 1)
         self._own_measures.update(zip([of.name for of in bucket.segments], pieces, strict=True))
+        columns, share = [of.columns for of in bucket.segments], 1 / self._run.exchange.ranks
+        return Samples(positions, columns, bucket.norms, sums, share)
 
     def _sample_positions(self, bucket: Bucket) -> Tensor:
         """Draw where the samples lie in the bucket's flattened rows, (tensors * SAMPLE,); each tensor's in one row."""

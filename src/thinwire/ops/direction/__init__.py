@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.ops.backends import backend
+from thinwire.ops.norms import Samples
 from thinwire.ops.programs import check_width
 
 __all__ = ["Adam", "DirectionSegment", "direction"]
@@ -30,7 +31,10 @@ class DirectionSegment(NamedTuple):
 
 
 class Adam(NamedTuple):
-    """Steps of Adam without momentum along gradients (R, n), to take them later: the arguments of ``direction``."""
+    """Steps of Adam without momentum along gradients (R, n), to take them later: the arguments of ``direction``.
+
+    ``samples`` of the gradients are taken before.
+    """
 
     second: Tensor
     second_out: Tensor
@@ -38,9 +42,12 @@ class Adam(NamedTuple):
     lr: Tensor
     scale: Tensor
     factor: Tensor
+    samples: Samples | None = None
 
     def take(self, rows: Tensor) -> None:
         """Replace the gradients in ``rows``."""
+        if self.samples is not None:
+            self.samples.take(rows)
         direction(
             rows, self.second, self.second_out, None, None, self.segments, lr=self.lr, scale=self.scale,
             factor=self.factor, beta1=0.0,

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
-__all__ = ["Bounds", "Statistics", "bound", "sample"]
+__all__ = ["Bounds", "Samples", "Statistics", "bound", "sample"]
 
 _backend = backend("thinwire.ops.norms", cpu="reference")
 
@@ -66,16 +66,29 @@ def bound(flat: Tensor, table: CopyTable, rows: Tensor, columns: Tensor, statist
     return bounds
 
 
+class Samples(NamedTuple):
+    """What ``sample`` takes of rows, of which the host knows nothing else: its other arguments."""
+
+    positions: Tensor
+    tensors: Sequence[slice]
+    norms: Tensor | None
+    sums: Tensor
+    share: float
+
+    def take(self, rows: Tensor) -> None:
+        sample(rows, *self)
+
+
 def sample(
     rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
 ) -> Tensor:
-    """Write ``share`` times values of ``rows`` (R, n), then norms, to ``sums[0]``, and of their squares to ``sums[1]``.
+    """Write ``share`` times values of ``rows`` (R, n), and norms, to ``sums[0]``, and of their squares to ``sums[1]``.
 
     Args:
-        positions: (S,) int64, places of values in the flattened rows. tensors: T columns' slices, which a norm is of.
+        positions: (T S,) int64, places of values in the flattened rows. tensors: T columns' slices, which a norm is of.
         norms: (T,) these; None: they are not known. Then, on a GPU, where each would be a launch, the first one is that
             of all rows, and the others are zero.
-        sums: (2, S + T) float32.
+        sums: (2, T (S + 1)) float32: of each tensor S values, then its norm.
     """
     _backend(rows).sample(rows, positions, tensors, norms, sums, share)
     return sums

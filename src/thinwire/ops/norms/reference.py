@@ -49,9 +49,10 @@ def bound(
 def sample(
     rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
 ) -> None:
-    torch.take(rows, positions, out=sums[0, : len(positions)])
+    places = sums[0].view(len(tensors), -1)
+    places[:, :-1] = torch.take(rows, positions.view(len(tensors), -1))
     lengths = torch._foreach_norm([rows[:, columns] for columns in tensors]) if norms is None else norms.unbind()
-    torch.stack(lengths, out=sums[0, len(positions) :])
+    torch.stack(lengths, out=places[:, -1])
     torch.square(sums[0], out=sums[1])
     sums.mul_(share)
 

@@ -104,14 +104,26 @@ def _bound_segment(
 
 
 @kernel
-def _sample(rows, stride, n, positions, norms, norm_count, sums, sums_stride, count, size, share, BLOCK: tl.constexpr):
-    """Write ``share`` * (``count`` values, ``norm_count`` norms, 0) to ``sums`` (2, size), and below it of squares."""
+def _sample(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, BLOCK: tl.constexpr):
+    """Write ``share`` * (``each`` values, a norm) of every tensor to ``sums`` (2, size), and below it of squares.
+
+    Norms from ``norm_count`` on are 0.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(positions + i, mask=i < count, other=0)
+    sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i)
+
+
+@triton.jit
+def sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i):
+    """Write the entries ``i`` of ``_sample``'s."""
+    tensor = i // (each + 1)
+    is_norm = i - tensor * (each + 1) == each
+    is_value = (i < size) & ~is_norm
+    position = tl.load(positions + i - tensor, mask=is_value, other=0)
     row = position // n
-    values = tl.load(rows + row * stride + (position - row * n), mask=i < count, other=0)
-    is_norm = (i >= count) & (i - count < norm_count)
-    values = tl.where(is_norm, tl.load(norms + i - count, mask=is_norm, other=0), values)
+    values = tl.load(rows + row * stride + (position - row * n), mask=is_value, other=0)
+    is_known = is_norm & (tensor < norm_count)
+    values = tl.where(is_known, tl.load(norms + tensor, mask=is_known, other=0), values)
     tl.store(sums + i, values * share, mask=i < size)
     tl.store(sums + sums_stride + i, values * values * share, mask=i < size)
 
@@ -119,10 +131,10 @@ def _sample(rows, stride, n, positions, norms, norm_count, sums, sums_stride, co
 def sample(
     rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
 ) -> None:
-    count, size = len(positions), sums.shape[1]
+    each, size = len(positions) // len(tensors), sums.shape[1]
     norms = torch.linalg.vector_norm(rows).view(1) if norms is None else norms
     launch(
-        _sample, (cdiv(size, BLOCK),), rows, rows.shape[1], positions, norms, len(norms), sums, count, size,
+        _sample, (cdiv(size, BLOCK),), rows, rows.shape[1], positions, norms, len(norms), sums, each, size,
         share, BLOCK=BLOCK,
     )  # fmt: skip
 

@@ -40,6 +40,7 @@ from thinwire.ops.gpu import (
     zero_words,
 )
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits
+from thinwire.ops.norms.triton import sample_of
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
@@ -116,15 +117,22 @@ def _store_marks(marks, stride, word, above, alike, inside):
 def _first(
     programs, segments, rows, stride, residual, residual_stride, total, total_stride, second, second_stride, second_out,
     second_out_stride, lr, scale, factor, adam, largest, state, counts, ends, guess, over, near, copies, marks,
-    marks_stride, segment_count, shift, STEP: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr,
-    GUESS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, STEP_FIELDS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    marks_stride, positions, norms, norm_count, sums, sums_stride, each, size, share, n, segment_count, shift,
+    STEP: tl.constexpr, SAMPLE: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, GUESS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, STEP_FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Make ``total``, with Adam's step along the rows if ``STEP``, and begin ``state`` with its first digits.
 
     ``state`` (R, segments, 3): the lowest size that begins so, how many to choose of those that do, and whether two
-    digits are known. They may be with ``GUESS``: then what is near it, or above, is marked as ``_second`` would.
+    digits are known. They may be with ``GUESS``: then what is near it, or above, is marked as ``_second`` would. If
+    ``SAMPLE``, a further program of each row does a part of ``norms.sample``.
     """
+    if SAMPLE:  # noqa: SIM102 (a constant around a branch)
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+                i = first + tl.arange(0, BLOCK)
+                sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i)
+            return
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = column < width // 16 * 16
@@ -586,11 +594,12 @@ def largest(
     else:
         moments = adam.second, adam.second_out
         factors = adam.lr, adam.scale, adam.factor, direction.tables(device, tuple(adam.segments))[1]
+    takes_samples, samples = _sampling(rows, total, adam)
     launch(
-        _first, grid, counted, table, rows, addend, total, *moments, *factors, direction.LARGEST, state, counts, ends,
-        kth, over, near, copies, marks, len(segments), shift,
-        STEP=adam is not None, FEEDBACK=residual is not None, KEEP=total_out is not None, GUESS=guesses, BINS=bins,
-        STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
+        _first, (grid[0] + takes_samples, count), counted, table, rows, addend, total, *moments, *factors,
+        direction.LARGEST, state, counts, ends, kth, over, near, copies, marks, *samples, len(segments), shift,
+        STEP=adam is not None, SAMPLE=takes_samples, FEEDBACK=residual is not None, KEEP=total_out is not None,
+        GUESS=guesses, BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
     )  # fmt: skip
     begun = counted, table, total, state, counts
     launch(
@@ -608,6 +617,17 @@ def largest(
         _list, grid, *chosen, positions, payload, words, *sent, arrived, len(segments), m, PACK=packs, BITS=bits,
         KEEP=total_out is not None, GROUP=group, GROUPS=groups, WIRE=wire_alignment(sent[0], payload), **by_word,
     )  # fmt: skip
+
+
+def _sampling(rows: Tensor, total: Tensor, adam: Adam | None) -> tuple[bool, tuple[Any, ...]]:
+    """Return whether the first pass takes samples, and its arguments for them; take those that it cannot take."""
+    if adam is not None and adam.samples is not None:
+        positions, tensors, norms, sums, share = adam.samples
+        if norms is not None and total is not rows:
+            each = len(positions) // len(tensors)
+            return True, (positions, norms, len(norms), sums, each, sums.shape[1], share, rows.shape[1])
+        adam.samples.take(rows)
+    return False, (rows[0], rows[0], 0, rows, 0, 0, 0.0, 0)  # not touched
 
 
 def _sending(values: WireValues | None, payload: Tensor) -> tuple[int, int, int, tuple[Tensor, Tensor]]:
