@@ -67,7 +67,7 @@ def bound(flat: Tensor, table: CopyTable, rows: Tensor, columns: Tensor, statist
 
 
 class Samples(NamedTuple):
-    """What ``sample`` takes of rows, of which the host knows nothing else: its other arguments."""
+    """Arguments of ``sample`` but the rows, to take them later."""
 
     positions: Tensor
     tensors: Sequence[slice]
