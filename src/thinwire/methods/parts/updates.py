@@ -249,10 +249,10 @@ class UpdateSpace:
     def refuse_scaled(self, before: float = math.inf) -> None:
         """Raise ThinwireError if something scaled a step other than ``before``: see ``take_steps``."""
         while self._norms and self._norms[0][0] != before:
-            _, (now, sent), copied = self._norms.pop(0)
+            _, norms, copied = self._norms.pop(0)
             if copied is not None:
                 copied.synchronize()  # over, unless nobody has waited for the step's flag
-            if bool(((now - sent).abs() > 0.01 * sent).any()):
+            if any(abs(taken - came) > 0.01 * came for taken, came in zip(*norms.tolist(), strict=True)):
                 raise ThinwireError(
                     f"{self._name}: after backward() .grad holds a step of the weights, not a gradient, and something "
                     "has scaled it: clip with wire.clip_grad_norm_, which leaves steps alone"

@@ -117,7 +117,7 @@ def _sample(rows, stride, n, positions, norms, norm_count, sums, sums_stride, ea
 def sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i):
     """Write the entries ``i`` of ``_sample``'s."""
     tensor = i // (each + 1)
-    is_norm = i - tensor * (each + 1) == each
+    is_norm = i % (each + 1) == each
     is_value = (i < size) & ~is_norm
     position = tl.load(positions + i - tensor, mask=is_value, other=0)
     row = position // n
@@ -128,11 +128,16 @@ def sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, 
     tl.store(sums + sums_stride + i, values * values * share, mask=i < size)
 
 
+def norm_of_all(rows: Tensor) -> Tensor:
+    """Return what stands for the first tensor's norm where none is known: that of all rows, (1,)."""
+    return torch.linalg.vector_norm(rows).view(1)
+
+
 def sample(
     rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
 ) -> None:
     each, size = len(positions) // len(tensors), sums.shape[1]
-    norms = torch.linalg.vector_norm(rows).view(1) if norms is None else norms
+    norms = norm_of_all(rows) if norms is None else norms
     launch(
         _sample, (cdiv(size, BLOCK),), rows, rows.shape[1], positions, norms, len(norms), sums, each, size,
         share, BLOCK=BLOCK,

@@ -40,7 +40,7 @@ from thinwire.ops.gpu import (
     zero_words,
 )
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits
-from thinwire.ops.norms.triton import sample_of
+from thinwire.ops.norms.triton import norm_of_all, sample_of
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
@@ -70,6 +70,8 @@ BINS = max(bins for _, bins in DIGITS)
 NEAR_SHIFT, NEAR_BINS = tl.constexpr(11), tl.constexpr(1 << 10)
 """The lowest bit and the number of values of the digit of sizes near a guess, from which they differ by up to an eighth
 or, if its mantissa is large, a sixteenth. More of them would hit more often, and wait longer for their counts."""
+SAMPLED = tl.constexpr(512)
+"""Samples that a program takes at a time: they need no more registers than values do."""
 COPIES, ALL_COPIES = 8, 256
 """Copies of a segment's counts of the second digit, at most, and of all segments' together. Additions to counts that
 lie close wait for each other, which took longer than to read the values: programs add to copies in turns."""
@@ -129,8 +131,8 @@ def _first(
     """
     if SAMPLE:  # noqa: SIM102 (a constant around a branch)
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
-                i = first + tl.arange(0, BLOCK)
+            for first in range(tl.program_id(1) * SAMPLED, size, tl.num_programs(1) * SAMPLED):
+                i = first + tl.arange(0, SAMPLED)
                 sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i)
             return
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
@@ -623,7 +625,8 @@ def _sampling(rows: Tensor, total: Tensor, adam: Adam | None) -> tuple[bool, tup
     """Return whether the first pass takes samples, and its arguments for them; take those that it cannot take."""
     if adam is not None and adam.samples is not None:
         positions, tensors, norms, sums, share = adam.samples
-        if norms is not None and total is not rows:
+        if total is not rows:
+            norms = norm_of_all(rows) if norms is None else norms
             each = len(positions) // len(tensors)
             return True, (positions, norms, len(norms), sums, each, sums.shape[1], share, rows.shape[1])
         adam.samples.take(rows)
