@@ -89,7 +89,7 @@ def share(found: dict[str, Any], device: Device) -> float:
 def variant(found: dict[str, Any]) -> str:
     """The constants that tell a kernel's variants apart."""
     same = ("BLOCK", "ALIGN", "A", "C", "GOLDEN", "MIX1", "MIX2", "MIX3", "COPIED", "FIELDS", "DIRECTORY",
-        "STEP_FIELDS", "ZEROS", "PER_OFFSET",
+        "STEP_FIELDS", "PER_OFFSET",
     )  # fmt: skip
     told = {name: int(value) for name, value in found["constants"].items() if name not in same and value is not None}
     return ", ".join(f"{name.lower()} {value}" for name, value in told.items() if value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -643,6 +645,47 @@ def test_whoever_scales_a_single_step_is_told(kind, world):
         assert any(said.values())
         for case, error in said.items():
             assert ("something has scaled it" in error) == (not case.startswith(" ")), (case, error)
+
+
+class Formed(torch.nn.Module):
+    """Weights that are not contiguous, of more values than are probed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kernel = torch.randn(96, 8, 3, 3).to(memory_format=torch.channels_last)
+        self.kernel, self.matrix = torch.nn.Parameter(kernel), torch.nn.Parameter(torch.randn(96, 80).t())
+
+    def forward(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        given = [torch.randn(of.shape, generator=generator) for of in self.parameters()]
+        return sum((of * by).sum() + of.square().sum() for of, by in zip(self.parameters(), given, strict=True))
+
+
+def _formed(rank: int, world: int) -> dict[tuple[Any, ...], str]:
+    said = {}
+    for spec in ("trickle(smallest=0)", "sign(smallest=0, feedback='updates')"):
+        for as_view, two_level, scaled in itertools.product((False, True), repeat=3):
+            model = build("ddp", world, net=Formed, gradient_as_bucket_view=as_view)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            wire = thinwire.compress(model, optimizer, spec, two_level=two_level)
+            said[spec, as_view, two_level, scaled] = ""
+            try:
+                for step in range(3):
+                    model(10 * step + rank).backward()
+                    if scaled:
+                        next(iter(model.parameters())).grad.mul_(0.9)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                wire.close()
+            except ThinwireError as error:
+                said[spec, as_view, two_level, scaled] = str(error)
+    return said
+
+
+def test_steps_of_weights_that_are_not_contiguous_are_refused_if_they_are_scaled_and_only_then():
+    for said in ranks.run(_formed, 4, LOCAL_WORLD_SIZE="2"):
+        for case, error in said.items():
+            assert ("something has scaled it" in error) == case[-1] and bool(error) == case[-1], (case, error)
 
 
 class Shuffled(torch.nn.Module):

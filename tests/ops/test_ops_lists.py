@@ -399,7 +399,7 @@ for parts in (t.PARTS[2], t.BEHIND):
 t.check_packing(triton, t.MIXED)
 t.check_leaving_out(triton)
 t.check_guesses(triton)
-triton.HIGH, triton.ZEROS, triton.SKIPPED = 128, 64, triton.tl.constexpr(2)
+triton.HIGH, triton.ZEROS, triton.SHARERS, triton.SKIPPED = 128, 32, 3, triton.tl.constexpr(2)
 parts = t.parts_of((64 * 37, 1001), (64 * 300, 100), (64 * 5, 90), group=1)
 t.check_packing(triton, parts)  # several programs in a segment
 t.check_leaving_out(triton, parts)

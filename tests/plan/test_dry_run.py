@@ -121,6 +121,16 @@ def test_a_period_is_averaged():
     assert share == pytest.approx(0.1 + 0.9 * 0.25 + 0.1 / 32, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["trickle", "trickle:merged", "topk", "sign(feedback='updates')", "tagc", "powersgd"])
+def test_what_stays_dense_beside_steps_sends_what_dense_does(name):
+    """What is sent about steps is theirs alone: samples of their gradients."""
+    method, dense = resolve(name), run_dry(resolve("fp32"), "ddp", 4).parameters
+    exchange = exchange_of("ddp", 4)
+    stay = road_of(method, parameters_for(exchange, SHAPES).values(), exchange).last.dense
+    found = run_dry(method, "ddp", 4).parameters
+    assert stay and all(found[name] == dense[name] for name in stay)
+
+
 def test_nothing_of_the_size_is_allocated():
     exchange = exchange_of("fsdp2", 64)
     shapes = {f"layers.{i}": (16384, 16384) for i in range(64)}  # 17 billion values

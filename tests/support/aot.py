@@ -126,7 +126,7 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     by_word = lines | {"BLOCK": sparse.MARKED, "PACK": True}
     yield sparse._tally, found, by_word
     listed = {"BLOCK": sparse.BLOCK}
-    spread = {"ZEROS": sparse.ZEROS, "PER_OFFSET": sparse.BLOCK, "BLOCK": sparse.HIGH, "num_warps": sparse.WARPS}
+    spread = {"PER_OFFSET": sparse.BLOCK, "BLOCK": sparse.HIGH, "num_warps": sparse.WARPS}
     yield sparse._spread, of | {"wire": "*i64"}, spread | lines
     yield sparse._put, {}, listed
     for bits, codes in ((32, "*fp32"), (8, "*i8"), (4, "*u8")):

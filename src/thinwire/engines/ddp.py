@@ -173,7 +173,9 @@ class DDP(Engine):
             names = [piece.name for piece in pieces]
             step_loop.enter(names)
             if road.last.method.card.step_maker is not None:
-                self._shown.update(zip(names, bucket.gradients(), strict=True))
+                for piece, gradient in zip(pieces, bucket.gradients(), strict=True):
+                    # Where it is not plain, DDP's own view has the order of memory.
+                    self._shown[piece.name] = gradient if piece.form is None else piece.strided(flat)
             is_last = bucket.is_last()
             self._lacks_buckets = not is_last
 
@@ -234,6 +236,7 @@ class DDP(Engine):
 
     def end_step(self) -> None:
         self._dropped = self._inspected = False
+        self._shown.clear()
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
         """Locate each parameter in the bucket's buffer, and check new buckets against the buffer's own views."""
@@ -270,6 +273,7 @@ class DDP(Engine):
     def close(self) -> None:
         for watch in (*self._watches, *self._late_watches.values()):
             watch.remove()
+        self._shown.clear()
         self.worker.close()
         if (hook := CommHook.find(self.model)) is not None:
             hook.reduce, hook.free = refuse_bucket, True  # DDP holds it beyond Python's sight: a circle would stay

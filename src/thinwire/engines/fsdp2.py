@@ -233,7 +233,7 @@ class FSDP2(ShardedEngine):
                 module.set_all_reduce_hook(link.all_reduce_hook(road.last))
 
     def exchange(self) -> None:  # torch does not tell which module's gradients are the last
-        with self._step_loop.inside("the exchange of samples of gradients"):
+        with self._step_loop.inside("the exchange of samples of gradients"), self.waited():
             self._road.end_pass()
 
     def layout(self) -> Layout:

@@ -199,7 +199,8 @@ class Replicas(Engine):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
                 local(weight.grad).copy_(values.view(local(weight.grad).shape))
-        self._road.end_pass()
+        with self.across.ledger.span("exposed"):
+            self._road.end_pass()
         self._gradients = "exchanged"
 
     def _enter(self, names: Sequence[str]) -> None:

@@ -325,7 +325,10 @@ class Playback:
             replica.send(out.view(replica.comm.size, -1)[replica.comm.rank].clone(), number)
 
     def exchange(self, number: int) -> dict[str, float]:
-        """Carry all buffers over the road. Return the bytes sent by the first parameter of each buffer."""
+        """Carry all buffers over the road. Return the bytes sent by the first parameter of each buffer.
+
+        What is sent when all have been carried, of each step as much, is added to the steps'.
+        """
         sent: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self.buffers:
@@ -333,7 +336,11 @@ class Playback:
             sent_before = sum(self.ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
             sent[pieces[0].name] += sum(self.ledger.current.bytes.values()) - sent_before
+        step_maker, sent_before = self.method.card.step_maker, sum(self.ledger.current.bytes.values())
+        names = () if step_maker is None else tuple(step_maker.names)
         self._road.end_pass(self.gradients)
+        for name in names:
+            sent[name] += (sum(self.ledger.current.bytes.values()) - sent_before) / len(names)
         return sent
 
     def step(self, number: int) -> None:

@@ -61,9 +61,10 @@ QUANTIZED = 1024
 DIGITS = ((22, 1 << 9), (11, 1 << 11), (0, 1 << 11))
 """The lowest bit and the number of values of each digit of a size, which has 31 bits. A histogram takes time by its
 bins, of which each thread counts its own, but the more bins the first one has, the fewer values go on."""
-HIGH, ZEROS = 2048, 1 << 13
+HIGH, ZEROS, SHARERS = 2048, 1 << 13, 64
 """High bits that a program takes at a time to decode positions, in ``WARPS``, and its zeros: of 2^17 or 2^21 columns.
-With fewer, more programs count what lies before theirs; with more, one is at work when all others are done."""
+With fewer, more programs count what lies before theirs; with more, one is at work when all others are done. Where more
+than ``SHARERS`` would share a segment, of which each counts all before its own, it has more."""
 SKIPPED = tl.constexpr(256)
 """Words of high bits before a program's that it counts at a time."""
 BINS = max(bins for _, bins in DIGITS)
@@ -460,17 +461,17 @@ def _put(payload, payload_stride, positions, positions_stride, out, stride, m, B
 
 @kernel
 def _spread(
-    programs, segments, wire, wire_stride, words, words_stride, offsets, offsets_stride, ZEROS: tl.constexpr,
+    programs, segments, wire, wire_stride, words, words_stride, offsets, offsets_stride, log_zeros,
     PER_OFFSET: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Make ``words`` masks of the positions, and ``offsets``: how many lie before each ``PER_OFFSET`` columns.
 
     A position is a one among the high bits. The zero that ends its 256 or 16 columns has as many ones before it as
-    there are positions up to there. A program clears the words of ``ZEROS`` zeros' columns, finds their high bits, and
-    sets what these say, ``BLOCK`` bits at a time. Of other programs' columns it may set some as well, to the same.
+    there are positions up to there. A program clears the words of 2^``log_zeros`` zeros' columns, finds their high bits
+    and sets what these say, ``BLOCK`` bits at a time. Of other programs' columns it may set some as well, to the same.
     """
     row, _, segment, _ = segment_of(programs, segments, BLOCK, FIELDS)
-    lane, first = tl.arange(0, BLOCK), tl.load(programs + 2 * tl.program_id(0) + 1) * ZEROS
+    lane, first = tl.arange(0, BLOCK), tl.load(programs + 2 * tl.program_id(0) + 1) << log_zeros
     low_bits, k, count = tl.load(segment + 6), tl.load(segment + 2).to(tl.int32), tl.load(segment + 5).to(tl.int32)
     start = first.to(tl.int64) << low_bits  # all further columns are counted from here, in 32 bits
     width, shift = (tl.load(segment + 1) - start).to(tl.int32), low_bits.to(tl.int32)
@@ -478,12 +479,12 @@ def _spread(
     words += row * words_stride + (tl.load(segment) + start) // 64
     offsets += row * offsets_stride + tl.load(segment + 8) + start // PER_OFFSET
     tl.store(offsets, 0, mask=first == 0)
-    size = tl.minimum(width, ZEROS << shift) // 64
+    size = tl.minimum(width.to(tl.int64), (start * 0 + 1) << (log_zeros + shift)).to(tl.int32) // 64
     for word in range(0, size, BLOCK):
         tl.store(words + word + lane, tl.zeros((BLOCK,), tl.int64), mask=word + lane < size)
     tl.debug_barrier()  # other threads than those that clear a word set its bits
     bit, ones = _skip(wire, count, first)
-    while (bit < count) & (bit - ones < first + ZEROS):
+    while (bit < count) & (bit - ones < first + (1 << log_zeros)):
         bits = _bits(wire, bit + lane, bit + lane < count)
         i = ones + tl.cumsum(bits, 0) - bits
         zeros, listed = bit + lane - i - first, (bits != 0) & (i < k)
@@ -551,7 +552,7 @@ class _Tables(NamedTuple):
     """The table of some segments, which all launches for them read, and which programs take how much of which.
 
     ``programs``: of ``BLOCK`` columns, of which a row has ``blocks``. ``counted``: of ``COUNTED`` columns.
-    ``spread``: of ``ZEROS`` zeros among the high bits.
+    ``spread``: of 2^``log_zeros`` zeros among the high bits.
     """
 
     table: Tensor
@@ -559,6 +560,7 @@ class _Tables(NamedTuple):
     counted: Tensor
     spread: Tensor
     blocks: int
+    log_zeros: int
 
 
 @per_stream
@@ -566,8 +568,10 @@ def _tables(device: torch.device, segments: tuple[ListSegment, ...]) -> _Tables:
     widths = [segment.width for segment in segments]
     zeros = [cdiv(segment.width, 1 << segment.low_bits) for segment in segments]
     programs, counted = (programs_on(device, widths, columns) for columns in (BLOCK, COUNTED))
+    each = 1 << (max(ZEROS, *(cdiv(count, SHARERS) for count in zeros)) - 1).bit_length()
     table = of.wire_table(segments, device).view(-1)
-    return _Tables(table, programs, counted, programs_on(device, zeros, ZEROS), programs.shape[0] // 2)
+    spread = programs_on(device, zeros, each)
+    return _Tables(table, programs, counted, spread, programs.shape[0] // 2, each.bit_length() - 1)
 
 
 def largest(
@@ -588,7 +592,7 @@ def largest(
     ends, over, arrived = behind, behind[entries:], behind[2 * entries :]
     kth, guesses = (state if guess is None else guess.view(-1)), guess is not None
     marks = torch.empty((2 * count, rows.shape[1] // 32), dtype=torch.int32, device=device)
-    table, _, counted, _, _ = _tables(device, segments)
+    table, _, counted, *_ = _tables(device, segments)
     grid = counted.shape[0] // 2, count
     wide: dict[str, Any] = {"BLOCK": COUNTED, "FIELDS": of.FIELDS, "num_warps": WARPS}
     if adam is None:
@@ -678,10 +682,10 @@ def read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor, positio
 
 def _read(wire: Tensor, segments: tuple[ListSegment, ...], words: Tensor) -> Tensor:
     """Make ``words`` masks of the positions; return how many lie before each ``BLOCK`` columns, in their segment."""
-    bits, (table, _, _, programs, blocks) = viewable(wire).view(torch.int64), _tables(wire.device, segments)
+    bits, (table, _, _, programs, blocks, log_zeros) = viewable(wire).view(torch.int64), _tables(wire.device, segments)
     offsets = torch.empty((len(wire), blocks), dtype=torch.int32, device=wire.device)
     launch(
-        _spread, (programs.shape[0] // 2, len(wire)), programs, table, bits, words, offsets, ZEROS=ZEROS,
+        _spread, (programs.shape[0] // 2, len(wire)), programs, table, bits, words, offsets, log_zeros,
         PER_OFFSET=BLOCK, BLOCK=HIGH, FIELDS=of.FIELDS, num_warps=WARPS,
     )  # fmt: skip
     return offsets
