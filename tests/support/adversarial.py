@@ -433,6 +433,8 @@ class VirtualRank:
         self.bucket.load(flat, out)
         self.method.reduce(self.bucket, self.exchange)
         self.bucket.store(out)
+        if (step_maker := self.method.card.step_maker) is not None:
+            step_maker.end_pass({})
         mean = out.float()
         counts = turn.end == "keep" and all(self.world.swap(self.rank, bool(mean.isfinite().all())))
         if counts:

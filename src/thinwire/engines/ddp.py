@@ -236,7 +236,6 @@ class DDP(Engine):
 
     def end_step(self) -> None:
         self._dropped = self._inspected = False
-        self._shown.clear()
 
     def _map(self, bucket: dist.GradBucket) -> tuple[Piece, ...]:
         """Locate each parameter in the bucket's buffer, and check new buckets against the buffer's own views."""

@@ -93,7 +93,8 @@ def dry_run(
         for number in steps_of(card, watched=watch is not None):
             play.gather(number)
             ledger.current = gradients = Account()
-            sent_by_parameter = play.exchange(number)
+            sent_by_parameter = Counter[str](play.exchange(number))  # type: ignore[arg-type]
+            _add(sent_by_parameter, play.end_pass(), 1.0)
             alone = card.alone(number)
             play.agree([comm for comm in guards if comm is not road.last.exchange.comm] if alone else guards)
             play.step(number)
@@ -140,6 +141,7 @@ def largest_state(layout: Layout, road: Road, run: Run) -> dict[str, Tensor]:
             for number in sorted({0, card.steady, *card.steady_steps}):  # step 0: a warm-up sends most where it begins
                 play.gather(number)
                 play.exchange(number)
+                play.end_pass()
                 play.step(number)
                 for key, value in dump_state(play.method.state).items():
                     if key not in state or value.numel() > state[key].numel():
@@ -193,6 +195,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
                 play.gather(number)
                 play.read_own(number)
                 play.exchange(number)
+                play.end_pass()
                 play.step(number)
     except ThinwireError:
         raise
@@ -325,10 +328,7 @@ class Playback:
             replica.send(out.view(replica.comm.size, -1)[replica.comm.rank].clone(), number)
 
     def exchange(self, number: int) -> dict[str, float]:
-        """Carry all buffers over the road. Return the bytes sent by the first parameter of each buffer.
-
-        What is sent when all have been carried, of each step as much, is added to the steps'.
-        """
+        """Carry all buffers over the road. Return the bytes sent by the first parameter of each buffer."""
         sent: dict[str, float] = defaultdict(float)
         self._road.step = number
         for flat, out, pieces in self.buffers:
@@ -336,12 +336,14 @@ class Playback:
             sent_before = sum(self.ledger.current.bytes.values())
             self._road.carry(flat, pieces, out)
             sent[pieces[0].name] += sum(self.ledger.current.bytes.values()) - sent_before
+        return sent
+
+    def end_pass(self) -> dict[str, float]:
+        """End the backward pass, whose ``gradients`` are those to step along. Return the bytes sent by parameter."""
         step_maker, sent_before = self.method.card.step_maker, sum(self.ledger.current.bytes.values())
         names = () if step_maker is None else tuple(step_maker.names)
         self._road.end_pass(self.gradients)
-        for name in names:
-            sent[name] += (sum(self.ledger.current.bytes.values()) - sent_before) / len(names)
-        return sent
+        return dict.fromkeys(names, (sum(self.ledger.current.bytes.values()) - sent_before) / max(len(names), 1))
 
     def step(self, number: int) -> None:
         """Call the method as the wire does around an optimizer's step."""

@@ -144,6 +144,7 @@ def _play(model: nn.Module, method: str, engine: str, device: torch.device, rank
                 play.exchange(number)
             _hand_out(play)
             with on:
+                play.end_pass()
                 Guard([]).observe_all(weight.grad for weight in play.weights.values())
                 play.step(number)
         with kernels:

@@ -175,6 +175,7 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
             play.gather(number)
             regathered = engine.weights(recorder.take("weights"))  # in the backward pass, and in further micro-batches
             play.exchange(number)
+            play.end_pass()
             gradients = engine.gradients(recorder.take("gradients"))
             recorder.begin("update")
             observer.observe_all(weight.grad for weight in play.weights.values())
