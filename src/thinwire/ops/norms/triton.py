@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -128,20 +129,19 @@ def sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, 
     tl.store(sums + sums_stride + i, values * values * share, mask=i < size)
 
 
-def norm_of_all(rows: Tensor) -> Tensor:
-    """Return what stands for the first tensor's norm where none is known: that of all rows, (1,)."""
-    return torch.linalg.vector_norm(rows).view(1)
+def sample_arguments(
+    rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
+) -> tuple[Any, ...]:
+    """Return ``sample_of``'s arguments from ``positions`` to ``share``. Where no norm is known, that of all rows is."""
+    norms = torch.linalg.vector_norm(rows).view(1) if norms is None else norms
+    return positions, norms, len(norms), sums, len(positions) // len(tensors), sums.shape[1], share
 
 
 def sample(
     rows: Tensor, positions: Tensor, tensors: Sequence[slice], norms: Tensor | None, sums: Tensor, share: float
 ) -> None:
-    each, size = len(positions) // len(tensors), sums.shape[1]
-    norms = norm_of_all(rows) if norms is None else norms
-    launch(
-        _sample, (cdiv(size, BLOCK),), rows, rows.shape[1], positions, norms, len(norms), sums, each, size,
-        share, BLOCK=BLOCK,
-    )  # fmt: skip
+    arguments = sample_arguments(rows, positions, tensors, norms, sums, share)
+    launch(_sample, (cdiv(sums.shape[1], BLOCK),), rows, rows.shape[1], *arguments, BLOCK=BLOCK)
 
 
 def bound(

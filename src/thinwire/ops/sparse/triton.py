@@ -40,7 +40,7 @@ from thinwire.ops.gpu import (
     zero_words,
 )
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits
-from thinwire.ops.norms.triton import norm_of_all, sample_of
+from thinwire.ops.norms.triton import sample_arguments, sample_of
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
@@ -628,11 +628,8 @@ def largest(
 def _sampling(rows: Tensor, total: Tensor, adam: Adam | None) -> tuple[bool, tuple[Any, ...]]:
     """Return whether the first pass takes samples, and its arguments for them; take those that it cannot take."""
     if adam is not None and adam.samples is not None:
-        positions, tensors, norms, sums, share = adam.samples
         if total is not rows:
-            norms = norm_of_all(rows) if norms is None else norms
-            each = len(positions) // len(tensors)
-            return True, (positions, norms, len(norms), sums, each, sums.shape[1], share, rows.shape[1])
+            return True, (*sample_arguments(rows, *adam.samples), rows.shape[1])
         adam.samples.take(rows)
     return False, (rows[0], rows[0], 0, rows, 0, 0, 0.0, 0)  # not touched
 
