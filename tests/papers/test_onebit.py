@@ -19,6 +19,7 @@ from thinwire.core.exchange import bucket_rows
 from thinwire.core.method import Parameter, Run
 from thinwire.core.selection import keep_dense
 from thinwire.methods import OneBitAdam, resolve
+from thinwire.methods.baselines.onebit import _frozen_steps
 from thinwire.network.ledger import Ledger
 from thinwire.ops.sign import cpu, reference
 from thinwire.plan.plan import plan_of
@@ -245,6 +246,32 @@ def test_with_one_value_in_each_group_the_frozen_step_is_all_that_is_left():
     for t in range(1, 21):  # m^ = g and v^ = g^2 whatever t
         weight = (1 - LR * DECAY) * weight - LR * signs(0, 0, 64) / (1 + 1e-8)
         assert torch.allclose(results[0][t - 1]["weights"]["a"].double(), weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_steps_of_many_tensors_are_those_of_each_bit_for_bit(dtype, clipped):
+    """Of tensors that were frozen at other steps, with values that never had a gradient, and eps 0."""
+    generator, eps, many = torch.Generator().manual_seed(0), 0.0, 13
+    weights, moments, averages, variances = (
+        [torch.randn(5, 7, generator=generator).to(dtype) for _ in range(many)] for _ in range(4)
+    )
+    for variance in variances:
+        variance.square_()[0] = 0
+    frozen = [torch.tensor(3.0 + number % 5) for number in range(many)]
+    steps = [count + 9 + number for number, count in enumerate(frozen)]
+    scale = torch.tensor(0.3) if clipped else 1.0
+    expected = []
+    for w, m, v, step, count in zip(weights, moments, variances, steps, frozen, strict=True):
+        one, last = 1 - 0.9 ** step.double(), 1 - 0.9 ** count.double()
+        denominator = (v.float() / (1 - 0.999 ** count.double())).sqrt() + eps
+        denominator = (denominator * (one / scale)).masked_fill(v == 0, torch.inf)
+        moved = (w * (1 - LR * DECAY)).clone().addcdiv_(m.float(), denominator, value=-LR)
+        expected.append((moved, m.clone().mul_(last / one * scale)))
+    group = {"betas": (0.9, 0.999), "lr": LR, "weight_decay": DECAY, "eps": eps}
+    _frozen_steps(weights, moments, averages, variances, steps, frozen, group, scale)
+    for w, average, (moved, kept) in zip(weights, averages, expected, strict=True):
+        assert torch.equal(w, moved) and torch.equal(average, kept) and moved.isfinite().all()
 
 
 def test_beta1_is_the_schedules_in_every_step():

@@ -29,7 +29,7 @@ weights do not move (the authors ask their user for a mask of them), and embeddi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -162,28 +162,36 @@ class OneBitAdam(Method):
 
     def before_step(self, step: Step) -> None:
         """Step the parameters whose momentum has arrived (l. 13), with Adam's arithmetic, in Adam's state."""
+        alike: dict[object, list[tuple[str, Tensor, Tensor, Holder]]] = {}
 
-        def move(name: str, weight: Tensor, held: Holder) -> None:
-            moments, group = held.optimizer.state.get(weight, {}), held.group
+        def collect(name: str, weight: Tensor, held: Holder) -> None:
+            moments = held.optimizer.state.get(weight, {})
             if "exp_avg_sq" not in moments:
                 raise ThinwireError(
                     f"{self.name}: the optimizer has no moments of {name}: it had no gradient in the warm-up (name it "
                     "in dense=), or optimizer.state was emptied since (wire.close() and compress() begin a new warm-up)"
                 )
-            counted = self.state.get("counted", name)
-            counted = (moments["step"].detach() if counted is None else counted) + 1
-            self.state.put("counted", name, counted)
-            moment = local(weight.grad)  # type: ignore[arg-type]
-            factor = _share_counted(moments["step"], counted, group) * scale
-            local(moments["exp_avg"]).copy_(moment).mul_(factor)
-            variance = local(moments["exp_avg_sq"])
-            _frozen_step(local(weight.detach()), moment, variance, counted, moments["step"], group, scale)
+            # Of float32 all together, and else each alone, as its denominator takes memory.
+            alone = None if moments["exp_avg"].dtype == torch.float32 else name
+            gradient = local(weight.grad)  # type: ignore[arg-type]
+            alike.setdefault((id(held.group), moments["step"].device, alone), []).append((name, weight, gradient, held))
 
         clip, factor = self.state.get("clip", ""), step.clip_factor
         scale: Tensor | float = 1.0 if clip is None else clip
         if factor is not None:  # it is in weight.grad
             scale = torch.clamp(scale / factor, max=1.0)
-        self._steps.take(step, self.run, move)
+        self._steps.take(step, self.run, collect)
+        for members in alike.values():
+            names, weights, gradients, (held, *_) = zip(*members, strict=True)
+            adams = [held.optimizer.state[weight] for weight in weights]
+            averages, variances = ([local(adam[key]) for adam in adams] for key in ("exp_avg", "exp_avg_sq"))
+            frozen = [adam["step"].detach() for adam in adams]
+            known = (self.state.get("counted", name) for name in names)
+            counted = torch._foreach_add([a if b is None else b for a, b in zip(frozen, known, strict=True)], 1)
+            for name, count in zip(names, counted, strict=True):
+                self.state.put("counted", name, count)
+            shards = [local(weight.detach()) for weight in weights]
+            _frozen_steps(shards, gradients, averages, variances, counted, frozen, held.group, scale)
 
     def after_step(self, step: Step) -> None:
         """In the warm-up, note what is left of clipped gradients: the mean over as many steps as m has."""
@@ -234,30 +242,43 @@ class OneBitAdam(Method):
             if (clip := self.state.get("clip", "")) is not None:
                 values = values / clip
             if (counted := self.state.get("counted", segment.name)) is not None:
-                values = values / _share_counted(adam["step"], counted, group)
+                beta1 = float(group["betas"][0])
+                values = values / (_corrections(beta1, [adam["step"]])[0] / _corrections(beta1, [counted])[0])
             for row, chunk in zip(rows, values.split(max(segment.span, 1)), strict=False):
                 row[segment.start : segment.start + chunk.numel()].copy_(chunk)
         exchange.share(moments)
 
 
-def _share_counted(frozen: Tensor, counted: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return (1 - b1^frozen) / (1 - b1^counted), 0-dim, float64."""
-    beta1 = group["betas"][0]
-    return (1 - beta1 ** frozen.double()) / (1 - beta1 ** counted.double())
+def _corrections(beta: float, steps: Sequence[Tensor]) -> list[Tensor]:
+    """Return 1 - beta^step for each of ``steps``, 0-dim, float64, in a few launches with the bits of one by one."""
+    powers = torch._foreach_pow(beta, torch.stack(list(steps)).double().unbind())
+    return list(torch._foreach_add(torch._foreach_neg(powers), 1))
 
 
-def _frozen_step(
-    weight: Tensor, moment: Tensor, variance: Tensor, step: Tensor, frozen: Tensor, group: dict[str, Any],
-    scale: Tensor | float,
+def _frozen_steps(
+    weights: list[Tensor], moments: Sequence[Tensor], averages: Sequence[Tensor], variances: Sequence[Tensor],
+    steps: Sequence[Tensor], frozen: Sequence[Tensor], group: dict[str, Any], scale: Tensor | float,
 ) -> None:  # fmt: skip
     """Set w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), m^ = ``scale`` m / (1 - b1^step), v^ = v / (1 - b2^frozen).
 
-    Where v is 0, m does nothing. ``step`` and ``frozen`` are 0-dim, on any device; the host does not read them.
+    Where v is 0, m does nothing. The averages become ``scale`` m (1 - b1^frozen) / (1 - b1^step); before that, in
+    float32, they hold the denominators. ``steps`` and ``frozen`` are 0-dim; the host does not read them.
     """
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), group["weight_decay"]
-    denominator = (variance.float() / (1 - beta2 ** frozen.double())).sqrt_().add_(group["eps"])
-    denominator.mul_((1 - beta1 ** step.double()) / scale).masked_fill_(variance == 0, torch.inf)
+    scale = scale.double() if isinstance(scale, Tensor) else scale
+    counted, own = _corrections(beta1, steps), [a if a.dtype == torch.float32 else None for a in averages]
+    shares = torch._foreach_mul(torch._foreach_div(_corrections(beta1, frozen), counted), scale)
+    each = zip(variances, _corrections(beta2, frozen), own, strict=True)
+    denominators = [torch.div(variance.float(), correction, out=out) for variance, correction, out in each]
+    torch._foreach_sqrt_(denominators)
+    for denominator in denominators:
+        torch.threshold_(denominator, 0, math.inf)
+    torch._foreach_add_(denominators, group["eps"])
+    for denominator, correction in zip(denominators, torch._foreach_div(counted, scale), strict=True):
+        denominator.mul_(correction)
     if decay:
-        weight.mul_(1 - lr * decay)
-    weight.addcdiv_(moment.float(), denominator, value=-lr)
+        torch._foreach_mul_(weights, 1 - lr * decay)
+    torch._foreach_addcdiv_(weights, [moment.float() for moment in moments], denominators, value=-lr)
+    for average, moment, share in zip(averages, moments, shares, strict=True):
+        torch.mul(moment.to(average.dtype), share, out=average)

@@ -112,7 +112,8 @@ def _clear_padding(codec: Codec, bucket: Bucket, values: Tensor, first: int = 0)
         whole, last_span = divmod(segment.piece.numel, segment.span)
         if first <= whole < first + len(values):
             columns[whole - first, last_span:].zero_()
-        columns[max(whole + 1 - first, 0) :].zero_()
+        if whole + 1 - first < len(values):  # what is empty would be launched, too
+            columns[max(whole + 1 - first, 0) :].zero_()
 
 
 def _shares(bucket: Bucket, group: int) -> Tensor:
