@@ -62,20 +62,13 @@ def move(state: Mapping[str, Tensor], form: Form, method: Method, *, drop: bool)
         ThinwireError: a rank's part is missing, or of another step; method, settings, seed or model differ; tensor or
             pipeline parallelism is used; something cannot be moved.
     """
-    ranks = _read(state, form)
+    ranks = _read(state, form, alone=method.card.alone_from is not None)
     rows, lost = _rows(ranks, form, method, drop)
     counts = {key: ranks[0][key] for key in _COUNTS}
-    alone = method.card.alone_from is not None
-    starts = [describe_start(*(int(saved[key]) for key in _COUNTS), alone=alone) for saved in ranks]
-    if unlike := next((rank for rank, start in enumerate(starts) if start != starts[0]), 0):
-        raise ThinwireError(
-            f"the state of rank {unlike} is of {starts[unlike]}, and that of rank 0 of {starts[0]}: load the states of "
-            "one checkpoint"
-        )
     return {**counts, **_usual_norms(ranks, form), **rows, **_rowless(ranks, form, method)}, lost
 
 
-def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
+def _read(state: Mapping[str, Tensor], form: Form, *, alone: bool) -> list[_Saved]:
     keys_by_rank = split(state)
     sizes = {ranks for _, ranks in keys_by_rank}
     if len(sizes) != 1:
@@ -101,6 +94,12 @@ def _read(state: Mapping[str, Tensor], form: Form) -> list[_Saved]:
             raise ThinwireError("resize is for data parallelism alone, not beside tensor or pipeline parallelism")
         if header.across:
             raise ThinwireError(f"resize: {header.across[0]} is not sharded along its first dimension, as it must be")
+    starts = [describe_start(*(int(saved[key]) for key in _COUNTS), alone=alone) for saved in ranks]
+    if rank := next((rank for rank, start in enumerate(starts) if start != starts[0]), 0):
+        raise ThinwireError(
+            f"the state of rank {rank} is of {starts[rank]}, and that of rank 0 of {starts[0]}: load the states of "
+            "one checkpoint"
+        )
     return ranks
 
 

@@ -114,15 +114,17 @@ class Checkpoints:
         folder.do_once(lambda: self._tidy(step))  # only after all hosts have published theirs
 
     def _publish(self, partial: Path, final: Path) -> None:
-        self._remove(final.name)
-        try:
-            partial.rename(final)
-        except OSError as error:
-            if error.errno not in files.IS_THERE:
-                raise
-            if not self._newer(step_of(final.name), self._metas()):
-                return self._publish(partial, final)
-            shutil.rmtree(partial)  # another replica has saved this step right now
+        while True:
+            self._remove(final.name)
+            try:
+                partial.rename(final)
+                break
+            except OSError as error:
+                if error.errno not in files.IS_THERE:
+                    raise
+            if self._newer(step_of(final.name), self._metas()):
+                shutil.rmtree(partial)  # another replica has saved this step right now
+                break
         files.sync(self.path)
 
     def _tidy(self, step: int) -> None:
