@@ -31,6 +31,7 @@ from thinwire.base.random import random_normal, seed_of
 from thinwire.codecs import Int8
 from thinwire.codecs.base import Residual
 from thinwire.codecs.sparse import Positions, Sparse
+from thinwire.core.road import Road
 from thinwire.methods import resolve
 from thinwire.network.comm import local
 from thinwire.ops import direction, sparse
@@ -602,6 +603,32 @@ def _clips(rank: int, world: int) -> str:
 def test_clipping_with_torch_is_noticed():
     for said in ranks.run(_clips, 2):
         assert said.startswith("3: ") and "wire.clip_grad_norm_" in said
+
+
+def _gradients_at_the_end(rank: int, world: int) -> dict[str, set[int]]:
+    """How many gradients DDP shows at the end of a backward pass."""
+    shown: dict[str, set[int]] = {}
+    for spec, scaled in itertools.product(("trickle(smallest=100)", "sign(feedback='updates')", "int8"), (False, True)):
+        model, scaler = build("ddp", world), torch.amp.GradScaler("cpu", enabled=scaled)
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), shown.setdefault(f"{spec} {scaled}", set())
+        wire, end_pass = thinwire.compress(model, optimizer, spec, scaler=scaler), Road.end_pass
+        with pytest.MonkeyPatch.context() as patch:
+            look = lambda road, shown, end=end_pass, seen=seen: end(road, seen.add(len(shown)) or shown)  # noqa: E731
+            patch.setattr(Road, "end_pass", look)
+            for step in range(2):
+                scaler.scale(loss_of(model, step, rank)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        wire.close()
+    return shown
+
+
+def test_ddp_shows_gradients_to_who_looks_at_them_alone():
+    """Nobody does under a GradScaler, which scales what is shown, and no method that makes no steps."""
+    (shown,) = ranks.run(_gradients_at_the_end, 1)
+    assert all(counts == {0} for case, counts in shown.items() if "True" in case or "int8" in case), shown
+    assert all(counts != {0} for case, counts in shown.items() if "False" in case and "int8" not in case), shown
 
 
 def _probed(rank: int, world: int, kind: str) -> dict[str, str]:

@@ -84,7 +84,6 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     for flat in ("*fp32", "*i16"):  # bfloat16 arrives as words
         yield packing._pack, {"flat": flat}, table | {"WIDEN": flat == "*i16"}
         yield norms._bound, {"flat": flat}, bounded
-    yield norms._bound, {"flat": "*i16", "rows": "*i16"}, bounded
     yield norms._sample, {"positions": "*i64", "norms": "*fp32"}, {"BLOCK": norms.BLOCK}
     for add in (False, True):
         for flat in ("*fp32", "*bf16"):

@@ -172,7 +172,7 @@ class DDP(Engine):
             flat, pieces = bucket.buffer(), self._map(bucket)
             names = [piece.name for piece in pieces]
             step_loop.enter(names)
-            if road.last.method.card.step_maker is not None:
+            if road.last.method.run.shows_late and road.last.method.card.step_maker is not None:
                 for piece, gradient in zip(pieces, bucket.gradients(), strict=True):
                     # Where it is not plain, DDP's own view has the order of memory.
                     self._shown[piece.name] = gradient if piece.form is None else piece.strided(flat)

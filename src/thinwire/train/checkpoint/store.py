@@ -14,8 +14,9 @@ Replicas of an elastic run share a folder, and take turns, but one that was stop
 some file systems have no locks. So none counts on being alone. What others have saved since a process began is no
 future that it has gone back from: it is not removed. Who writes ``latest`` looks into the folder afterwards, and writes
 again if a newer one has come. This relies on atomic renames, and on a look that shows what was there before the own
-last rename (as NFS does). While a process is stopped right before that look, ``latest`` may be behind, or name one that
-is gone: ``--resume auto`` then takes the newest.
+last rename (as NFS does). While a process is stopped right before that look, or if it is killed there, ``latest`` may
+be one behind until the next save, and ``--resume auto`` goes on from there: a lock would have to be waited for, and a
+newer one may be a future that the run has gone back from. If ``latest`` names one that is gone, it takes the newest.
 """
 
 from __future__ import annotations
