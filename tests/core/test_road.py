@@ -518,7 +518,8 @@ def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, T
     world, shapes = Threads(where.size), SIDE_BY_SIDE if how == "inside" else BESIDE
 
     def body(number: int) -> tuple[dict[str, Tensor], int, int]:
-        engine, handed = ThreadEngine(where.topology, world, number, Ledger(), shapes, where.per_node), []
+        engine = ThreadEngine(where.topology, world, number, Ledger(), shapes, where.per_node)
+        handed, late = list[Tensor](), list[bool]()
         formed = [replace(of, form=((6, 64), (1, 6))) if of.name == "c" else of for of in engine.pieces]
         pieces = tuple(formed) if how == "formed" else engine.pieces
         method = small(cls, dense=("c",) if how == "inside" else ("b", "d"))
@@ -526,12 +527,14 @@ def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, T
         stage, reduce = rank.road.last, method.reduce
 
         def reduce_with_norms(bucket: Bucket, exchange: Exchange) -> None:
-            if bucket.norms is not None:
-                expected = torch.stack([bucket.rows[:, of.columns].norm() for of in bucket.segments])
-                assert torch.allclose(bucket.norms, expected, rtol=1e-5)
-                handed.append(bucket.norms)
+            limit, norms, rows = bucket.limit, bucket.norms, bucket.rows.clone()
             bucket.norms = None  # equal to rounding: all else is equal
             reduce(bucket, exchange)
+            if norms is not None:
+                expected = torch.stack([rows[:, of.columns].norm() for of in bucket.segments])
+                assert torch.allclose(norms, expected * (1 if limit is None else limit.bounds.factors), rtol=1e-5)
+                handed.append(norms)
+            late.append(limit is not None)
 
         method.reduce = reduce_with_norms
         stage.bound = OutlierClip(2.0, {name: of.local for name, of in engine.parameters.items()}, 1.0)

@@ -226,7 +226,10 @@ def test_a_launch_writes_where_its_kernel_stores():
     expected = {
         "mask._scatter": {"out"}, "mask._gather_keep": {"payload", "residual_out"},
         "sparse._spread": {"words", "offsets"}, "sparse._third": {"state", "counts", "ends", "marks", "guess"},
-        "sparse._first": {"total", "second_out", "state", "counts", "ends", "over", "near", "marks", "sums"},
+        "sparse._first": {
+            "total", "second_out", "state", "counts", "ends", "over", "near", "marks", "sums",
+            "limited", "squares", "cuts", "residues", "bounded", "usual_now",
+        },
         "sparse._list": {"total", "positions", "payload", "words", "codes", "scales", "arrived"},
         "quant._sum_rows": {"out"},
         "mask._from_lists": {"words", "bit_offsets"}, "moments._advance": {"next_moment", "gradient", "common_out"},

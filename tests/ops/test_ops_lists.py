@@ -18,8 +18,9 @@ from thinwire.codecs.intquant import Integers
 from thinwire.codecs.sparse import Positions, Sparse
 from thinwire.ops import mask, sparse
 from thinwire.ops.direction import Adam, DirectionSegment
-from thinwire.ops.norms import Samples
+from thinwire.ops.norms import Limit, Samples, Statistics
 from thinwire.ops.quant import Format
+from thinwire.ops.rows import STAYS, CopySegment, CopyTable
 from thinwire.ops.sparse import ListSegment, WireValues, cpu, reference
 
 POISON = -77
@@ -111,6 +112,56 @@ def check_steps(fast: ModuleType, device: str = "cpu") -> None:
         assert torch.equal(squares.flatten(), g.flatten()[places].square() * 0.25)
         assert norms is None or torch.equal(torch.stack([norm, square])[:, :, 0], torch.stack([norms, norms**2]) * 0.25)
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
+
+
+def check_limits(fast: ModuleType, device: str = "cpu") -> None:
+    """Outliers cut in the pass that makes steps are those cut before it, bit for bit, in lists, state and samples.
+
+    Gradients are integers, so that no order of their squares changes a norm. Of three rows and four segments one is
+    cut, one is as usual, one not finite and one zero; the second time none is cut. Guesses are the k-th sizes, or 0.
+    """
+    shapes = (64 * 700, 448), (64 * 80, 300), (64, 3), (64, 1)
+    parts = parts_of(*shapes, group=64)
+    n, m = parts[-1].start + parts[-1].width, parts[-1].list_start + 64
+    flat = (gaussian(3, n + 128, seed=3) * 3).round().to(device).view(-1)
+    rows = flat.view(3, -1)[:, 64 : 64 + n]
+    rows[:, parts[0].start : parts[0].width] *= 64
+    rows[2, parts[2].start + 5], rows[:, parts[3].start :] = math.nan, 0.0
+    e, v = (gaussian(3, n, seed=seed).to(device) for seed in range(2))
+    lr, scale = (torch.tensor(values, device=device) for values in ([0.1, 0.3, 0.2, 0.5], [1.5, 2.0, 1.0, 1.0]))
+    segments = [DirectionSegment(part.start, part.width, i, 0.9, 1e-8) for i, part in enumerate(parts)]
+    copies = [CopySegment(64 + of.start, 2 * (n + 128) + of.width, n + 128, STAYS, of.width, of.width, n + 128, 3)
+              for of in parts]  # fmt: skip
+    columns = torch.tensor([2, 0, 3, 4], device=device)
+    places = torch.randint(n, (200,), generator=torch.Generator().manual_seed(1))
+    places = torch.cat([place % of.width + of.start + i % 3 * n for i, (place, of) in
+                        enumerate(zip(places.view(4, 50), parts, strict=True))]).to(device)  # fmt: skip
+    for usual in (64.0, 1e6):
+        current = torch.zeros(4, 5, device=device)
+        current[0] = usual
+        seen, guess = [], torch.zeros(3, 4, dtype=torch.int32, device=device)
+        for before, again in ((True, False), (False, False), (False, True)):
+            given, updated = flat.clone(), torch.full_like(current, 7.0)
+            statistics = Statistics(current, updated, torch.zeros(5, device=device), 8.0, 0.5, 0.75)
+            limit = Limit.make(given, CopyTable(copies, given.device), columns, statistics)
+            own, new, second = given.view(3, -1)[:, 64 : 64 + n], torch.full_like(e, math.nan), torch.full_like(v, 9.0)
+            sums = torch.full((2, 204), math.nan, device=device)
+            samples = Samples(places, [slice(of.start, of.start + of.width) for of in parts], limit.bounds.norms, sums, 0.5)
+            adam = Adam(v.square(), second, segments, lr, scale, torch.tensor(0.7, device=device), samples, limit)
+            found = torch.full((3, m), POISON, dtype=torch.int32, device=device)
+            payload = torch.full((3, m), math.nan, device=device)
+            if before:
+                limit.cut()
+                fast.largest(own, e, parts, new, found, payload, None, adam._replace(limit=None))
+            else:
+                fast.largest(own, e, parts, new, found, payload, None, adam, None, None, guess if again else None)
+            for i, of in enumerate(parts):
+                guess[:, i] = payload[:, of.list_start : of.list_start + of.k].abs().amin(1).view(torch.int32)
+            values = found, payload, new, second, sums, updated, *limit.bounds
+            seen.append([tensor.nan_to_num(7e7) for tensor in values])
+        assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True)), usual
+        factors = seen[0][-3].tolist()
+        assert (factors[0] < 1) == (usual < 1e3) and factors[1:] == [1.0] * 3
 
 
 def check_guesses(fast: ModuleType, device: str = "cpu") -> None:
@@ -379,6 +430,8 @@ def test_an_encoding_is_that_of_a_mask_and_a_quantizer():
 
 def test_steps_taken_while_choosing_are_those_taken_before():
     check_steps(cpu)
+    check_limits(cpu)
+    check_limits(reference)
     check_steps(reference)
 
 
@@ -405,6 +458,7 @@ t.check_packing(triton, parts)  # several programs in a segment
 t.check_leaving_out(triton, parts)
 backends._load = lambda family, module, needs: importlib.import_module(family + ".triton")
 t.check_steps(triton)
+t.check_limits(triton)
 assert made and not any(counters.any() for counters in made)  # as the next kernel has to find them
 """
     check_interpreted(code)
@@ -422,3 +476,4 @@ def test_lists_on_a_gpu():
         check_packing(triton, parts, device="cuda")
         check_leaving_out(triton, parts, device="cuda")
     check_steps(triton, device="cuda")
+    check_limits(triton, device="cuda")

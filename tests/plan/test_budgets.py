@@ -36,10 +36,10 @@ BUDGETS = {
     ("scape", "ddp", 512): (297, 259, 54, 1, 77.0, 1572),
     ("scape", "fsdp2", 512): (294, 257, 28, 1, 32.0, 1870),
     ("topk(feedback='gradients')", "ddp", 8): (219, 178, 53, 1, 75.2, 1055),
-    ("trickle", "ddp", 64): (229, 179, 54, 1, 81.7, 2274),
-    ("trickle", "fsdp2", 64): (201, 131, 15, 1, 30.7, 2030),
+    ("trickle", "ddp", 64): (229, 179, 54, 1, 80.5, 2274),
+    ("trickle", "fsdp2", 64): (202, 132, 15, 1, 29.4, 2030),
     ("trickle:merged", "ddp", 512): (356, 306, 72, 1, 60.2, 2214),
-    ("trickle:merged", "fsdp2", 512): (371, 274, 40, 1, 44.1, 2962),
+    ("trickle:merged", "fsdp2", 512): (372, 275, 40, 1, 42.9, 2962),
     ("tagc", "ddp", 8): (1381, 935, 108, 1, 340.5, 2063),
     ("tagc", "ddp", 512): (1003, 341, 108, 1, 90.7, 2196),
     ("tagc", "fsdp2", 8): (1020, 677, 67, 1, 133.9, 2224),
@@ -71,11 +71,11 @@ def test_a_step_stays_within_its_budget(method, engine, ranks):
 
 
 def test_the_bytes_of_a_step_of_seven_billion_values():
-    """For each of the model's values. Shards' rows are encoded where the engine has put them, without a copy."""
+    """For each of the model's values. Shards' rows are encoded, and outliers cut, where the engine has put them."""
     assert played("int8", "llama", "fsdp2", 64).moved < 7.2
     assert played("sdp4bit", "llama", "fsdp2", 64).moved < 15.0
-    assert played("trickle", "llama", "fsdp2", 64).moved < 32.8
-    assert played("trickle:merged", "llama", "fsdp2", 64).moved < 42.3
+    assert played("trickle", "llama", "fsdp2", 64).moved < 24.2  # with AdamW's own 28 on a 64th of the values: 24 is the aim
+    assert played("trickle:merged", "llama", "fsdp2", 64).moved < 33.6
 
 
 @pytest.mark.parametrize("adds", [True, False])

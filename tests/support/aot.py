@@ -45,8 +45,8 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 NAMES = """
 *fp32  next_moment residual_out v_out factors resident
-*fp32  change sums current updated residues
-*i32   bit_offsets positions segments shifts slots copy_programs segment_numbers starts
+*fp32  change sums current updated residues squares usual usual_now cuts
+*i32   limited bit_offsets positions segments shifts slots copy_programs segment_numbers starts
 *i64   copy_table columns
 i64    seed
 fp32   times leaves decay gain beta1 beta2 rest1 rest2 eps keep root rate factor scale norm largest share
@@ -114,8 +114,8 @@ def cases() -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
     counted = {"BLOCK": sparse.COUNTED, "num_warps": sparse.WARPS} | aligned | lines
     loaded = dict.fromkeys(("second", "second_out", "lr", "scale", "factor"), "*fp32") | {"adam": "*i32"}
     bins, second, third = (bins for _, bins in sparse.DIGITS)
-    for step in (False, True):
-        how = {"STEP": step, "SAMPLE": step, "STEP_FIELDS": direction.FIELDS}
+    for step, sample, measure, cut in ((0, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 1, 0, 1)):
+        how = {"STEP": step, "SAMPLE": sample, "MEASURE": measure, "CUT": cut, "STEP_FIELDS": direction.FIELDS}
         how |= {"FEEDBACK": True, "KEEP": True, "GUESS": True, "BINS": bins}
         found = {"marks": "*i32"} | dict.fromkeys(("guess", "over", "near", "arrived"), "*i32") | of
         sampled = {"positions": "*i64", "norms": "*fp32"}

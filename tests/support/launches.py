@@ -35,6 +35,8 @@ MISSED = 0.1
 """The share of k-th sizes that are not near the last step's: docs/log.md, 2026-11-28, "How far the k-th size moves"."""
 HIGH = 0.15
 """The share of high bits among packed positions of one value in a hundred: (1 + 1 / 2.56) / (9 + 1 / 2.56)."""
+DONE_AGAIN = ("rows", "residual", "total", "second", "second_out", "state", "marks")
+"""What the first pass of a choice touches where it has cut an outlier."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
 
@@ -260,7 +262,10 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sparse._first": (
         _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP", marks="GUESS"),
         _where(positions="SAMPLE", norms="SAMPLE", sums="SAMPLE"),
-        lambda of: dict.fromkeys(("counts", "near", "over"), 0.0),
+        _where(**dict.fromkeys(("squares", "columns", "usual", "usual_now", "shares", "residues", "bounded"), "MEASURE")),
+        lambda of: {"cuts": nbytes_of(of["cuts"]) * (of["MEASURE"] or of["CUT"])},
+        lambda of: dict.fromkeys(("counts", "near", "over", "limited"), 0.0),
+        lambda of: dict.fromkeys(DONE_AGAIN, 0.0) if of["CUT"] else {},  # a step as usual has nothing to cut
     ),
     "sparse._second": (lambda of: {
         "counts": 0.0, **{name: nbytes_of(of[name]) * (MISSED if of["GUESS"] else 1) for name in ("total", "marks")},

@@ -26,14 +26,14 @@ from thinwire.base.alignment import padded, same_memory
 from thinwire.base.errors import ThinwireError
 from thinwire.ops import rows as ops
 from thinwire.ops.direction import Adam
-from thinwire.ops.norms import Bounds
+from thinwire.ops.norms import Bounds, Limit
 
 if TYPE_CHECKING:
     from thinwire.network.comm import Comm
 
 T = TypeVar("T")
-Bound = Callable[[Tensor, ops.CopyTable, Tensor], Bounds]
-"""Copies an engine's buffer to rows by a table, with outliers scaled down: ``ops.norms.bound``."""
+Bound = Callable[[tuple[str, ...], Tensor, ops.CopyTable, Tensor], Bounds]
+"""Copies an engine's buffer to rows by a table of parameters, with outliers scaled down: ``OutlierClip.pack``."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,9 @@ class Bucket:
         rows: (R, n) the gradients to be averaged, float32 (or the engine's dtype, where nothing is encoded). They may
             lie apart in memory if the bucket was made ``apart``.
         mean: receives the result: ``rows`` itself if every rank needs all of it, (1, n) if this rank owns one row.
-        segments: the parameters, in the engine's order.
+        segments: the parameters, in the engine's order. names: theirs.
         norms: (segments,) float32 of the rows as they were loaded; None: nobody has taken them.
+        limit: cuts outliers among ``rows`` (see ``cut_outliers``); None: they have been cut.
         adam: makes steps of the gradients in ``rows`` in the pass that encodes them; None: they are what is sent.
         rider: the bucket of what stays dense in the same engine buffer, which may travel in this one's messages.
         arrived: the step's mean has come in the messages of another bucket.
@@ -192,12 +193,14 @@ class Bucket:
         """
         self.group, self.owner, self._apart = group, owner, apart
         self.segments = _segments(pieces, rows, group, spans)
-        self.key = (tuple(segment.name for segment in self.segments), rows, group)
+        self.names = tuple(segment.name for segment in self.segments)
+        self.key = (self.names, rows, group)
         self.shape: Sequence[int] = (rows, sum(segment.width for segment in self.segments))
         self.dtype, self.device = dtype, device
         self.step = 0
         self.rows = self.mean = torch.empty(0, dtype=torch.float32, device="cpu")
         self.norms: Tensor | None = None
+        self.limit: Limit | None = None
         self.adam: Adam | None = None
         self.rider: Bucket | None = None
         self.arrived = False
@@ -237,18 +240,24 @@ class Bucket:
                 values[:, segment.columns][:, segment.span :].zero_()
         return values
 
+    def cut_outliers(self) -> None:
+        """Cut the outliers among ``rows`` now, unless they have been cut: before anything but ``adam`` reads them."""
+        if self.limit is not None:
+            self.limit.cut()
+            self.limit = None
+
     def load(self, flat: Tensor, out: Tensor, bound: Bound | None = None) -> Bounds | None:
         """Take the gradients from the engine's buffer ``flat`` (1-D), without a copy where it has the form of rows.
 
         Args:
             out: the later argument of ``store``: this rank's row (1-D) if ``owner``, else ``flat``.
-            bound: scales the outliers among ``segments`` down; what it returns is returned.
+            bound: scales the outliers among ``segments`` down, unless ``limit`` will; what it returns is returned.
         """
         first, bounds = self.segments[0].piece.offset, None
         if self.lies_in(flat):
             self.rows = flat.view(self.shape[0], -1)[:, first : first + self.shape[1]]
-            if bound is not None:
-                bounds = bound(flat, self.copies.stay_table, flat)
+            if bound is not None and self.limit is None:
+                bounds = bound(self.names, flat, self.copies.stay_table, flat)
         else:
             self.rows = self.scratch("rows", self.shape, self.dtype)
             bounds = self.copies.pack(flat, self.rows, bound)
@@ -272,7 +281,7 @@ class Bucket:
     def release(self) -> None:
         """Drop ``rows`` and ``mean``, which may be views of the engine's buffer."""
         self.rows = self.mean = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.norms = self.adam = None
+        self.norms = self.limit = self.adam = None
 
     def lies_in(self, flat: Tensor) -> bool:
         """Has the engine's buffer the form of rows, or, with ``apart``, rows whose columns are the bucket's?"""
@@ -290,10 +299,11 @@ class BucketCopies:
 
     def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
         self.segments, self.shape, self.device = segments, shape, device
+        self.names = tuple(segment.name for segment in segments)
 
     def pack(self, flat: Tensor, rows: Tensor, bound: Bound | None = None) -> Bounds | None:
         """Copy the engine's buffer to contiguous rows (R, n), bounded as ``Bucket.load`` says; zero the padding."""
-        bounds = pack(flat, self.copy_table, rows.view(-1), bound)
+        bounds = pack(self.names, flat, self.copy_table, rows.view(-1), bound)
         self.pack_formed(flat, rows)
         return bounds
 
@@ -352,10 +362,12 @@ class BucketCopies:
         return ops.CopySegment(offset, numel, piece.stride or span, segment.start, segment.width, span, n, rows)
 
 
-def pack(flat: Tensor, table: ops.CopyTable, rows: Tensor, bound: Bound | None) -> Bounds | None:
-    """Copy the engine's buffer ``flat`` to ``rows`` (1-D) by ``table``, through ``bound`` if there is one."""
+def pack(
+    names: tuple[str, ...], flat: Tensor, table: ops.CopyTable, rows: Tensor, bound: Bound | None
+) -> Bounds | None:
+    """Copy ``names`` in the engine's buffer ``flat`` to ``rows`` (1-D) by ``table``, through ``bound`` if there is one."""
     if bound is not None:
-        return bound(flat, table, rows)
+        return bound(names, flat, table, rows)
     ops.pack(flat, table, rows)
     return None
 

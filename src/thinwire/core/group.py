@@ -32,14 +32,13 @@ class BucketGroup:
             use = "mean beside" if in_place else "mean"  # the first one's may be there
             self._means = _Stack(use, head, [(1, n) for _, n in shapes], tables)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(segment.name for bucket in self._buckets for segment in bucket.segments)
-
     def load(self, flat: Tensor, out: Tensor, bound: Bound | None = None) -> Bounds | None:
         for bucket in self._in_place:
             bucket.load(flat, out)
-        bounds = pack(flat, self._table, self._rows.borrow(), bound)
+        cut_now = [bucket for bucket in self._buckets if bucket.limit is None]
+        names = tuple(name for bucket in cut_now for name in bucket.names)
+        table = self._table if len(cut_now) == len(self._buckets) else self._rows.copy_table
+        bounds = pack(names, flat, table, self._rows.borrow(), bound)
         for bucket, rows, mean in zip(self._packed, self._rows.views(), self._means.views(), strict=True):
             bucket.rows, bucket.mean = rows, mean
             bucket.copies.pack_formed(flat, rows)

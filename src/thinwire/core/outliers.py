@@ -22,7 +22,7 @@ from torch import Tensor
 from thinwire.base.errors import ThinwireWarning
 from thinwire.core.bucket import Piece
 from thinwire.ops import rows as ops
-from thinwire.ops.norms import Bounds, Statistics, bound
+from thinwire.ops.norms import Bounds, Limit, Statistics, bound
 
 STEP = 2.0
 """Usual norms that a cut leaves if a gradient becomes a step or a momentum before it is averaged."""
@@ -93,12 +93,20 @@ class OutlierClip:
 
         ``table``: its segments are the parameters ``names``, each whole.
         """
-        if self._statistics.device != flat.device:
-            self._shares, self._statistics = self._shares.to(flat.device), self._statistics.to(flat.device)
+        return bound(flat, table, rows, *self._held_against(names, flat.device))
+
+    def limit(self, names: tuple[str, ...], flat: Tensor, table: ops.CopyTable) -> Limit:
+        """Return what cuts the parameters ``names`` later, which ``table`` leaves in ``flat``."""
+        return Limit.make(flat, table, *self._held_against(names, flat.device))
+
+    def _held_against(self, names: tuple[str, ...], device: torch.device) -> tuple[Tensor, Statistics]:
+        """Return the columns of ``names`` in the statistics, and these."""
+        if self._statistics.device != device:
+            self._shares, self._statistics = self._shares.to(device), self._statistics.to(device)
         if self._next is None:
             self._next = self._statistics.clone()
         statistics = Statistics(self._statistics, self._next, self._shares, float(self.times), self._share, NORM_DECAY)
-        return bound(flat, table, rows, self._cached_columns(names, flat.device), statistics)
+        return self._cached_columns(names, device), statistics
 
     def commit(self) -> None:
         """Keep the step's norms and counts."""

@@ -117,14 +117,8 @@ class Stage:
             send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
             bound: scales outliers down as they are packed, and tells the guard; the buckets get the norms that it took.
         """
-        for packed, buckets, names in self._packed(flat, pieces):
-            bounds = packed.load(flat, out, None if bound is None else functools.partial(bound.pack, names))
-            norms: Sequence[Tensor | None] = [None] * len(buckets)
-            if bounds is not None:
-                self.guard.note(bounds.residues)
-                norms = bounds.norms.split([len(bucket.segments) for _, bucket in buckets])
-            for (_, bucket), taken in zip(buckets, norms, strict=True):
-                bucket.norms, bucket.step, bucket.arrived = taken, self.step, False  # whatever an error has left
+        for packed, buckets in self._packed(flat, pieces):
+            self._load(packed, buckets, flat, out, bound)
             first, last = buckets[0][1], buckets[-1][1]
             first.rider = last if send is None and last is not first else None
             for method, bucket in buckets:
@@ -137,8 +131,28 @@ class Stage:
                     send(bucket, self.exchange)
                 else:
                     bucket.mean.zero_()
+                assert bucket.limit is None, f"{method.name} has read gradients before outliers were cut"
             packed.store(out)
             packed.release()
+
+    def _load(
+        self, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], flat: Tensor, out: Tensor,
+        bound: OutlierClip | None,
+    ) -> None:  # fmt: skip
+        """Load the buckets, and cut outliers: but for rows that need no copy, if a method makes steps of them."""
+        for _, bucket in buckets:  # whatever an error has left
+            bucket.norms, bucket.limit, bucket.step, bucket.arrived = None, None, self.step, False
+        method, first = buckets[0]
+        if bound is not None and method.card.step_maker is not None and first.lies_in(flat):
+            first.limit = bound.limit(first.names, flat, first.copies.stay_table)
+            first.norms = first.limit.bounds.norms
+            self.guard.note(first.limit.bounds.residues)
+        bounds = packed.load(flat, out, None if bound is None else bound.pack)
+        if bounds is not None:
+            self.guard.note(bounds.residues)
+            cut = [bucket for _, bucket in buckets if bucket.limit is None]
+            for bucket, norms in zip(cut, bounds.norms.split([len(bucket.segments) for bucket in cut]), strict=True):
+                bucket.norms = norms
 
     def _packed(self, flat: Tensor, pieces: Pieces) -> list[_PackedBuckets]:
         return self._buckets.once(pieces, flat.dtype, lambda: self._split(flat, pieces))
@@ -154,8 +168,8 @@ class Stage:
             first, codec = buckets[0][1], self.method.card.row_codec
             ahead = 0 if codec is None else codec.wire_bytes(first.shape[1])
             group = BucketGroup([bucket for _, bucket in buckets], in_place=first.lies_in(flat), ahead=ahead)
-            return [_PackedBuckets(group, buckets, group.names)]
-        return [_PackedBuckets(bucket, [(method, bucket)], bucket.key[0]) for method, bucket in buckets]
+            return [_PackedBuckets(group, buckets)]
+        return [_PackedBuckets(bucket, [(method, bucket)]) for method, bucket in buckets]
 
     def _bucket(self, pieces: list[Piece], flat: Tensor, method: Method) -> Bucket:
         if method.card.native:  # the buffer goes out as it is
@@ -171,14 +185,10 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 class _PackedBuckets(NamedTuple):
-    """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it.
-
-    ``names``: of all parameters, in the order of the buckets.
-    """
+    """Buckets of a buffer that are packed and unpacked together, each with the method that reduces it."""
 
     packed: Bucket | BucketGroup
     buckets: Sequence[tuple[Method, Bucket]]
-    names: tuple[str, ...]
 
 
 class _Compositions(Generic[T]):

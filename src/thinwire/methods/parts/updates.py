@@ -146,6 +146,7 @@ class UpdateSpace:
 
     def watch(self, bucket: Bucket) -> None:
         """Update v_n from gradients that are sent dense."""
+        bucket.cut_outliers()
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
         self._precondition(bucket, values, torch.ones((), dtype=torch.float32, device=bucket.device), None)
 
@@ -154,6 +155,7 @@ class UpdateSpace:
         measured, r = self._measure(bucket), self._state.get("alike", "")
         samples = None if r is None else measured
         if r is None:  # the first of all: what this bucket shows by itself
+            bucket.cut_outliers()
             measured.take(bucket.rows)
             self.end_pass({})
             r = self._ratio([segment.name for segment in bucket.segments])
@@ -365,8 +367,10 @@ class UpdateSpace:
         factors, holders = self._factors_on(bucket.device), self._run.holders if self.matrices else {}
         segments = bucket.once("directions", lambda: self._directions(bucket, factors), factors.knobs)
         as_encoded = as_encoded and first is None and len(segments) == len(bucket.segments)
-        if samples is not None and not as_encoded:
-            samples.take(values)
+        if not as_encoded:
+            bucket.cut_outliers()
+            if samples is not None:
+                samples.take(values)
         for segment in bucket.segments:
             self._state.put(self._counter(segment.name), segment.name, factors.counts[segment.name])
             if segment.name in self.matrices:
@@ -374,7 +378,8 @@ class UpdateSpace:
                 group = holders[segment.name].group
                 self._orthogonal.take(segment.name, group, gradients, old, new, segment.span)
         if as_encoded:
-            bucket.adam = Adam(second, second_out, segments, factors.lrs, factors.unbias, r, samples)
+            bucket.adam = Adam(second, second_out, segments, factors.lrs, factors.unbias, r, samples, bucket.limit)
+            bucket.limit = None
             return
         moments = second, second_out, first, first_out
         direction(values, *moments, segments, lr=factors.lrs, scale=factors.unbias, factor=r, beta1=self._momentum)

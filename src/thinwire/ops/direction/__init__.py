@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.ops.backends import backend
-from thinwire.ops.norms import Samples
+from thinwire.ops.norms import Limit, Samples
 from thinwire.ops.programs import check_width
 
 __all__ = ["Adam", "DirectionSegment", "direction"]
@@ -33,7 +33,8 @@ class DirectionSegment(NamedTuple):
 class Adam(NamedTuple):
     """Steps of Adam without momentum along gradients (R, n), to take them later: the arguments of ``direction``.
 
-    ``samples`` of the gradients are taken before.
+    Before, ``limit`` cuts outliers among the gradients, and ``samples`` of them are taken. Its parameters are the
+    ``segments``.
     """
 
     second: Tensor
@@ -43,9 +44,12 @@ class Adam(NamedTuple):
     scale: Tensor
     factor: Tensor
     samples: Samples | None = None
+    limit: Limit | None = None
 
     def take(self, rows: Tensor) -> None:
-        """Replace the gradients in ``rows``."""
+        """Replace the gradients in ``rows``, which lie in the memory that ``limit`` cuts."""
+        if self.limit is not None:
+            self.limit.cut()
         if self.samples is not None:
             self.samples.take(rows)
         direction(

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.ops.backends import backend
 from thinwire.ops.rows import CopyTable
 
-__all__ = ["Bounds", "Samples", "Statistics", "bound", "sample"]
+__all__ = ["Bounds", "Limit", "Samples", "Statistics", "bound", "sample"]
 
 _backend = backend("thinwire.ops.norms", cpu="reference")
 
@@ -60,10 +60,31 @@ def bound(flat: Tensor, table: CopyTable, rows: Tensor, columns: Tensor, statist
         table: its T segments are a parameter each, whole. Those that stay are scaled down in ``flat``; ``rows`` may be
             ``flat`` where all do. columns: (T,) int64, theirs in ``statistics``.
     """
-    make = torch.empty if all(segment.width for segment in table.segments) else torch.zeros  # none comes to nothing
-    bounds = Bounds(*make(3, len(table.segments), dtype=torch.float32, device=flat.device).unbind())
+    bounds = _bounds(flat, table)
     _backend(flat).bound(flat, table, rows, columns, statistics, *bounds)
     return bounds
+
+
+def _bounds(flat: Tensor, table: CopyTable) -> Bounds:
+    make = torch.empty if all(segment.width for segment in table.segments) else torch.zeros  # none comes to nothing
+    return Bounds(*make(3, len(table.segments), dtype=torch.float32, device=flat.device).unbind())
+
+
+class Limit(NamedTuple):
+    """Arguments of ``bound`` where all parameters stay, to cut them later; it fills ``bounds``."""
+
+    flat: Tensor
+    table: CopyTable
+    columns: Tensor
+    statistics: Statistics
+    bounds: Bounds
+
+    @staticmethod
+    def make(flat: Tensor, table: CopyTable, columns: Tensor, statistics: Statistics) -> Limit:
+        return Limit(flat, table, columns, statistics, _bounds(flat, table))
+
+    def cut(self) -> None:
+        _backend(self.flat).bound(self.flat, self.table, self.flat, self.columns, self.statistics, *self.bounds)
 
 
 class Samples(NamedTuple):

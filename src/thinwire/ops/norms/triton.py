@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.ops.gpu import cdiv, counters, is_last, kernel, launch
-from thinwire.ops.norms import Statistics
+from thinwire.ops.norms import Limit, Statistics
 from thinwire.ops.quant.triton import _load, _widen, _words
 from thinwire.ops.rows import FIELDS, PER_PROGRAM, CopyTable
 from thinwire.ops.rows.triton import _copy_offsets
@@ -36,8 +36,9 @@ def _bound(
         _store(rows + target, values, inside)
     tl.store(sums + tl.program_id(0), tl.sum(values * values, 0))
     if is_last(ends + segment, tl.load(starts + segment + 1) - tl.load(starts + segment)):
-        factor = _bound_segment(
-            segment, sums, starts, columns, current, updated, shares, factors, residues, bounded, parameters, times,
+        first, end = tl.load(starts + segment), tl.load(starts + segment + 1)
+        factor = bound_segment(
+            segment, sums, first, end, columns, current, updated, shares, factors, residues, bounded, parameters, times,
             leaves, decay, gain, BLOCK,
         )  # fmt: skip
         if factor != 1.0:
@@ -69,15 +70,17 @@ def _scale(memory, start, stride, line, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _bound_segment(
-    segment, sums, starts, columns, current, updated, shares, factors, residues, bounded, parameters, times, leaves,
-    decay, gain, BLOCK: tl.constexpr,
+def bound_segment(
+    segment, sums, first_sum, end, columns, current, updated, shares, factors, residues, bounded, parameters, times,
+    leaves, decay, gain, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make a segment's factor, residue and statistics, see ``reference``; return the factor."""
+    """Make a segment's factor, residue and statistics of the sums from ``first_sum`` to ``end``; return the factor.
+
+    See ``reference``.
+    """
     lane = tl.arange(0, BLOCK)
-    end = tl.load(starts + segment + 1)
     total, usual_total = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for first in range(tl.load(starts + segment), end, BLOCK):
+    for first in range(first_sum, end, BLOCK):
         total += tl.load(sums + first + lane, mask=first + lane < end, other=0, cache_modifier=".cg")
     for first in range(0, parameters, BLOCK):
         usual = tl.load(current + first + lane, mask=first + lane < parameters, other=0)
@@ -111,18 +114,22 @@ def _sample(rows, stride, n, positions, norms, norm_count, sums, sums_stride, ea
     Norms from ``norm_count`` on are 0.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i)
+    sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, rows, i, False)
 
 
 @triton.jit
-def sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i):
-    """Write the entries ``i`` of ``_sample``'s."""
+def sample_of(
+    rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, factors, i, CUT: tl.constexpr
+):
+    """Write the entries ``i`` of ``_sample``'s; of values times their tensor's ``factors`` if ``CUT``."""
     tensor = i // (each + 1)
     is_norm = i % (each + 1) == each
     is_value = (i < size) & ~is_norm
     position = tl.load(positions + i - tensor, mask=is_value, other=0)
     row = position // n
     values = tl.load(rows + row * stride + (position - row * n), mask=is_value, other=0)
+    if CUT:
+        values *= tl.load(factors + tensor, mask=is_value, other=0)
     is_known = is_norm & (tensor < norm_count)
     values = tl.where(is_known, tl.load(norms + tensor, mask=is_known, other=0), values)
     tl.store(sums + i, values * share, mask=i < size)
@@ -142,6 +149,14 @@ def sample(
 ) -> None:
     arguments = sample_arguments(rows, positions, tensors, norms, sums, share)
     launch(_sample, (cdiv(sums.shape[1], BLOCK),), rows, rows.shape[1], *arguments, BLOCK=BLOCK)
+
+
+def limit_arguments(limit: Limit, programs: int) -> tuple[Any, ...]:
+    """Return ``bound_segment``'s arguments but the segment and its sums' place, for ``programs`` that make sums."""
+    current, updated, shares, times, leaves, decay = limit.statistics
+    sums = torch.empty(programs, dtype=torch.float32, device=current.device)
+    norms = current.view(-1), updated.view(-1), shares
+    return sums, limit.columns, *norms, *limit.bounds, current.shape[1], times, leaves, decay, 1 - decay
 
 
 def bound(

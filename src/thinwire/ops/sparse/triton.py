@@ -40,7 +40,7 @@ from thinwire.ops.gpu import (
     zero_words,
 )
 from thinwire.ops.mask.triton import SUMS, _bits, count_before, from_indices, set_bits
-from thinwire.ops.norms.triton import sample_arguments, sample_of
+from thinwire.ops.norms.triton import bound_segment, limit_arguments, sample_arguments, sample_of
 from thinwire.ops.programs import per_stream, programs_on
 from thinwire.ops.quant.triton import _encode, _group_elements
 
@@ -73,6 +73,8 @@ NEAR_SHIFT, NEAR_BINS = tl.constexpr(11), tl.constexpr(1 << 10)
 or, if its mantissa is large, a sixteenth. More of them would hit more often, and wait longer for their counts."""
 SAMPLED = tl.constexpr(512)
 """Samples that a program takes at a time: they need no more registers than values do."""
+MEASURED = tl.constexpr(1024)
+"""Sums of squares, or usual norms, that a program takes at a time."""
 COPIES, ALL_COPIES = 8, 256
 """Copies of a segment's counts of the second digit, at most, and of all segments' together. Additions to counts that
 lie close wait for each other, which took longer than to read the values: programs add to copies in turns."""
@@ -120,26 +122,42 @@ def _store_marks(marks, stride, word, above, alike, inside):
 def _first(
     programs, segments, rows, stride, residual, residual_stride, total, total_stride, second, second_stride, second_out,
     second_out_stride, lr, scale, factor, adam, largest, state, counts, ends, guess, over, near, copies, marks,
-    marks_stride, positions, norms, norm_count, sums, sums_stride, each, size, share, n, segment_count, shift,
-    STEP: tl.constexpr, SAMPLE: tl.constexpr, FEEDBACK: tl.constexpr, KEEP: tl.constexpr, GUESS: tl.constexpr,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, STEP_FIELDS: tl.constexpr, ALIGN: tl.constexpr,
+    marks_stride, positions, norms, norm_count, sums, sums_stride, each, size, share, n, limited, squares, columns,
+    usual, usual_now, shares, cuts, residues, bounded, parameters, times, leaves, decay, gain, segment_count, shift,
+    STEP: tl.constexpr, SAMPLE: tl.constexpr, MEASURE: tl.constexpr, CUT: tl.constexpr, FEEDBACK: tl.constexpr,
+    KEEP: tl.constexpr, GUESS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    STEP_FIELDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Make ``total``, with Adam's step along the rows if ``STEP``, and begin ``state`` with its first digits.
 
     ``state`` (R, segments, 3): the lowest size that begins so, how many to choose of those that do, and whether two
     digits are known. They may be with ``GUESS``: then what is near it, or above, is marked as ``_second`` would. If
     ``SAMPLE``, a further program of each row does a part of ``norms.sample``.
+
+    With ``MEASURE`` the last program of each segment makes its factor, see ``norms.bound_segment``; with ``CUT`` all is
+    done again where a segment's is not 1, and nothing elsewhere.
     """
     if SAMPLE:  # noqa: SIM102 (a constant around a branch)
         if tl.program_id(0) == tl.num_programs(0) - 1:
             for first in range(tl.program_id(1) * SAMPLED, size, tl.num_programs(1) * SAMPLED):
                 i = first + tl.arange(0, SAMPLED)
-                sample_of(rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, i)
+                sample_of(
+                    rows, stride, n, positions, norms, norm_count, sums, sums_stride, each, size, share, cuts, i, CUT
+                )
             return
     row, number, segment, column = segment_of(programs, segments, BLOCK, FIELDS)
     width, start = tl.load(segment + 1), tl.load(segment)
     inside = column < width // 16 * 16
+    if CUT:
+        cut = tl.load(cuts + number)
+        if cut == 1.0:
+            return
     values = tl.load(row_of(rows + start, stride, row, ALIGN) + column, mask=inside, other=0)
+    if CUT:
+        values *= cut
+    if MEASURE:
+        rows_count = tl.num_programs(1).to(tl.int64)
+        tl.store(squares + tl.program_id(0) * rows_count + tl.program_id(1), tl.sum(values * values, 0))
     if STEP:
         adam += number * STEP_FIELDS
         old = tl.load(row_of(second + start, second_stride, row, ALIGN) + column, mask=inside, other=0)
@@ -173,6 +191,14 @@ def _first(
             known = is_near.to(tl.int32)
         _store_state(state, lowest, remaining)
         tl.store(state + 2, known)
+        if MEASURE:  # noqa: SIM102 (a constant around a branch)
+            if is_last(limited + number, tl.num_programs(1)):  # of all rows
+                first = (tl.program_id(0) - tl.load(programs + 2 * tl.program_id(0) + 1)) * rows_count
+                end = first + tl.cdiv(width, BLOCK) * rows_count
+                bound_segment(
+                    number, squares, first, end, columns, usual, usual_now, shares, cuts, residues, bounded, parameters,
+                    times, leaves, decay, gain, MEASURED,
+                )  # fmt: skip
 
 
 @kernel
@@ -587,9 +613,10 @@ def largest(
     bits, group, groups, sent = _sending(values, payload)
     (shift, bins), second, third = DIGITS
     chunks, counted_to = cdiv(positions.shape[1], group * groups), entries * copies * BINS
-    counts = counters(device, counted_to + 2 * entries + count * chunks)
+    counts = counters(device, counted_to + 2 * entries + count * chunks + len(segments))
     near, behind = counts[entries * bins :], counts[counted_to:]  # of the first pass, and of all
     ends, over, arrived = behind, behind[entries:], behind[2 * entries :]
+    limited = arrived[count * chunks :]
     kth, guesses = (state if guess is None else guess.view(-1)), guess is not None
     marks = torch.empty((2 * count, rows.shape[1] // 32), dtype=torch.int32, device=device)
     table, _, counted, *_ = _tables(device, segments)
@@ -600,13 +627,17 @@ def largest(
     else:
         moments = adam.second, adam.second_out
         factors = adam.lr, adam.scale, adam.factor, direction.tables(device, tuple(adam.segments))[1]
+    cuts, limit = _limiting(rows, total, adam, grid[0] * count)
     takes_samples, samples = _sampling(rows, total, adam)
-    launch(
-        _first, (grid[0] + takes_samples, count), counted, table, rows, addend, total, *moments, *factors,
-        direction.LARGEST, state, counts, ends, kth, over, near, copies, marks, *samples, len(segments), shift,
-        STEP=adam is not None, SAMPLE=takes_samples, FEEDBACK=residual is not None, KEEP=total_out is not None,
-        GUESS=guesses, BINS=bins, STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
-    )  # fmt: skip
+    for measure, cut in ((True, False), (False, True)) if cuts else ((False, False),):
+        samples_now = takes_samples and not measure
+        launch(
+            _first, (grid[0] + samples_now, count), counted, table, rows, addend, total, *moments, *factors,
+            direction.LARGEST, state, counts, ends, kth, over, near, copies, marks, *samples, limited, *limit,
+            len(segments), shift, STEP=adam is not None, SAMPLE=samples_now, MEASURE=measure, CUT=cut,
+            FEEDBACK=residual is not None, KEEP=total_out is not None, GUESS=guesses, BINS=bins,
+            STEP_FIELDS=direction.FIELDS, ALIGN=alignment(rows, addend, total, *moments), **wide,
+        )  # fmt: skip
     begun = counted, table, total, state, counts
     launch(
         _second, grid, *begun, copies, ends, marks, len(segments), second[0],
@@ -623,6 +654,18 @@ def largest(
         _list, grid, *chosen, positions, payload, words, *sent, arrived, len(segments), m, PACK=packs, BITS=bits,
         KEEP=total_out is not None, GROUP=group, GROUPS=groups, WIRE=wire_alignment(sent[0], payload), **by_word,
     )  # fmt: skip
+
+
+def _limiting(rows: Tensor, total: Tensor, adam: Adam | None, programs: int) -> tuple[bool, tuple[Any, ...]]:
+    """Return whether the first pass makes cuts, and its arguments for them; cut where it cannot.
+
+    It reads the gradients again where it has cut them, so it must leave them as they are.
+    """
+    if adam is not None and adam.limit is not None:
+        if total is not rows:
+            return True, limit_arguments(adam.limit, programs)
+        adam.limit.cut()
+    return False, (*[rows[0]] * 8, 0, 0.0, 0.0, 0.0, 0.0)  # not touched
 
 
 def _sampling(rows: Tensor, total: Tensor, adam: Adam | None) -> tuple[bool, tuple[Any, ...]]:
