@@ -547,6 +547,8 @@ def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, T
                 assert stage._packed(flat, pieces)[0].buckets[0][1].lies_in(flat)
             rank.road.end_pass()
             found[f"mean {step}"] = rank.out.clone()
+            on_gpu, makes_steps = OutlierClip.apply is None, method.card.step_maker is not None
+            assert late.pop() == (on_gpu and makes_steps) or how != "inside"
             rank.finish(step, torch.ones(()))
             stage.bound.commit()
             assert stage.guard.agree(CPU)[0]

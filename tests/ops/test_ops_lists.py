@@ -132,7 +132,7 @@ def check_limits(fast: ModuleType, device: str = "cpu") -> None:
     segments = [DirectionSegment(part.start, part.width, i, 0.9, 1e-8) for i, part in enumerate(parts)]
     copies = [CopySegment(64 + of.start, 2 * (n + 128) + of.width, n + 128, STAYS, of.width, of.width, n + 128, 3)
               for of in parts]  # fmt: skip
-    columns = torch.tensor([2, 0, 3, 4], device=device)
+    columns, whole = torch.tensor([2, 0, 3, 4], device=device), [slice(of.start, of.start + of.width) for of in parts]
     places = torch.randint(n, (200,), generator=torch.Generator().manual_seed(1))
     places = torch.cat([place % of.width + of.start + i % 3 * n for i, (place, of) in
                         enumerate(zip(places.view(4, 50), parts, strict=True))]).to(device)  # fmt: skip
@@ -146,7 +146,7 @@ def check_limits(fast: ModuleType, device: str = "cpu") -> None:
             limit = Limit.make(given, CopyTable(copies, given.device), columns, statistics)
             own, new, second = given.view(3, -1)[:, 64 : 64 + n], torch.full_like(e, math.nan), torch.full_like(v, 9.0)
             sums = torch.full((2, 204), math.nan, device=device)
-            samples = Samples(places, [slice(of.start, of.start + of.width) for of in parts], limit.bounds.norms, sums, 0.5)
+            samples = Samples(places, whole, limit.bounds.norms, sums, 0.5)
             adam = Adam(v.square(), second, segments, lr, scale, torch.tensor(0.7, device=device), samples, limit)
             found = torch.full((3, m), POISON, dtype=torch.int32, device=device)
             payload = torch.full((3, m), math.nan, device=device)

@@ -74,7 +74,7 @@ def test_the_bytes_of_a_step_of_seven_billion_values():
     """For each of the model's values. Shards' rows are encoded, and outliers cut, where the engine has put them."""
     assert played("int8", "llama", "fsdp2", 64).moved < 7.2
     assert played("sdp4bit", "llama", "fsdp2", 64).moved < 15.0
-    assert played("trickle", "llama", "fsdp2", 64).moved < 24.2  # with AdamW's own 28 on a 64th of the values: 24 is the aim
+    assert played("trickle", "llama", "fsdp2", 64).moved < 24.2  # the aim is 24 beside AdamW's, 28 on a 64th of them
     assert played("trickle:merged", "llama", "fsdp2", 64).moved < 33.6
 
 

@@ -37,6 +37,8 @@ HIGH = 0.15
 """The share of high bits among packed positions of one value in a hundred: (1 + 1 / 2.56) / (9 + 1 / 2.56)."""
 DONE_AGAIN = ("rows", "residual", "total", "second", "second_out", "state", "marks")
 """What the first pass of a choice touches where it has cut an outlier."""
+MEASURES = ("squares", "columns", "usual", "usual_now", "shares", "residues", "bounded")
+"""What it touches to find out."""
 READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations whose result the host reads."""
 
@@ -262,7 +264,7 @@ TOUCHED: Mapping[str, Sequence[Callable[[Named], Mapping[str, float]]]] = {
     "sparse._first": (
         _where(residual="FEEDBACK", total="KEEP", second="STEP", second_out="STEP", marks="GUESS"),
         _where(positions="SAMPLE", norms="SAMPLE", sums="SAMPLE"),
-        _where(**dict.fromkeys(("squares", "columns", "usual", "usual_now", "shares", "residues", "bounded"), "MEASURE")),
+        _where(**dict.fromkeys(MEASURES, "MEASURE")),
         lambda of: {"cuts": nbytes_of(of["cuts"]) * (of["MEASURE"] or of["CUT"])},
         lambda of: dict.fromkeys(("counts", "near", "over", "limited"), 0.0),
         lambda of: dict.fromkeys(DONE_AGAIN, 0.0) if of["CUT"] else {},  # a step as usual has nothing to cut

@@ -365,7 +365,7 @@ class BucketCopies:
 def pack(
     names: tuple[str, ...], flat: Tensor, table: ops.CopyTable, rows: Tensor, bound: Bound | None
 ) -> Bounds | None:
-    """Copy ``names`` in the engine's buffer ``flat`` to ``rows`` (1-D) by ``table``, through ``bound`` if there is one."""
+    """Copy ``names`` in the engine's buffer ``flat`` to ``rows`` (1-D) by ``table``; through ``bound``, if any."""
     if bound is not None:
         return bound(names, flat, table, rows)
     ops.pack(flat, table, rows)

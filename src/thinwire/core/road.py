@@ -118,7 +118,7 @@ class Stage:
             bound: scales outliers down as they are packed, and tells the guard; the buckets get the norms that it took.
         """
         for packed, buckets in self._packed(flat, pieces):
-            self._load(packed, buckets, flat, out, bound)
+            self.load(packed, buckets, flat, out, bound)
             first, last = buckets[0][1], buckets[-1][1]
             first.rider = last if send is None and last is not first else None
             for method, bucket in buckets:
@@ -135,7 +135,7 @@ class Stage:
             packed.store(out)
             packed.release()
 
-    def _load(
+    def load(
         self, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], flat: Tensor, out: Tensor,
         bound: OutlierClip | None,
     ) -> None:  # fmt: skip

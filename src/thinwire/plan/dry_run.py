@@ -24,6 +24,7 @@ from thinwire.core.bucket import Bucket, Layout, Piece, Shard
 from thinwire.core.card import Card
 from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
+from thinwire.core.outliers import OutlierClip
 from thinwire.core.road import Road, Stage
 from thinwire.core.run import HolderCache
 from thinwire.core.selection import keep_dense
@@ -185,7 +186,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         shards=[Shard(pieces, (), numel, dtype) for dtype in run.gathers],
         comm=CountingComm(0, [0], Ledger()),
     )
-    play = Playback(layout, lone_road, small_run, device)
+    play = Playback(layout, lone_road, small_run, device, stage=_BothStages)
     token = every_variant.set(True)
     try:
         with torch.no_grad():
@@ -205,6 +206,26 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
         raise
     finally:
         every_variant.reset(token)
+
+
+class _BothStages(Stage):
+    """A stage whose method makes steps of gradients that were cut, and then of such that it is to cut itself.
+
+    So it compiles for both: which of them steps meet depends on how the engine's buffers will look.
+    """
+
+    def carry(self, flat, pieces, out, send=None, bound=None):
+        super().carry(flat, pieces, out, send)
+        if self.method.card.step_maker is not None:
+            names = [piece.name for piece in pieces]
+            super().carry(flat, pieces, out, send, OutlierClip(1.0, dict.fromkeys(names, 1)))
+
+    def load(self, packed, buckets, flat, out, bound):
+        super().load(packed, buckets, flat, out, None)
+        method, first = buckets[0]
+        if bound is not None and method is self.method:
+            first.limit = bound.limit(first.names, flat, first.copies.stay_table)
+            first.norms = first.limit.bounds.norms
 
 
 def _move(device: torch.device) -> None:
