@@ -32,6 +32,7 @@ from thinwire.core.outliers import OutlierClip
 from thinwire.core.road import Stage, _Compositions, shard_of
 from thinwire.core.state import State, dump_state
 from thinwire.core.worker import Worker
+from thinwire.methods.parts.feedback import Updates
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
 from thinwire.ops.norms import reference
@@ -513,16 +514,20 @@ def test_rows_in_the_engines_buffer_are_compressed_as_their_copies_are(text, mon
 def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, Tensor], int, int]]:
     """By rank: means, weights and state of five steps, in one of which gradients are cut; how many; norms handed on.
 
-    ``how``: c is "formed", not contiguous; or what is compressed lies "inside" of the engine's buffer, side by side.
+    ``how``: c is "formed", not contiguous; or what is compressed lies "inside" of the engine's buffer, side by side, or
+    there and becomes steps as it is "encoded".
     """
-    world, shapes = Threads(where.size), SIDE_BY_SIDE if how == "inside" else BESIDE
+    is_inside = how in ("inside", "encoded")
+    world, shapes = Threads(where.size), SIDE_BY_SIDE if is_inside else BESIDE
 
     def body(number: int) -> tuple[dict[str, Tensor], int, int]:
         engine = ThreadEngine(where.topology, world, number, Ledger(), shapes, where.per_node)
         handed, late = list[Tensor](), list[bool]()
         formed = [replace(of, form=((6, 64), (1, 6))) if of.name == "c" else of for of in engine.pieces]
         pieces = tuple(formed) if how == "formed" else engine.pieces
-        method = small(cls, dense=("c",) if how == "inside" else ("b", "d"))
+        method = small(cls, dense=("c",) if is_inside else ("b", "d"))
+        if how == "encoded":
+            method = replace(method, feedback=Updates(delivered_share=1.0))
         rank, found = VirtualRank(method, engine, 9, optimizer=partial(cls.OPTIMIZER, lr=0.1)), {}
         stage, reduce = rank.road.last, method.reduce
 
@@ -535,6 +540,7 @@ def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, T
                 assert torch.allclose(norms, expected * (1 if limit is None else limit.bounds.factors), rtol=1e-5)
                 handed.append(norms)
             late.append(limit is not None)
+            assert how != "encoded" or step < 2 or bucket.adam.limit is limit  # two steps are begun otherwise
 
         method.reduce = reduce_with_norms
         stage.bound = OutlierClip(2.0, {name: of.local for name, of in engine.parameters.items()}, 1.0)
@@ -543,12 +549,12 @@ def bounded(cls: type[Method], where: Setup, how: str) -> list[tuple[dict[str, T
             flat = torch.randn(engine.numel, generator=generator) * (100 if step == 3 else 1)
             rank.road.step, rank.out = step, flat.new_empty(engine.numel // engine.rows) if engine.owner else flat
             rank.road.reduce(flat, pieces, rank.out)
-            if how == "inside":
+            if is_inside:
                 assert stage._packed(flat, pieces)[0].buckets[0][1].lies_in(flat)
             rank.road.end_pass()
             found[f"mean {step}"] = rank.out.clone()
             on_gpu, makes_steps = OutlierClip.apply is None, method.card.step_maker is not None
-            assert late.pop() == (on_gpu and makes_steps) or how != "inside"
+            assert late.pop() == (on_gpu and makes_steps) or not is_inside
             rank.finish(step, torch.ones(()))
             stage.bound.commit()
             assert stage.guard.agree(CPU)[0]
@@ -563,8 +569,9 @@ KEEPING = [cls for cls in methods.TABLE if small(cls).card.keeps_state and small
 
 @pytest.mark.parametrize(
     ("cls", "how"),
-    [(cls, how) for cls in KEEPING if "dense" not in cls.ABSENT for how in ("beside", "formed", "inside")
-     if how != "inside" or small(cls).card.rows_apart], ids=lambda of: getattr(of, "name", of),
+    [(cls, how) for cls in KEEPING if "dense" not in cls.ABSENT for how in ("beside", "formed", "inside", "encoded")
+     if how not in ("inside", "encoded") or small(cls).card.rows_apart
+     if how != "encoded" or getattr(small(cls), "updates", None)], ids=lambda of: getattr(of, "name", of),
 )  # fmt: skip
 def test_outliers_are_cut_as_they_are_packed_on_a_gpu_and_no_bit_depends_on_it(cls, how, monkeypatch):
     """Beside what stays dense, wherever it lies; and the method gets the norms, which it would read all values for."""
