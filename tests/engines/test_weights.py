@@ -10,16 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ranks
 import thinwire
 from engines import adamw, build, train
-from models import Net, loss_of
+from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
 from thinwire.core import weights as replicas
 from thinwire.core.bucket import Piece, Shard
 from thinwire.core.state import State, dump_state, load_state
 from thinwire.core.weights import Message, Replica
+from thinwire.engines import fsdp2_module
 from thinwire.network.comm import Work
 from thinwire.network.ledger import KINDS, Ledger
 from thinwire.proof.ranks import ThreadComm, Threads
@@ -545,3 +547,45 @@ def _evaluated(rank, world, kind):
 def test_an_evaluation_between_two_steps_or_passes_counts_in_neither(kind, world):
     for found in ranks.run(_evaluated, world, kind):
         assert {method for method, (without, with_them) in found.items() if without != with_them} == set()
+
+
+class Checkpointed(Net):
+    """Records no gradients in its blocks' first passes."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def _checkpointed(rank, world, kind):
+    """Of each method and mode: bytes of each step, agreements on weights and weights, without and with checkpoints."""
+    found, agreed = {}, []
+    agree = fsdp2_module.agree
+    fsdp2_module.agree = lambda *given, training: (agreed.append(training), agree(*given, training=training))[1]
+    for method in [*METHODS, "dense"]:
+        for trains in (True, False):
+            runs = []
+            for net in (Net, Checkpointed):
+                model = build(kind, world, net=net).train(trains)
+                optimizer = thinwire.AdamS(model.parameters()) if method.startswith("scape") else adamw(model)
+                wire = thinwire.compress(model, optimizer, method)
+                agreed.clear()
+                for number in range(2):
+                    with wire.accumulate(last=False):
+                        loss_of(model, number, rank).backward()
+                    train(model, optimizer, rank, [number], wire)
+                account = [(dict(step.bytes), step.weight_bytes, step.dense_bytes) for step in wire.ledger.steps]
+                wire.close()
+                runs.append((account, list(agreed), flat(model).tolist()))
+            found[method, trains] = runs
+    fsdp2_module.agree = agree
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("fsdp2-keep", 2), ("hsdp", 4)])
+def test_a_block_that_a_checkpoint_runs_without_recording_is_trained_not_evaluated(kind, world):
+    """Its bytes are the step's, also with dropout off, and ranks agree on their weights as often as without it."""
+    for found in ranks.run(_checkpointed, world, kind):
+        assert {case for case, (without, with_them) in found.items() if without != with_them} == set()

@@ -40,6 +40,20 @@ class Way(NamedTuple):
     own_comms: Sequence[Any] = ()
 
 
+class ModuleHook:
+    """Call ``function`` before or after a module's forward pass. A copy, which a copy of the module gets, does not."""
+
+    def __init__(self, function: Callable[[], object] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *_: Any) -> None:
+        if self._function is not None:
+            self._function()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return type(self), ()
+
+
 class Engine:
     """An adapter of PyTorch's parallel training: it hands out gradients and takes their means back.
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError, ThinwireWarning, name_exchange
-from thinwire.core.engine import Engine, all_zero
+from thinwire.core.engine import Engine, ModuleHook, all_zero
 from thinwire.core.fingerprint import WeightWatch, count_writes
 from thinwire.core.method import Run, Step, drop_waiting
 from thinwire.core.optimizers import (
@@ -127,7 +126,7 @@ class StepLoop:
             self._hooks[optimizer] = before.id
             handles += [before, after]
         if self.method.card.alone_from is not None:
-            handles.append(self.engine.model.register_forward_pre_hook(_BeforeForward(self), prepend=True))
+            handles.append(self.engine.model.register_forward_pre_hook(ModuleHook(self.before_forward), prepend=True))
         return handles
 
     def _come_last(self) -> None:
@@ -632,20 +631,6 @@ class StepLoop:
             return None
         own = {name: weight.grad for weight in weights if (name := self.name_of(weight)) in self._own}
         return None if all_zero(own.values()) else _OWN.format(name=next(name for name in own if own[name] is not None))
-
-
-class _BeforeForward:
-    """Tell a loop before its model's forward pass. A copy, which a copy of the model gets, has no loop."""
-
-    def __init__(self, loop: StepLoop | None = None) -> None:
-        self._loop = loop
-
-    def __call__(self, *_: Any) -> None:
-        if self._loop is not None:
-            self._loop.before_forward()
-
-    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
-        return type(self), ()
 
 
 def fault_of_counts(values: Mapping[str, Tensor]) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
-from thinwire.core.engine import Divisible, Meet, Way, all_zero, split_by_node, wants_two_levels
+from thinwire.core.engine import Divisible, Meet, ModuleHook, Way, all_zero, split_by_node, wants_two_levels
 from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import clean_name, describe
@@ -215,6 +215,10 @@ class FSDP2(ShardedEngine):
     def attach(self, step_loop: StepLoop, road: Road) -> None:
         """Give every FSDP module its communication objects. On HSDP torch itself calls both stages of the road."""
         self._step_loop, self._road = step_loop, road
+        self._hooks += [
+            self.model.register_forward_pre_hook(ModuleHook(self.enter_model), prepend=True),
+            self.model.register_forward_hook(ModuleHook(self.leave_model), always_call=True),
+        ]
         for module, group in self.groups:
             link = GroupLink(self, group, step_loop, road)
             self.links.append(link)
@@ -271,6 +275,8 @@ class FSDP2(ShardedEngine):
     def close(self) -> None:
         """Close the worker. The communication objects stay on the model until ``renew``."""
         self.sender.stop()
+        for hook in self._hooks:
+            hook.remove()
         for replica in self.replicas:
             replica.drop()
         if self.worker is not None:

@@ -71,7 +71,9 @@ class ShardedEngine(Engine):
         self.closed = False
         self.names = {id(weight): clean_name(name) for name, weight in model.named_parameters()}
         self._comms: dict[int, GroupComm] = {}
+        self._hooks: list[Any] = []  # on the model
         self._mode: tuple[bool, bool] | None = None  # the last forward pass: training? recording gradients?
+        self._recorded: bool | None = None  # the model's forward pass, which is under way, records gradients
         self._asked: set[int] = set()  # links whose modules have asked for their weights in that pass
         self._between = True  # no forward pass has begun since the last step was over
         self.accumulates = False  # the last backward pass has exchanged nothing: more micro-batches follow
@@ -95,6 +97,21 @@ class ShardedEngine(Engine):
             with self.waited():
                 self.worker.drain()
 
+    @property
+    def records(self) -> bool:
+        """Does the model's forward pass record gradients? Inside a reentrant checkpoint that is off."""
+        return torch.is_grad_enabled() if self._recorded is None else self._recorded
+
+    @torch._disable_dynamo
+    def enter_model(self) -> None:
+        """Note how the model's forward pass begins."""
+        self._recorded = torch.is_grad_enabled()
+
+    @torch._disable_dynamo
+    def leave_model(self) -> None:
+        """Note that the model's forward pass is over, or has raised."""
+        self._recorded = None
+
     def begin_forward(self, link: GroupLink) -> None:
         """Note that a module is about to gather its weights before a backward pass. Collective where a pass begins.
 
@@ -109,10 +126,10 @@ class ShardedEngine(Engine):
         if not self.method.card.encodes_weights:
             return
         # As the step says, and the gather is the first exchange after a load.
-        link.step_loop.compare_start(gathers=not torch.is_grad_enabled())
+        link.step_loop.compare_start(gathers=not self.records)
         if torch._C._current_graph_task_id() != -1:  # a pass made anew in the backward pass
             return
-        mode = bool(self.model.training), torch.is_grad_enabled()
+        mode = bool(self.model.training), self.records
         turns = self._mode is not None and mode != self._mode
         alone = link.group._training_state.name == "IDLE"  # the user's unshard(): the pass itself is still to begin
         again = id(link) in self._asked and not (self.accumulates and all(mode))
@@ -202,7 +219,7 @@ class GroupLink:
 
     def _counting(self) -> AbstractContextManager[None]:
         """Count nothing inside if the model is being evaluated: its bytes are no step's."""
-        trains = self.engine.model.training or torch.is_grad_enabled() or self.group._training_state.name != "FORWARD"
+        trains = self.engine.model.training or self.engine.records or self.group._training_state.name != "FORWARD"
         return nullcontext() if trains else self.engine.ledger.evaluation()
 
     def wait_for_unshard(self, original: Callable[[], None]) -> None:
