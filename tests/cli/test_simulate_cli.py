@@ -49,7 +49,8 @@ def test_what_cannot_be_written_is_one_line(by_hand: None, tmp_path: Path, capsy
     (tmp_path / "file").touch()
     for words in (["--explain", str(tmp_path / "file" / "t.json")], ["--links", "--out", str(tmp_path / "file")]):
         assert main(["simulate", *SMALL, "--method", "int8", *words]) == 2
-        assert capsys.readouterr().err.splitlines()[-1].startswith("thinwire: cannot use ")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"thinwire: {words[-2]} {tmp_path}/file/") and "not a file that can be written" in line
     assert main(["simulate", *SMALL, "--method", "int8", "--explain", str(tmp_path / "new" / "t.json")]) == 0
 
 

@@ -290,9 +290,7 @@ def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp"])
 def test_the_engine_s_own_work_is_said_to_be_in_the_network_s_part(job: Job, engine: str) -> None:
-    doctor_of_two = object.__new__(examination.Examination)
-    doctor_of_two._job, doctor_of_two.out, doctor_of_two.command = SimpleNamespace(size=2), Path("c.toml"), "train"
-    doctor_of_two.samples, doctor_of_two.notes = [], []
+    doctor_of_two = of_two(Path())
     for dense, told in ((Steps([0.08]), engine != "ddp"), (None, False)):  # a predicted one has no such work
         simulation = simulated(replace(job, engine=engine))
         lines = [*doctor_of_two._report(simulation, simulation.job, Steps([0.01]), dense)]
@@ -307,3 +305,29 @@ def test_a_job_that_compiles_its_model_is_measured_compiled(monkeypatch):
         job.config, job.model, job.optimizers = Config(compile=compiles), "model", ()
         job.begin("dense")
         assert job.runner == runner
+
+
+def of_two(folder: Path) -> examination.Examination:
+    doctor_of_two = object.__new__(examination.Examination)
+    doctor_of_two._job, doctor_of_two.out, doctor_of_two.command = SimpleNamespace(size=2), folder / "c.toml", "train"
+    doctor_of_two.samples, doctor_of_two.notes = [], []
+    return doctor_of_two
+
+
+@pytest.mark.parametrize("full", ["the file", "standard output"])
+def test_a_full_disk_takes_the_file_or_the_report_and_not_both(job: Job, full: str, tmp_path, monkeypatch, capsys):
+    """A minute was measured."""
+    simulation = simulated(job)
+
+    def no_space(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if full == "the file":
+        monkeypatch.setattr(os, "fsync", no_space)
+    else:
+        monkeypatch.setattr(examination, "say", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        of_two(tmp_path)._tell_and_write(simulation, simulation.job, Steps([0.01]), None)
+    said = capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"] * (full != "the file")
+    assert ("bound by" in said) == (full == "the file") and "for thinwire simulate" not in said

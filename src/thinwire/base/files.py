@@ -6,9 +6,11 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from thinwire.base.errors import ThinwireError
 
@@ -37,21 +39,51 @@ def remove(path: Path, spare: Callable[[Path], bool] | None = None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write ``text`` so that ``path`` always holds all of it or what it held before, also if several write at once."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    """Write ``text`` so that ``path`` always holds all of it or what it held before, also if several write at once.
+
+    A link stays, and its target is written. A device, a pipe, or what our own output goes to is written into.
+    """
+    if path.exists() and (stream := _open_in_place(path)):
+        with naming(path), stream:
+            stream.write(text)
+        return
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         with naming(path), partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        partial.replace(target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
-    sync(path.parent)
+    sync(target.parent)
+
+
+def _open_in_place(path: Path) -> TextIO | None:
+    """Open what another file must not replace; None: it is a plain file."""
+    there = path.stat()
+    for number in (1, 2):  # /dev/stdout may be a file of which only the descriptor knows where the next line goes
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(number), there):
+                return open(number, "w", encoding="utf-8", closefd=False)
+    return None if stat.S_ISREG(there.st_mode) or path.is_dir() else path.open("w", encoding="utf-8")
+
+
+def refuse_unwritable(path: Path, option: str) -> None:
+    """Raise ThinwireError if ``path``, which ``option`` names, cannot be written: known before the work, not after it.
+
+    Folders that are not there yet are made where they can be.
+    """
+    in_place = path.exists() and not path.is_file()
+    folders = Path(os.path.realpath(path)).parents
+    place = path if in_place else next(folder for folder in folders if folder.exists())
+    if in_place == place.is_dir() or not os.access(place, os.W_OK):
+        raise ThinwireError(f"{option} {path} is not a file that can be written: name one in a folder that can be")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.base.errors import ThinwireError
+from thinwire.base.files import refuse_unwritable
 from thinwire.base.options import read_options
 from thinwire.base.terminal import ends_at_once, note
 from thinwire.cli.lab import split
@@ -46,8 +47,9 @@ class Doctor:
             resolve(name)
         if not 10 <= self.seconds <= LONGEST_S:
             raise ThinwireError(f"--seconds is from 10 to {LONGEST_S:g}, got {self.seconds:g}")
-        if self.out.is_dir() or not self.out.parent.is_dir():
-            raise ThinwireError(f"--out {self.out} is not a file that can be written: name one in a folder that exists")
+        refuse_unwritable(self.out, "--out")
+        if not self.out.parent.is_dir():
+            raise ThinwireError(f"--out {self.out}: there is no folder {self.out.parent}: make it, or name another")
         return names
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
-from thinwire.base.files import write
+from thinwire.base.files import refuse_unwritable, write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.lab.entries import method_names
 from thinwire.lab.link import bit_rate
 from thinwire.predict.cluster import read_cluster
 from thinwire.predict.profile import profile_of
-from thinwire.predict.simulate import Job, at_scale, simulate
+from thinwire.predict.simulate import Job, Simulation, at_scale, simulate
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.pretrained import Pretrained
 from thinwire.train.model.shapes import PRESETS
@@ -95,31 +95,43 @@ def simulate_main(argv: list[str]) -> int:
     """Run ``thinwire simulate``. Return the exit status."""
     options = read_options(SimulateOptions, argv, "thinwire simulate")
     ranks_to_draw = _check(options)
+    if options.explain is not None:
+        refuse_unwritable(options.explain, "--explain")
+    if options.links or ranks_to_draw:
+        refuse_unwritable(options.out / "links.svg", "--out")
+        extras.load("matplotlib")
     note(f"predicting {options.model} on {options.cluster}: some seconds")
     job, methods = make_job(options), method_names(options.method)
     simulation = simulate(job, methods)
-    written = []
+    written: list[str] = []
+    try:
+        for path in _write(options, simulation, methods, ranks_to_draw):
+            written.append(str(path))
+    finally:  # what is predicted is said also if a disk is full
+        if options.json:
+            print(json.dumps(simulation.to_json() | {"written": written}, indent=2))
+        else:
+            say("\n".join([str(simulation), *(f"written: {path}" for path in written)]))
+    return 0
+
+
+def _write(
+    options: SimulateOptions, simulation: Simulation, methods: Sequence[str], ranks_to_draw: Sequence[int]
+) -> Iterator[Path]:
+    """Write the files that ``options`` ask for; yield each once it is there."""
     if options.explain is not None:
         options.explain.parent.mkdir(parents=True, exist_ok=True)
         write(options.explain, json.dumps(simulation.to_trace()))
-        written.append(options.explain)
+        yield options.explain
     if options.links or ranks_to_draw:
-        extras.load("matplotlib")
         from thinwire.cli import simulate_pictures as pictures  # it takes a second to import
 
         options.out.mkdir(parents=True, exist_ok=True)
         if options.links:
-            written.append(pictures.links(simulation, options.out / "links.svg"))
+            yield pictures.links(simulation, options.out / "links.svg")
         if ranks_to_draw:
-            curves = at_scale(job, methods, ranks_to_draw, strong=options.strong)
-            written.append(pictures.scale(job, curves, options.out / "scale.svg", strong=options.strong))
-    if options.json:
-        print(json.dumps(simulation.to_json() | {"written": [str(path) for path in written]}, indent=2))
-    else:
-        say(str(simulation))
-        for path in written:
-            say(f"written: {path}")
-    return 0
+            curves = at_scale(simulation.job, methods, ranks_to_draw, strong=options.strong)
+            yield pictures.scale(simulation.job, curves, options.out / "scale.svg", strong=options.strong)
 
 
 def _check(options: SimulateOptions) -> list[int]:

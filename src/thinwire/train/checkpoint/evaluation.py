@@ -18,7 +18,7 @@ import tyro
 
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError
-from thinwire.base.files import write
+from thinwire.base.files import refuse_unwritable, write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import ends_at_once, note, say
 from thinwire.train.job.run_folder import where_set_aside
@@ -52,11 +52,13 @@ def main(argv: list[str]) -> int:
     options: Any = read_options(Options, argv, "thinwire eval")
     if min(options.batch_size, 1 if options.limit is None else options.limit) < 1 or (options.fewshot or 0) < 0:
         raise ThinwireError("--batch-size and --limit must be 1 or more, --fewshot must not be negative")
+    if options.out is not None:
+        refuse_unwritable(options.out, "--out")
     note("looking for the model and the tasks")
     refuse(options)
     note("loading torch, lm-evaluation-harness and the model")
     results = evaluate(options)
-    print(extras.load("lm_eval.utils").make_table(results))
+    print(extras.load("lm_eval.utils").make_table(results), flush=True)
     if options.out is not None:
         sections = ("results", "groups", "versions", "n-shot", "n-samples")
         selected = {name: results[name] for name in sections if name in results}

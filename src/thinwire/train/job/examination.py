@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thinwire.base.files import naming
 from thinwire.base.terminal import note, say
 from thinwire.predict import doctor
 from thinwire.predict.cluster import write_cluster
@@ -143,7 +142,7 @@ class Examination:
         return times
 
     def _conclude(self, model: nn.Module, device: Device, none: Steps, dense: Steps | None) -> None:
-        """Fit the constants, predict, write and print."""
+        """Fit the constants, predict, print and write."""
         config, size = self.config, self._job.size
         cluster = doctor.cluster_of(self.out.stem, device, self.per_node, *fit_links(self.samples))
         job = Job(
@@ -151,11 +150,16 @@ class Examination:
             config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra,
         )  # fmt: skip
         job = doctor.calibrated(job, none, dense)
-        simulation = simulate(job, self.methods) if size > 1 else None
-        with naming(self.out):
+        self._tell_and_write(simulate(job, self.methods) if size > 1 else None, job, none, dense)
+
+    def _tell_and_write(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> None:
+        """Write the cluster and print the report, each also if the other meets a full disk."""
+        try:
             write_cluster(job.cluster, self.out)
-        for line in self._report(simulation, job, none, dense):
-            say(line)
+        finally:
+            for line in self._report(simulation, job, none, dense):
+                say(line)
+        say(f"{self.out}: the cluster's constants, for thinwire simulate --cluster {self.out}")
 
     def _report(self, simulation: Simulation | None, job: Job, none: Steps, dense: Steps | None) -> Iterator[str]:
         total = none.seconds
@@ -176,4 +180,3 @@ class Examination:
         yield from curves(self.samples)
         if fall := fall_with_nodes(self.samples):
             yield fall
-        yield f"{self.out}: the cluster's constants, for thinwire simulate --cluster {self.out}"
