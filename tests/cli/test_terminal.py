@@ -111,7 +111,10 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch, cap
     assert capsys.readouterr().err == f"thinwire: cannot use {tmp_path}/file/runs: Not a directory\n"
     for error, said in (
         (PermissionError(13, "Permission denied", "x.csv"), "thinwire: cannot use x.csv: Permission denied\n"),
-        (OSError(28, "No space left on device"), "thinwire: cannot use a file: No space left on device\n"),
+        (
+            OSError(28, "No space left on device"),
+            "thinwire: cannot use a file or standard output: No space left on device\n",
+        ),
     ):
         monkeypatch.setattr("thinwire.cli.program.run_command", mock.Mock(side_effect=error))
         assert main(["doctor"]) == 2
@@ -119,6 +122,31 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch, cap
     monkeypatch.setattr("thinwire.cli.program.run_command", mock.Mock(side_effect=ConnectionRefusedError(111, "no")))
     with pytest.raises(ConnectionRefusedError):  # a fault of no file
         main(["doctor"])
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["methods"], ["completion", "bash"], ["train", "--help"],
+                                   ["nonsense"], SHOWN[0], [*SHOWN[0], "--json"]])  # fmt: skip
+def test_a_full_disk_below_standard_output_is_one_line(words, monkeypatch, capfd) -> None:
+    with monkeypatch.context() as patched, Path("/dev/full").open("w") as full:
+        patched.setattr(sys, "stdout", full)
+        patched.setattr(os, "_exit", sys.exit)
+        patched.setattr(sys, "argv", ["thinwire", *words])
+        with pytest.raises(SystemExit, match="2"):
+            program()
+        full.flush()  # as Python does at its end, with status 120 if that fails
+    line = "standard output: No space left on device" if words != ["nonsense"] else "unknown command 'nonsense'"
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("thinwire: ") and line in said
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [("lab run --link loopback -- true", 0), ("lab run --link loopback -- false", 1), ("nonsense", 2)],
+)
+def test_a_full_disk_below_standard_error_changes_no_status(words, status) -> None:
+    environment = os.environ | {"PYTHONPATH": SOURCE}
+    command = f"{sys.executable} -m thinwire {words} 2>/dev/full"
+    assert subprocess.run(command, shell=True, env=environment).returncode == status
 
 
 def test_what_loads_torch_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

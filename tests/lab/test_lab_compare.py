@@ -9,6 +9,7 @@ import base64
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from breadth import spread
 from thinwire.base.errors import ThinwireError
 from thinwire.cli.compare import compare_main
 from thinwire.lab import compare as module
+from thinwire.lab import plots
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 FAKE = """
@@ -70,6 +72,7 @@ if rank == 0:
                "encode_ms": 3, "decode_ms": 2,
                "valid_loss": valid, "wire_bytes_per_step": {"inter": payload, "intra": 0}}
     (out / "summary.json").write_text(json.dumps(summary))
+    print("trained")
 """
 
 
@@ -185,6 +188,94 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     page = (out / "report.html").read_text()
     assert "<li>bf16 failed: seed 4: rank 1" in page
     assert "&lt;here&gt;" in page and "<here>" not in page
+
+
+@pytest.mark.parametrize("log", ["/dev/full", "nowhere/log"])
+def test_a_disk_that_is_full_for_one_run_s_log_ends_no_other_run(log, tmp_path, program, monkeypatch, capsys):
+    """What a full disk does not take of a log is lost, and not the run; without a log its method has failed."""
+    log_of, out = module.log_of, tmp_path / "out"
+    monkeypatch.setattr(module, "log_of", lambda run: tmp_path / log if run.name == "dense" else log_of(run))
+    status = module.compare(comparison(["dense", "bf16"], 3, link="loopback", out=out, program=program))
+    runs = {run["method"]: run for run in json.loads((out / "report.json").read_text())["runs"]}
+    said = capsys.readouterr().err
+    assert list(runs) == ["none", "dense", "bf16"] and not runs["none"]["failed"] and not runs["bf16"]["failed"]
+    if log == "/dev/full":
+        assert status == 0 and not runs["dense"]["failed"] and "log /dev/full is cut: No space left on device" in said
+    else:
+        assert status == 1 and runs["dense"]["failed"] == f"cannot use {tmp_path}/{log}: No such file or directory"
+
+
+def no_space(*given: object, **named: object) -> None:
+    raise OSError(28, "No space left on device", "x.svg")
+
+
+@pytest.mark.parametrize("full", ["pictures", "report.json", "standard output"])
+def test_a_full_disk_takes_files_or_the_table_and_not_both(full, tmp_path, program, monkeypatch, capsys):
+    """An hour of runs has ended."""
+    out = tmp_path / "out"
+    place, name = {"pictures": (plots, "draw"), "report.json": (module.files, "write")}.get(
+        full, (module.terminal, "say")
+    )
+    monkeypatch.setattr(place, name, no_space)
+    if full == "standard output":
+        monkeypatch.setattr(module, "say", lambda line: None)
+    with pytest.raises(OSError, match="No space left on device"):
+        module.compare(comparison(["dense"], 3, link="loopback", out=out, program=program))
+    said = capsys.readouterr().out
+    if full == "standard output":
+        assert (out / "report.html").exists() and (out / "step_time.svg").exists()
+    else:
+        assert said.startswith("no method is faster than dense") or "dense" in said
+        assert "report.html" not in said and (full == "report.json" or (out / "report.json").exists())
+
+
+def test_a_full_disk_below_standard_error_ends_no_run(tmp_path, program, monkeypatch):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        run = comparison(
+            ["dense", "bf16"], 3, link="loopback", extra=("--crash", "bf16"), out=tmp_path / "out", program=program
+        )
+        assert module.compare(run) == 1
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    runs = {run["method"]: run for run in json.loads((tmp_path / "out" / "report.json").read_text())["runs"]}
+    assert [label for label, run in runs.items() if not run["failed"]] == ["none", "dense"]
+
+
+def test_of_two_that_begin_at_once_one_has_the_folder(tmp_path, program, monkeypatch):
+    """The second finds it empty as well: the first is still making its network."""
+    open_cluster, out = module.open_cluster, tmp_path / "out"
+    settings = comparison(["dense"], 3, link="loopback", out=out, program=program)
+
+    def open_slowly(*given: object) -> object:
+        monkeypatch.undo()
+        with pytest.raises(ThinwireError, match=f"{out} is in use by another comparison: choose a new directory with"):
+            module.compare(settings)
+        return open_cluster(*given)
+
+    monkeypatch.setattr(module, "open_cluster", open_slowly)
+    assert module.compare(settings) == 0
+    assert module.open_cluster is open_cluster, "the second was tried"
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "markdown_it"])
+def test_a_package_that_the_report_needs_is_asked_for_before_the_runs(package, tmp_path, program, monkeypatch):
+    for name in ("thinwire.lab.plots", "thinwire.lab.report"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ThinwireError, match=f"the package '{package}' is not installed"):
+        module.compare(comparison(["dense"], 3, link="loopback", out=tmp_path / "out", program=program))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_that_ended_before_its_first_run_leaves_its_folder_free(tmp_path, program, monkeypatch):
+    settings = comparison(["dense"], 3, link="loopback", out=tmp_path / "out", program=program)
+    monkeypatch.setattr(module, "open_cluster", no_space)
+    with pytest.raises(OSError, match="No space"):
+        module.compare(settings)
+    monkeypatch.undo()
+    assert module.compare(settings) == 0
 
 
 def test_bad_input_is_refused_before_anything_runs(tmp_path: Path) -> None:

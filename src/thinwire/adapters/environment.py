@@ -133,6 +133,7 @@ def _compress(model: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     from thinwire.base.errors import ThinwireWarning
+    from thinwire.base.terminal import say
     from thinwire.core.optimizers import parameters, unwrapped
     from thinwire.wire import Wire, compress
 
@@ -169,8 +170,8 @@ def _compress(model: Any) -> None:
         scalers = [scaler for scaler in _alive(torch.amp.GradScaler) if scaler.is_enabled()]
         wire = compress(model, optimizers, method, scaler=scalers[0] if len(scalers) == 1 else None)
     if wire.engine.rank == 0:
-        print(f"{VARIABLE}={method}: {wire.plan.method}; {wire.plan.wire_bytes / 1e6:.3g} MB per step of "
-              f"{wire.plan.dense_bytes / 1e6:.3g} MB", file=sys.stderr, flush=True)  # fmt: skip
+        sent, dense = wire.plan.wire_bytes / 1e6, wire.plan.dense_bytes / 1e6
+        say(f"{VARIABLE}={method}: {wire.plan.method}; {sent:.3g} MB per step of {dense:.3g} MB", sys.stderr)
         if accelerator is None and wire.method.card.keeps_state:
             warnings.warn(
                 f"{wire.method.name} keeps unsent values from step to step, and this program's checkpoints do not "

@@ -135,4 +135,4 @@ def in_one_line(error: Exception) -> Exception:
     """Turn an OSError into one clear line; return any other error as it is."""
     if not isinstance(error, OSError):
         return error
-    return ThinwireError(f"cannot use {error.filename or 'a file'}: {error.strerror or error}")
+    return ThinwireError(f"cannot use {error.filename or 'a file or standard output'}: {error.strerror or error}")

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -51,10 +51,18 @@ def fold_command(command: str, width: int, indent: str = "    ") -> str:
     return fold(command, width - 2, indent).replace("\n", " \\\n") if len(command) > width else command
 
 
-def say(text: str, stream: TextIO | None = None, indent: str = "  ") -> None:
-    """Print ``text``, folded if ``stream`` (None: standard output) goes to a terminal."""
+def say(text: str, stream: TextIO | None = None, indent: str = "  ", end: str = "\n") -> None:
+    """Print ``text``, folded if ``stream`` (None: standard output) goes to a terminal.
+
+    On standard error stands how the work goes on, and not what it is for: where its disk is full, ``text`` is lost.
+    """
     width = columns(stream)
-    print(text if width is None else fold(text, width, indent), file=stream or sys.stdout, flush=True)
+    try:
+        print(text if width is None else fold(text, width, indent), file=stream or sys.stdout, end=end, flush=True)
+    except OSError as error:
+        if stream is not sys.stderr or isinstance(error, BrokenPipeError):
+            error.filename = "standard output" if stream in (None, sys.stdout) else error.filename
+            raise
 
 
 def note(text: str) -> None:
@@ -85,7 +93,8 @@ def ends_at_once() -> Iterator[None]:
 
 def _end(number: int, frame: object) -> None:
     begin_line(sys.stderr)
-    os.write(2, b"thinwire: interrupted\n")
+    with suppress(OSError):
+        os.write(2, b"thinwire: interrupted\n")
     os._exit(128 + number)
 
 

@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import sys
-from contextlib import suppress
 from typing import NoReturn
 
 from thinwire.base import extras
@@ -68,6 +67,12 @@ def _run(argv: list[str]) -> int:
     except (ThinwireError, OSError) as error:
         if isinstance(error, ConnectionError | TimeoutError):  # of a pipe, or of a network, and not of a file
             raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # what could not be written is in its buffer yet
+            silence(sys.stdout)
+            if isinstance(error, OSError):
+                error.filename = error.filename or "standard output"
         say(f"thinwire: {in_one_line(error)}", sys.stderr)
         return getattr(error, "status", ThinwireError.status)
     except KeyboardInterrupt as stop:
@@ -115,8 +120,10 @@ def program() -> NoReturn:
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = main()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):
+        try:
             stream.flush()
+        except OSError:  # Python would flush it again
+            silence(stream)
     # End without taking the interpreter down. A worker thread of torch's may be releasing the last collective's tensors
     # and needs Python for it: it would abort the process ("terminate called without an active exception").
     if "torch" in sys.modules:

@@ -113,7 +113,7 @@ class Selftest:
             outcome, trace = (False, in_words(error)), traceback.format_exc()
         outcomes = self.ranks.share(outcome)  # raises where the other rank has gone, which explains the error
         if trace:
-            print(trace, file=sys.stderr)
+            say(trace, sys.stderr)
         well = all(fine for fine, _ in outcomes)
         self.passed, self.failed = self.passed + well, self.failed + (not well)
         if self.ranks.rank == 0:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tyro.conf import Fixed, Suppress
 
-from thinwire.base import files, terminal
+from thinwire.base import extras, files, terminal
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
@@ -25,6 +27,8 @@ from thinwire.lab.run import describe_machine, launch, open_cluster, say
 from thinwire.lab.verdict import DENSE, SILENT, Run
 
 NOTED = "counters noted at each step"
+LOCK = ".lock"
+"""The file in --out that a comparison holds locked."""
 FAILED, LOSS_TOO_HIGH = 1, 3
 """Exit statuses: a method has failed; a method's loss is too high."""
 
@@ -105,11 +109,30 @@ class Comparison(Network):
             raise ThinwireError(f"--limit-minutes must be above 0, got {self.limit_minutes:g}")
         if self.fail_above is not None and DENSE not in entries:
             raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise ThinwireError(f"{self.out} is not empty: choose a new directory with --out")
+        self.check_empty()
         if len(set(map(directory_name, entries))) < len(entries):
             raise ThinwireError("two of --methods would share a folder in --out, as only their punctuation differs")
         return entries
+
+    def check_empty(self) -> None:
+        """Raise ThinwireError if ``out`` holds anything but a lock."""
+        if self.out.exists() and not (self.out.is_dir() and {path.name for path in self.out.iterdir()} <= {LOCK}):
+            raise ThinwireError(f"{self.out} is not empty: choose a new directory with --out")
+
+    @contextmanager
+    def folder(self) -> Iterator[None]:
+        """Make ``out`` and hold it: two that begin at once both find it empty."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / LOCK).open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                line = f"{self.out} is in use by another comparison: choose a new directory with --out"
+                raise ThinwireError(line) from None
+            except OSError as error:
+                say(f"thinwire: {self.out} cannot be locked ({error.strerror}): start no second comparison in it")
+            self.check_empty()
+            yield
 
     def flags(self, entry: Entry, seed: int | None, directory: Path) -> list[str]:
         """Return the training program's flags for one run."""
@@ -126,7 +149,13 @@ def compare(settings: Comparison) -> int:
     A method that fails gets a row with the reason, and the others go on. Return the exit status.
     """
     entries = settings.entries()
-    settings.out.mkdir(parents=True, exist_ok=True)
+    for package in ("matplotlib", "markdown_it"):  # of the report: missing, they are to be so before hours of runs
+        extras.load(package)
+    with settings.folder():
+        return _compare(settings, entries)
+
+
+def _compare(settings: Comparison, entries: dict[str, Entry]) -> int:
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
         model, count = settings.name, len(entries) * max(settings.seeds, 1)
         say(f"compare: {count} runs of {model}, {settings.steps} steps each: {', '.join(entries)}")
@@ -156,8 +185,9 @@ def _train_all(settings: Comparison, entries: dict[str, Entry], cluster: Cluster
             try:
                 with progress.run(label, name, directory / "metrics.jsonl") as watch:
                     run = train(command, directory, cluster, 60 * settings.limit_minutes, watch)
-            except ThinwireError as error:
-                failed[label] = str(error) if seed is None else f"seed {seed}: {error}"
+            except (ThinwireError, OSError) as error:
+                line = files.in_one_line(error)
+                failed[label] = str(line) if seed is None else f"seed {seed}: {line}"
                 progress.failed(label)
                 say(f"thinwire: method {label}: {failed[label]}; its output is in {log_of(directory)}")
                 continue
@@ -195,17 +225,27 @@ def _facts(settings: Comparison, cluster: Cluster) -> dict[str, Any]:
 
 
 def _write(report: dict[str, Any], out: Path) -> None:
-    """Write the reports and the pictures to ``out``; print the verdict, the table and the notes."""
+    """Write the reports and the pictures to ``out`` and print the result, each also if the other meets a full disk."""
+    from thinwire.lab import plots
+    from thinwire.lab.report import markdown, page
+
+    try:
+        files.write(out / "report.json", json.dumps(for_json(report), indent=1) + "\n")
+        pictures = plots.draw(report, out)
+        files.write(out / "report.md", markdown(report, pictures))
+        files.write(out / "report.html", page(report, pictures))
+    finally:
+        _print(report)
+    terminal.say(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
+
+
+def _print(report: dict[str, Any]) -> None:
+    """Print the verdict, the table and the notes."""
     from rich import box
     from rich.console import Console
 
-    from thinwire.lab.plots import draw
-    from thinwire.lab.report import ALL, fitting, markdown, notes, page, table
+    from thinwire.lab.report import ALL, fitting, notes, table
 
-    files.write(out / "report.json", json.dumps(for_json(report), indent=1) + "\n")
-    pictures = draw(report, out)
-    files.write(out / "report.md", markdown(report, pictures))
-    files.write(out / "report.html", page(report, pictures))
     width = terminal.columns()
     if width is None:
         print(report["verdict"])
@@ -215,7 +255,6 @@ def _write(report: dict[str, Any], out: Path) -> None:
         Console(markup=False, width=width).print(fitting(report, width))
     for note in notes(report):
         terminal.say(f"* {note}")
-    terminal.say(f"{out / 'report.html'}, report.md, report.json and {len(pictures)} pictures")
 
 
 def directory_name(label: str) -> str:

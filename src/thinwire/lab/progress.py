@@ -41,12 +41,12 @@ class Progress:
         self._ahead -= Counter([label])
         self._begun = f"compare: {name} ... "
         if columns(sys.stderr) is None:
-            print(self._begun, end="", file=sys.stderr, flush=True)
+            say(self._begun, sys.stderr, end="")
             self._begun = ""
             try:
                 yield lambda: None
             except KeyboardInterrupt:
-                print(file=sys.stderr)
+                say("", sys.stderr)
                 raise
             return
         console = Console(stderr=True, highlight=False, markup=False)

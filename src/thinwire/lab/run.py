@@ -94,7 +94,7 @@ def launch(
     start = time.monotonic()
     ranks: list[subprocess.Popen[bytes]] = []
     copiers: list[threading.Thread] = []
-    with open(log, "w", encoding="utf-8") if log else nullcontext() as file:
+    with _open_log(log) if log else nullcontext() as file:
         try:
             for rank in range(cluster.world_size):
                 ranks.append(_start(cluster, command, rank, piped=rank > 0 or file is not None))
@@ -110,6 +110,19 @@ def launch(
     traffic = None if begin is None or end is None else [b - a for a, b in zip(begin, end, strict=True)]
     failed_rank, code = failed or (None, 0)
     return Outcome(128 - code if code < 0 else code, failed_rank, seconds, traffic)
+
+
+@contextmanager
+def _open_log(log: Path) -> Iterator[IO[str]]:
+    """Open a run's log. What a full disk does not take of it is lost, and the run is not."""
+    file = log.open("w", encoding="utf-8")
+    try:
+        yield file
+    finally:
+        try:
+            file.close()
+        except OSError as error:
+            say(f"thinwire: the log {log} is cut: {error.strerror}")
 
 
 def _start(cluster: Cluster, command: Sequence[str], rank: int, piped: bool) -> subprocess.Popen[bytes]:
