@@ -178,3 +178,22 @@ def test_a_full_disk_leaves_nothing_of_a_folder_of_tokens(tmp_path, kept):
         assert [path.name for path in (out.iterdir() if out.exists() else ())] == ["own"] * kept
         assert out.exists() == kept
     token_files.tokenize([str(corpus)], "bpe:300", out)
+
+
+def test_of_two_that_tokenize_into_one_folder_at_once_the_first_to_end_keeps_its_files(tmp_path, monkeypatch):
+    """The other had opened the same files, and removed them as it failed."""
+    texts, out, encode_spans = [tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", Tokenizer.encode_spans
+    for text, letter in zip(texts, "ab", strict=True):
+        text.write_text(letter * (25 * SPAN))
+
+    def encode_slowly(self, *given, **named):
+        monkeypatch.undo()
+        token_files.tokenize([str(texts[1])], "bytes", out)
+        return encode_spans(self, *given, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode_spans", encode_slowly)
+    with pytest.raises(ThinwireError, match="came into being meanwhile"):
+        token_files.tokenize([str(texts[0])], "bytes", out)
+    assert {path.name for path in out.iterdir()} == {"train.bin", "valid.bin", "tokens.json"}
+    found = token_files.find_token_files([str(out)], (), "bytes")
+    assert set(found.train[0 : 24 * SPAN].tolist()) == {ord("b")}

@@ -17,9 +17,8 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +27,7 @@ import numpy as np
 import tyro
 
 from thinwire.base.errors import ThinwireError
-from thinwire.base.files import write
+from thinwire.base.files import naming, whole_or_empty, write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
 from thinwire.train.data.corpus import HELD_OUT, check_apart, match_paths, read_pieces, reading, split_spans
@@ -221,13 +220,11 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
     for path in ours:
         if path.exists():
             raise ThinwireError(f"{path} is there already: name another folder")
-    is_new = not folder.exists()
-    paths = [folder / f".{side}.bin.partial" for side in SIDES]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with whole_or_empty(folder) as hidden, naming(folder):
         train = (span for held_out, span in split_spans(read_pieces(corpus)) if not held_out)
         encoder = Tokenizer(tokenizer, train)
         dtype = next(name for name, kind in DTYPES.items() if encoder.vocabulary - 1 <= np.iinfo(kind).max)
+        paths = [hidden / f"{side}.bin" for side in SIDES]
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("wb")) for path in paths]
             runs = itertools.groupby(split_spans(read_pieces(corpus)), lambda pair: pair[0])
@@ -237,20 +234,8 @@ def tokenize(corpus: Sequence[str], tokenizer: str, folder: Path) -> dict[str, A
         meta = {"format": FORMAT, "tokenizer": tokenizer, "vocabulary": encoder.vocabulary, "dtype": dtype}
         for side, path in zip(SIDES, paths, strict=True):
             meta[side] = {"tokens": path.stat().st_size // DTYPES[dtype].itemsize, "hash": _hash(path)}
-        encoder.save(folder)
-        for side, path in zip(SIDES, paths, strict=True):
-            path.rename(folder / f"{side}.bin")
-        write(folder / META, json.dumps(meta, indent=2) + "\n")
-    except BaseException as error:
-        for path in ours:
-            for half in (path, path.with_name(f".{path.name}.partial")):
-                with suppress(OSError):
-                    half.unlink()
-        if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ThinwireError(f"cannot write to {folder}: {error.strerror}") from None
-        raise
+        encoder.save(hidden)
+        write(hidden / META, json.dumps(meta, indent=2) + "\n")
     return meta
 
 
