@@ -40,7 +40,7 @@ from threaded import FlatMuon, entries, reduce_on_threads
 
 SHAPES = {"a": (16, 20), "b": (8, 40)}
 LR, B2, DECAY, STEPS, SIZE = 1e-2, 0.9, 0.1, 12, 3
-EPS = 1e-2  # so large that in the first step, too, larger gradients make larger steps: without it all are tied
+EPS = 2e-2  # so large that in the first step, too, larger gradients make larger steps: without it all are tied
 DENSITY = 0.125  # no k on the edge of an integer
 PORTION = 0.1  # of that density: 0.0125 / 0.125
 GROUP = 8
@@ -734,7 +734,7 @@ def _resumes(rank: int, world: int) -> dict[str, float]:
     """By how much the weights of a resumed run differ from those of the run that went on, by method."""
     found = {}
     for spec in ("trickle(smallest=0)", "trickle:merged(smallest=0)", "topk(smallest=0)",
-                 "sign(smallest=0, feedback='updates')"):  # fmt: skip
+                 "sign(smallest=0, feedback='updates')", "trickle(smallest=0, start=4)"):  # fmt: skip
 
         def begin(spec=spec):
             model = build("ddp", world, net=Shuffled, bucket_cap_mb=0.04)
@@ -749,21 +749,32 @@ def _resumes(rank: int, world: int) -> dict[str, float]:
                 optimizer.zero_grad()
             return flat(model)
 
-        model, optimizer, wire = begin()
-        go(model, optimizer, wire, range(4))
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), wire.state_dict()))
-        plain = go(model, optimizer, wire, range(4, 10))
-        wire.close()
-        model, optimizer, wire = begin()
-        for part, values in zip((model, optimizer, wire), saved, strict=True):
-            part.load_state_dict(values)
-        found[spec] = float((go(model, optimizer, wire, range(4, 10)) - plain).abs().max())
-        wire.close()
+        def copied(*parts):
+            return copy.deepcopy([part.state_dict() for part in parts])
+
+        def load(parts, saved):
+            for part, values in zip(parts, saved, strict=True):
+                part.load_state_dict(values)
+
+        run = begin()
+        first, fourth = copied(*run), go(*run, range(4))
+        saved, plain = copied(*run), go(*run, range(4, 10))
+        if "start" not in spec:  # the network sums its dense steps
+            load(run, first)
+            found[spec, "put back to its beginning"] = float((go(*run, range(4)) - fourth).abs().max())
+        run[-1].close()
+        run = begin()
+        load(run, saved)
+        found[spec] = float((go(*run, range(4, 10)) - plain).abs().max())
+        run[-1].close()
     return found
 
 
 def test_three_ranks_resume_bit_for_bit_however_ddp_cuts_its_buckets():
-    """A network's sum of three depends on where in a message a value stands: these leave it none but r's."""
+    """A network's sum of three depends on where in a message a value stands: these leave it none but r's.
+
+    Nor does the first of their steps depend on the buckets, be it the run's or the one that ends a dense start.
+    """
     for found in ranks.run(_resumes, 3):
         assert not any(found.values()), found
 

@@ -19,9 +19,9 @@ class Trickle:
 
     r is one scalar for all tensors, measured over the coordinates sample(tensor, t) of all of them (give an empty list
     for a tensor without any). Its order, which the text leaves open: with delayed=False the r used in step t is the
-    value AFTER step t's sample went in; with delayed=True it is the value BEFORE it, so one step old, except that the
-    very first step uses its own. The first measured ratio is taken as it is; a step whose sample is all zeros measures
-    nothing, and until something was measured r = 1. sample=None: r = 1 for ever.
+    value AFTER step t's sample went in; with delayed=True it is the value BEFORE it, so one step old. The first
+    measured ratio is taken as it is; a step whose sample is all zeros measures nothing, and until something was
+    measured r = 1, with delayed=True in the very first step, too. sample=None: r = 1 for ever.
 
     small[i]: tensor i is not compressed but gets AdamW (dense_b1, b2) of the mean gradient, without r.
     b1: a momentum inside, local and bias-corrected, in place of g_n (the text's "betas inside"); 0 is the algorithm.
@@ -76,7 +76,7 @@ class Trickle:
         ratio = self.measure(t, gradients)
         if ratio is not None:
             self.r = ratio if self.r is None else 0.9 * self.r + 0.1 * ratio
-        used = before if self.delayed and before is not None else self.r
+        used = before if self.delayed else self.r
         return 1.0 if used is None else used
 
     def step(

@@ -112,12 +112,7 @@ class Program:
 
 
 def draw(seed: int) -> Program:
-    """Draw the program of ``seed``.
-
-    The first step counts in all: DDP makes its buckets anew after the first exchange, and methods that send steps of
-    Adam measure in each bucket of their first step how alike the ranks are. So no program of DDP starts anew right
-    before that step.
-    """
+    """Draw the program of ``seed``."""
     pick = random.Random(seed)
     method = METHODS[seed % len(METHODS)]
     base = method.partition("(")[0]
@@ -128,11 +123,9 @@ def draw(seed: int) -> Program:
     rates = {step: pick.choice([0.0, 0.5, 2.0]) for step in range(STEPS) if pick.random() < 0.15}
     places = [(place, name) for name, (_, allowed) in ACTS.items() for place in allowed]
     acts = []
-    anew_at_first = "start=2" in method and engine == "ddp"
     for step in range(STEPS):
         for place, name in pick.sample(places, pick.choice([0, 1, 2, 3])):
-            if (step, name) != (0, "discard step") and not (anew_at_first and name == "start anew" and step in (1, 2)):
-                acts.append(Act(step, place, name))
+            acts.append(Act(step, place, name))
     passes = pick.choice([1, 1, 2, 3])
     net = "plain" if optimizer == "muon" else pick.choice(["plain", "plain", "tied", "frozen", "checkpointed"])
     clip = pick.random() < 0.7

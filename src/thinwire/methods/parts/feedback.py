@@ -163,7 +163,6 @@ class Lossy(Method):
             card, promise=self._promise(), native=False, keeps_state=self.feedback is not None,
             adds_up=self.updates is None, steady=self.first, step_maker=self.update_space,
             state_kinds={**card.state_kinds, **_OF_UPDATE_SPACE},
-            cycle=card.cycle if self.updates is None else {1: 1.0},  # the very first measures each bucket by itself
         )  # fmt: skip
 
     def _promise(self) -> Promise:

@@ -8,7 +8,7 @@ On rank n (on two levels: node n), for each compressed tensor, at step t:
     the method exchanges u_n, with its own error feedback:  c = what it makes of mean_n u_n
     w   = (1 - lr decay) w - c                                          at lr = 0: w = w, and c goes on waiting
 
-r is the average up to the step before; in the very first step each bucket has its own r, and on HSDP each shard.
+r is the average up to the step before, and 1 in the very first: that step is Adam's own.
 
 Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once. It is divided
 by a sqrt(v) that was measured from such sums meanwhile, so its scale is stale. And Adam's momentum adds a delay of nine
@@ -148,19 +148,13 @@ class UpdateSpace:
         """Update v_n from gradients that are sent dense."""
         bucket.cut_outliers()
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
-        self._precondition(bucket, values, torch.ones((), dtype=torch.float32, device=bucket.device), None)
+        self._precondition(bucket, values, _one(bucket), None)
 
     def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
         """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, then."""
-        measured, r = self._measure(bucket), self._state.get("alike", "")
-        samples = None if r is None else measured
-        if r is None:  # the first of all: what this bucket shows by itself
-            bucket.cut_outliers()
-            measured.take(bucket.rows)
-            self.end_pass({})
-            r = self._ratio([segment.name for segment in bucket.segments])
+        samples, r = self._measure(bucket), self._state.get("alike", "")
         with exchange.span("encode", bucket.rows):
-            self._precondition(bucket, bucket.rows, r, samples, as_encoded=as_encoded)
+            self._precondition(bucket, bucket.rows, _one(bucket) if r is None else r, samples, as_encoded=as_encoded)
 
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin, unless ``end_pass`` is shown them."""
@@ -441,6 +435,11 @@ class UpdateSpace:
             columns = torch.randint(segment.span, (SAMPLE,), generator=draw, device="cpu")
             positions.append(columns + segment.start + seed % rows * n)
         return torch.cat(positions).to(bucket.device)
+
+
+def _one(bucket: Bucket) -> Tensor:
+    """Make the r of steps before which none was measured."""
+    return torch.ones((), dtype=torch.float32, device=bucket.device)
 
 
 def rests(group: Mapping[str, Any]) -> bool:
