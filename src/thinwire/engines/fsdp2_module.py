@@ -109,7 +109,9 @@ class ShardedEngine(Engine):
 
     @torch._disable_dynamo
     def leave_model(self) -> None:
-        """Note that the model's forward pass is over, or has raised."""
+        """Note that the model's forward pass is over, or has raised; what it was sent is the step's if it trains."""
+        if self.model.training or self.records:
+            self.ledger.current.passing.clear()
         self._recorded = None
 
     def begin_forward(self, link: GroupLink) -> None:
