@@ -33,6 +33,7 @@ from thinwire.methods.papers import tagc
 from thinwire.methods.parts import masks
 from thinwire.network.guard import Guard
 from thinwire.ops import backends, quant
+from thinwire.ops.norms import Limit
 from thinwire.plan import plan
 from thinwire.proof.record import small
 
@@ -59,11 +60,24 @@ class Nested(nn.Module):
         return self.own(self.inner(x))
 
 
+class Wide(nn.Module):
+    """Its weights are encoded, and cut, where the engine has put them: their shards are whole lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 64, bias=False), nn.Linear(64, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
 def build(kind: str) -> nn.Module:
-    """``fsdp2-keep`` does not reshard, ``fsdp2-shared`` calls a module twice, ``fsdp2-nested`` has one in another,
-    ``fsdp2-unshard`` asks for weights before the forward pass does, ``hsdp-bf16`` reduces in bfloat16."""
+    """``fsdp2-wide`` leaves gradients where they are, ``fsdp2-keep`` does not reshard, ``fsdp2-shared`` calls a module
+    twice, ``fsdp2-nested`` has one in another, ``fsdp2-unshard`` asks for weights before the forward pass does,
+    ``hsdp-bf16`` reduces in bfloat16."""
     torch.manual_seed(0)
-    blocks = [Nested() if kind == "fsdp2-nested" else Block()]
+    blocks = [Nested() if kind == "fsdp2-nested" else Wide() if kind == "fsdp2-wide" else Block()]
     blocks += [Block()] * (kind != "fsdp2")
     model = nn.Sequential(*blocks[:1] * (1 + (kind == "fsdp2-shared")), *blocks[1:], nn.Linear(WIDTH, 3))
     if kind == "ddp":
@@ -155,12 +169,16 @@ CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.TopK, {"feedback": "gradients"}) for kind in ("ddp", "fsdp2", "hsdp")]
 CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("ddp", "fsdp2", "hsdp")]
-CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2-keep", "fsdp2-unshard")]
+CASES += [(kind, methods.Trickle, {"mask": "merged"}) for kind in ("fsdp2-keep", "fsdp2-unshard", "fsdp2-wide")]
+CASES += [("fsdp2-wide", cls, {}) for cls in (methods.TopK, methods.Trickle, methods.Int8)]
 
 
 @pytest.mark.parametrize(("kind", "cls", "knobs"), CASES, ids=lambda of: getattr(of, "name", str(of)))
-def test_no_access_is_unordered(kind, cls, knobs):
+def test_no_access_is_unordered(kind, cls, knobs, monkeypatch):
+    limits, make = [], Limit.make
+    monkeypatch.setattr(Limit, "make", lambda *of: limits.append(make(*of)) or limits[-1])
     world = steps(kind, partial(small, cls, **knobs))
+    assert bool(limits) == (kind == "fsdp2-wide" and issubclass(cls, methods.TopK))
     assert not world.wrong(), "\n".join(world.wrong()[:8])
     # Counters of the user's optimizer are on the host; here, once loaded, they look as if the device had them.
     waited = {place: count for place, count in world.waited.items() if place != "user"}

@@ -140,7 +140,7 @@ def check_limits(fast: ModuleType, device: str = "cpu") -> None:
         current = torch.zeros(4, 5, device=device)
         current[0] = usual
         seen, guess = [], torch.zeros(3, 4, dtype=torch.int32, device=device)
-        for before, again in ((True, False), (False, False), (False, True)):
+        for before, again, over in ((1, 0, 0), (0, 0, 0), (0, 1, 0), (0, 0, 1)):
             given, updated = flat.clone(), torch.full_like(current, 7.0)
             statistics = Statistics(current, updated, torch.zeros(5, device=device), 8.0, 0.5, 0.75)
             limit = Limit.make(given, CopyTable(copies, given.device), columns, statistics)
@@ -149,12 +149,13 @@ def check_limits(fast: ModuleType, device: str = "cpu") -> None:
             samples = Samples(places, whole, limit.bounds.norms, sums, 0.5)
             adam = Adam(v.square(), second, segments, lr, scale, torch.tensor(0.7, device=device), samples, limit)
             found = torch.full((3, m), POISON, dtype=torch.int32, device=device)
-            payload = torch.full((3, m), math.nan, device=device)
+            payload, old = torch.full((3, m), math.nan, device=device), e.clone()
+            new = old if over else new
             if before:
                 limit.cut()
-                fast.largest(own, e, parts, new, found, payload, None, adam._replace(limit=None))
+                fast.largest(own, old, parts, new, found, payload, None, adam._replace(limit=None))
             else:
-                fast.largest(own, e, parts, new, found, payload, None, adam, None, None, guess if again else None)
+                fast.largest(own, old, parts, new, found, payload, None, adam, None, None, guess if again else None)
             for i, of in enumerate(parts):
                 guess[:, i] = payload[:, of.list_start : of.list_start + of.k].abs().amin(1).view(torch.int32)
             values = found, payload, new, second, sums, updated, *limit.bounds

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from breadth import spread
 from papers.onebit_adam import OneBitAdam as OneBitAdamPaper
@@ -251,14 +253,15 @@ def test_with_one_value_in_each_group_the_frozen_step_is_all_that_is_left():
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_steps_of_many_tensors_are_those_of_each_bit_for_bit(dtype, clipped):
-    """Of tensors that were frozen at other steps, with values that never had a gradient, and eps 0."""
+    """Of tensors that were frozen at other steps, or before their first, with values without gradients, and eps 0."""
     generator, eps, many = torch.Generator().manual_seed(0), 0.0, 13
     weights, moments, averages, variances = (
         [torch.randn(5, 7, generator=generator).to(dtype) for _ in range(many)] for _ in range(4)
     )
     for variance in variances:
         variance.square_()[0] = 0
-    frozen = [torch.tensor(3.0 + number % 5) for number in range(many)]
+    variances[4].zero_()
+    frozen = [torch.tensor(3.0 + number % 5 if number != 4 else 0.0) for number in range(many)]
     steps = [count + 9 + number for number, count in enumerate(frozen)]
     scale = torch.tensor(0.3) if clipped else 1.0
     expected = []
@@ -272,6 +275,25 @@ def test_the_steps_of_many_tensors_are_those_of_each_bit_for_bit(dtype, clipped)
     _frozen_steps(weights, moments, averages, variances, steps, frozen, group, scale)
     for w, average, (moved, kept) in zip(weights, averages, expected, strict=True):
         assert torch.equal(w, moved) and torch.equal(average, kept) and moved.isfinite().all()
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses what CUDA does: an operation on a list and a tensor of another device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__.startswith("_foreach"):
+            assert len({of.device for of in tree_leaves((args, kwargs)) if isinstance(of, torch.Tensor)}) <= 1, function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_counts_on_the_cpu_go_with_weights_elsewhere(clipped):
+    """As those of AdamW do that is neither fused nor capturable."""
+    weights, moments, averages, variances = ([torch.ones(3, device="meta") for _ in range(4)] for _ in range(4))
+    counts, scale = [torch.tensor(3.0)] * 4, torch.ones((), device="meta") if clipped else 1.0
+    group = {"betas": (0.9, 0.999), "lr": LR, "weight_decay": DECAY, "eps": 1e-8}
+    with OneDevice():
+        _frozen_steps(weights, moments, averages, variances, counts, counts, group, scale)
 
 
 def test_beta1_is_the_schedules_in_every_step():

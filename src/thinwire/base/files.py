@@ -81,7 +81,7 @@ def refuse_unwritable(path: Path, option: str) -> None:
     """
     in_place = path.exists() and not path.is_file()
     folders = Path(os.path.realpath(path)).parents
-    place = path if in_place else next(folder for folder in folders if folder.exists())
+    place = path if in_place else folders[0] if path.is_symlink() else next(of for of in folders if of.exists())
     if in_place == place.is_dir() or not os.access(place, os.W_OK):
         raise ThinwireError(f"{option} {path} is not a file that can be written: name one in a folder that can be")
 

@@ -139,11 +139,15 @@ class Stage:
         self, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], flat: Tensor, out: Tensor,
         bound: OutlierClip | None,
     ) -> None:  # fmt: skip
-        """Load the buckets, and cut outliers: but for rows that need no copy, if a method makes steps of them."""
+        """Load the buckets, and cut outliers: but for rows that need no copy, if a method makes steps of them.
+
+        That takes norms in another order of sums. So it is done where the engine's buffers stay what they are: DDP cuts
+        its buckets anew after its first pass, and a resumed run is the same run.
+        """
         for _, bucket in buckets:  # whatever an error has left
             bucket.norms, bucket.limit, bucket.step, bucket.arrived = None, None, self.step, False
         method, first = buckets[0]
-        if bound is not None and method.card.step_maker is not None and first.lies_in(flat):
+        if bound is not None and method.card.step_maker is not None and first.owner and first.lies_in(flat):
             first.limit = bound.limit(first.names, flat, first.copies.stay_table)
             first.norms = first.limit.bounds.norms
             self.guard.note(first.limit.bounds.residues)

@@ -52,6 +52,9 @@ from thinwire.methods.parts.own_steps import OwnSteps, beta1_of, refuse_chunks, 
 from thinwire.methods.parts.twoway import mean_both_ways
 from thinwire.network.comm import local
 
+TINY = torch.finfo(torch.float32).tiny
+"""The least bias correction of v."""
+
 
 @dataclass
 class OneBitAdam(Method):
@@ -255,6 +258,11 @@ def _corrections(beta: float, steps: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_add(torch._foreach_neg(powers), 1))
 
 
+def _move(numbers: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Copy ``numbers``, 0-dim, to ``device`` at once: operations on lists take those of one device alone."""
+    return numbers if numbers[0].device == device else torch.stack(list(numbers)).to(device, non_blocking=True).unbind()
+
+
 def _frozen_steps(
     weights: list[Tensor], moments: Sequence[Tensor], averages: Sequence[Tensor], variances: Sequence[Tensor],
     steps: Sequence[Tensor], frozen: Sequence[Tensor], group: dict[str, Any], scale: Tensor | float,
@@ -266,10 +274,13 @@ def _frozen_steps(
     """
     beta1, beta2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), group["weight_decay"]
-    scale = scale.double() if isinstance(scale, Tensor) else scale
     counted, own = _corrections(beta1, steps), [a if a.dtype == torch.float32 else None for a in averages]
-    shares = torch._foreach_mul(torch._foreach_div(_corrections(beta1, frozen), counted), scale)
-    each = zip(variances, _corrections(beta2, frozen), own, strict=True)
+    shares = torch._foreach_div(_corrections(beta1, frozen), counted)
+    if isinstance(scale, Tensor):  # counts are on the CPU, unless the optimizer is fused or capturable
+        scale, counted, shares = scale.double(), _move(counted, scale.device), _move(shares, scale.device)
+    shares = torch._foreach_mul(shares, scale)
+    # Of a parameter that has rested through the warm-up, v and the correction are 0.
+    each = zip(variances, torch._foreach_clamp_min(_corrections(beta2, frozen), TINY), own, strict=True)
     denominators = [torch.div(variance.float(), correction, out=out) for variance, correction, out in each]
     torch._foreach_sqrt_(denominators)
     for denominator in denominators:

@@ -34,7 +34,7 @@ class Adam(NamedTuple):
     """Steps of Adam without momentum along gradients (R, n), to take them later: the arguments of ``direction``.
 
     Before, ``limit`` cuts outliers among the gradients, and ``samples`` of them are taken. Its parameters are the
-    ``segments``.
+    ``segments``. ``second_out`` is other memory than ``second``.
     """
 
     second: Tensor

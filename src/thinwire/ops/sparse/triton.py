@@ -627,7 +627,7 @@ def largest(
     else:
         moments = adam.second, adam.second_out
         factors = adam.lr, adam.scale, adam.factor, direction.tables(device, tuple(adam.segments))[1]
-    cuts, limit = _limiting(rows, total, adam, grid[0] * count)
+    cuts, limit = _limiting((rows, addend), total, adam, grid[0] * count)
     takes_samples, samples = _sampling(rows, total, adam)
     for measure, cut in ((True, False), (False, True)) if cuts else ((False, False),):
         samples_now = takes_samples and not measure
@@ -656,16 +656,18 @@ def largest(
     )  # fmt: skip
 
 
-def _limiting(rows: Tensor, total: Tensor, adam: Adam | None, programs: int) -> tuple[bool, tuple[Any, ...]]:
+def _limiting(
+    addends: tuple[Tensor, ...], total: Tensor, adam: Adam | None, programs: int
+) -> tuple[bool, tuple[Any, ...]]:
     """Return whether the first pass makes cuts, and its arguments for them; cut where it cannot.
 
-    It reads the gradients again where it has cut them, so it must leave them as they are.
+    It reads all anew where it has cut, so it must leave ``addends`` as they are.
     """
     if adam is not None and adam.limit is not None:
-        if total is not rows:
+        if all(total is not addend for addend in addends):
             return True, limit_arguments(adam.limit, programs)
         adam.limit.cut()
-    return False, (*[rows[0]] * 8, 0, 0.0, 0.0, 0.0, 0.0)  # not touched
+    return False, (*[total[0]] * 8, 0, 0.0, 0.0, 0.0, 0.0)  # not touched
 
 
 def _sampling(rows: Tensor, total: Tensor, adam: Adam | None) -> tuple[bool, tuple[Any, ...]]:
