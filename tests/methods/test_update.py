@@ -40,7 +40,7 @@ from threaded import FlatMuon, entries, reduce_on_threads
 
 SHAPES = {"a": (16, 20), "b": (8, 40)}
 LR, B2, DECAY, STEPS, SIZE = 1e-2, 0.9, 0.1, 12, 3
-EPS = 2e-2  # so large that in the first step, too, larger gradients make larger steps: without it all are tied
+EPS = 1.5e-2  # so large that in the first step, too, larger gradients make larger steps: without it all are tied
 DENSITY = 0.125  # no k on the edge of an integer
 PORTION = 0.1  # of that density: 0.0125 / 0.125
 GROUP = 8
@@ -290,8 +290,8 @@ def agree(spec: str, other: Trickle, **more) -> None:
                 ours, of = found[rank][-1][f"residual/{name}"].double().numpy(), other.e[rank][i]
                 assert np.abs(ours.reshape(-1)[: of.size].reshape(of.shape) - of).max() <= 1e-4 * np.abs(of).max()
     if other.server is not None:  # there, too
-        for name, of in zip(SHAPES, other.s, strict=True):
-            assert np.abs(on_servers(found, -1, name).reshape(of.shape) - of).max() <= 1e-4 * np.abs(of).max()
+        for name, of, y in zip(SHAPES, other.s, other.y, strict=True):  # what is left of y, which float32 rounds
+            assert np.abs(on_servers(found, -1, name).reshape(of.shape) - of).max() <= 2e-5 * np.abs(y).max()
 
 
 def on_servers(found, step: int, name: str) -> np.ndarray:

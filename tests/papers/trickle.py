@@ -19,9 +19,9 @@ class Trickle:
 
     r is one scalar for all tensors, measured over the coordinates sample(tensor, t) of all of them (give an empty list
     for a tensor without any). Its order, which the text leaves open: with delayed=False the r used in step t is the
-    value AFTER step t's sample went in; with delayed=True it is the value BEFORE it, so one step old. The first
-    measured ratio is taken as it is; a step whose sample is all zeros measures nothing, and until something was
-    measured r = 1, with delayed=True in the very first step, too. sample=None: r = 1 for ever.
+    value AFTER step t's sample went in; with delayed=True it is the value BEFORE it, so one step old, and 1 / sqrt(N)
+    in the very first step. The first measured ratio is taken as it is; a step whose sample is all zeros measures
+    nothing, and until something was measured r stays as it is. sample=None: r = 1 for ever.
 
     small[i]: tensor i is not compressed but gets AdamW (dense_b1, b2) of the mean gradient, without r.
     b1: a momentum inside, local and bias-corrected, in place of g_n (the text's "betas inside"); 0 is the algorithm.
@@ -54,7 +54,7 @@ class Trickle:
         self.m = [zeros_like(self.weights) for _ in range(workers)]
         self.v = [zeros_like(self.weights) for _ in range(workers)]
         self.e = [zeros_like(self.weights) for _ in range(workers)]
-        self.s = zeros_like(self.weights)
+        self.s, self.y = zeros_like(self.weights), zeros_like(self.weights)
         self.dense_m, self.dense_v = zeros_like(self.weights), zeros_like(self.weights)
         self.r: float | None = None
         self.rs: list[float] = []
@@ -77,6 +77,8 @@ class Trickle:
         if ratio is not None:
             self.r = ratio if self.r is None else 0.9 * self.r + 0.1 * ratio
         used = before if self.delayed else self.r
+        if used is None and self.delayed and self.sample is not None:
+            used = self.workers**-0.5
         return 1.0 if used is None else used
 
     def step(
@@ -99,9 +101,9 @@ class Trickle:
                 self.e[n][i] = hs[n] - cs[n]
             c = mean_of(cs)
             if self.server is not None:
-                y = c + self.s[i]
-                c = self.server(y)
-                self.s[i] = y - c
+                self.y[i] = c + self.s[i]
+                c = self.server(self.y[i])
+                self.s[i] = self.y[i] - c
             self.weights[i] = (1 - lr * wd) * self.weights[i] - c
             self.taken[i] = self.taken[i] + mean_of(updates)
             self.delivered[i] = self.delivered[i] + c

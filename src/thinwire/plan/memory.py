@@ -16,7 +16,7 @@ from thinwire.ops.moments import Moments
 def resident_bytes(device: torch.device, *roots: object) -> int:
     """Add up the bytes of all tensors on ``device`` that can be reached from ``roots`` by attributes and containers.
 
-    Each storage counts once. Models, the optimizers of a run and process groups are left out.
+    Each storage counts once. Models, optimizers and process groups are left out.
     """
     storages = [tensor.untyped_storage() for tensor in _tensors(roots, set()) if tensor.device == device]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
@@ -31,8 +31,6 @@ def _tensors(owner: object, visited: set[int]) -> Iterator[Tensor]:
     elif isinstance(owner, dict | tuple | list | set):
         for value in [*owner, *owner.values()] if isinstance(owner, dict) else list(owner):
             yield from _tensors(value, visited)
-    elif isinstance(owner, torch.optim.Optimizer):  # a method's own
-        yield from _tensors(owner.state, visited)
     elif isinstance(owner, Run | Comm | Ledger | Moments | type):
         return
     elif isinstance(owner, Method) or type(owner).__module__.startswith("thinwire."):

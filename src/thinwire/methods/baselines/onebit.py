@@ -258,9 +258,10 @@ def _corrections(beta: float, steps: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_add(torch._foreach_neg(powers), 1))
 
 
-def _move(numbers: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+def _move(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copy ``numbers``, 0-dim, to ``device`` at once: operations on lists take those of one device alone."""
-    return numbers if numbers[0].device == device else torch.stack(list(numbers)).to(device, non_blocking=True).unbind()
+    same = numbers[0].device == device
+    return numbers if same else list(torch.stack(numbers).to(device, non_blocking=True).unbind())
 
 
 def _frozen_steps(
@@ -275,10 +276,10 @@ def _frozen_steps(
     beta1, beta2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), group["weight_decay"]
     counted, own = _corrections(beta1, steps), [a if a.dtype == torch.float32 else None for a in averages]
-    shares = torch._foreach_div(_corrections(beta1, frozen), counted)
+    shares = list(torch._foreach_div(_corrections(beta1, frozen), counted))
     if isinstance(scale, Tensor):  # counts are on the CPU, unless the optimizer is fused or capturable
         scale, counted, shares = scale.double(), _move(counted, scale.device), _move(shares, scale.device)
-    shares = torch._foreach_mul(shares, scale)
+    shares = list(torch._foreach_mul(shares, scale))
     # Of a parameter that has rested through the warm-up, v and the correction are 0.
     each = zip(variances, torch._foreach_clamp_min(_corrections(beta2, frozen), TINY), own, strict=True)
     denominators = [torch.div(variance.float(), correction, out=out) for variance, correction, out in each]

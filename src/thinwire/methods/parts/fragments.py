@@ -123,7 +123,7 @@ class Fragment:
         }
         self.sgd = torch.optim.SGD([{"params": list(self.anchors.values())}], lr=lr, momentum=mu, nesterov=mu > 0)
         parameters = {name: parameter for name, parameter in run.parameters.items() if name in names}
-        self._outer = run
+        self._trained = run.weights
         self._run = replace(
             run, parameters=parameters, optimizers=(self.sgd,), weights=self.anchors, cache=HolderCache()
         )
@@ -170,7 +170,7 @@ class Fragment:
     def step(self, mean: Tensor, number: int) -> None:
         """Take the outer optimizer's step along ``mean`` (P,), with the method's hooks around it."""
         for name, values in self._views(mean):
-            if self._outer.weights[name].requires_grad:
+            if self._trained[name].requires_grad:
                 self.anchors[name].grad = values
             else:  # without its momentum, it is moved by what ranks had moved it before it was frozen
                 self.anchors[name].data.sub_(values, alpha=self.sgd.param_groups[0]["lr"])

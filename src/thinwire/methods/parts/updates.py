@@ -8,7 +8,7 @@ On rank n (on two levels: node n), for each compressed tensor, at step t:
     the method exchanges u_n, with its own error feedback:  c = what it makes of mean_n u_n
     w   = (1 - lr decay) w - c                                          at lr = 0: w = w, and c goes on waiting
 
-r is the average up to the step before, and 1 in the very first: that step is Adam's own.
+r is the average up to the step before, and 1 / sqrt(N) in the very first, half way from noise to equal gradients.
 
 Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once. It is divided
 by a sqrt(v) that was measured from such sums meanwhile, so its scale is stale. And Adam's momentum adds a delay of nine
@@ -148,13 +148,14 @@ class UpdateSpace:
         """Update v_n from gradients that are sent dense."""
         bucket.cut_outliers()
         values = bucket.scratch("watched", bucket.shape, torch.float32).copy_(bucket.rows)
-        self._precondition(bucket, values, _one(bucket), None)
+        self._precondition(bucket, values, self._first_ratio(bucket), None)
 
     def enter(self, bucket: Bucket, exchange: Exchange, *, as_encoded: bool = False) -> None:
         """Turn the gradients in ``bucket.rows`` into steps, g_n -> u_n; ``as_encoded``: if possible, then."""
         samples, r = self._measure(bucket), self._state.get("alike", "")
         with exchange.span("encode", bucket.rows):
-            self._precondition(bucket, bucket.rows, _one(bucket) if r is None else r, samples, as_encoded=as_encoded)
+            r = self._first_ratio(bucket) if r is None else r
+            self._precondition(bucket, bucket.rows, r, samples, as_encoded=as_encoded)
 
     def leave(self, bucket: Bucket) -> None:
         """Note that ``bucket.mean`` holds steps to take, and how they begin, unless ``end_pass`` is shown them."""
@@ -328,6 +329,10 @@ class UpdateSpace:
         r = self._ratio(names) if r is None else r
         return r * self._means(names)[1, :, SAMPLE].sum()
 
+    def _first_ratio(self, bucket: Bucket) -> Tensor:
+        """Make the r of steps before which none was measured."""
+        return torch.full((), self._run.exchange.ranks**-0.5, dtype=torch.float32, device=bucket.device)
+
     def _ratio(self, names: Sequence[str]) -> Tensor:
         """Return r of ``names``, at most 1 and at least a fourth of what pure noise gives."""
         samples = self._means(names)[:, :, :SAMPLE]
@@ -435,11 +440,6 @@ class UpdateSpace:
             columns = torch.randint(segment.span, (SAMPLE,), generator=draw, device="cpu")
             positions.append(columns + segment.start + seed % rows * n)
         return torch.cat(positions).to(bucket.device)
-
-
-def _one(bucket: Bucket) -> Tensor:
-    """Make the r of steps before which none was measured."""
-    return torch.ones((), dtype=torch.float32, device=bucket.device)
 
 
 def rests(group: Mapping[str, Any]) -> bool:
