@@ -386,7 +386,7 @@ class Stack:
         power = norms.view(runs, self.own, -1)[:, :, first_of_sent:].square().mean(1).sum(1)
         begins = state["turn"] == 0
         ratio = self._ratio(gradients[:, at:])
-        r = torch.where(begins, ratio, state["r"])
+        r = torch.where(begins, self.own**-0.5, state["r"])
         dense = by_rank[:, :, :at].mean(1)
         total = (dense.square().sum(1) + r * power).unsqueeze(1)
         steps = self._steps(gradients[:, at:], r, rate)

@@ -40,7 +40,7 @@ def windows() -> Windows:
         replace(JOB, method="trickle:merged"), replace(MUON, method="trickle(density=0.03)"),
         # As trickle:muon, but that servers send all they have: many sums of 4-bit values are equal, of which rounding
         # alone chooses the largest.
-        replace(MUON, method="trickle(density=0.03,bits=4,mask='merged',server_density=0.2)"),
+        replace(MUON, method="trickle(density=0.03,bits=4,mask='merged',server_density=0.25)"),
         replace(MUON, method="trickle(density=0.06,feedback='updates(delivered_share=0.5)')"),
         replace(MUON, method="trickle(density=0.03,dense=('embedding*',))"),
     ],
