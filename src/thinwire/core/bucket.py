@@ -260,7 +260,8 @@ class Bucket:
                 bounds = bound(self.names, flat, self.copies.stay_table, flat)
         else:
             self.rows = self.scratch("rows", self.shape, self.dtype)
-            bounds = self.copies.pack(flat, self.rows, bound)
+            bounds = pack(self.names, flat, self.copies.copy_table, self.rows.view(-1), bound)
+            self.copies.pack_formed(flat, self.rows)
         if not self.owner:
             self.mean = self.rows
         elif self.copies.contiguous and out.dtype == self.dtype and (self._apart or out.numel() == self.shape[1]):
@@ -299,13 +300,11 @@ class BucketCopies:
 
     def __init__(self, segments: Sequence[Segment], shape: Sequence[int], device: torch.device) -> None:
         self.segments, self.shape, self.device = segments, shape, device
-        self.names = tuple(segment.name for segment in segments)
 
-    def pack(self, flat: Tensor, rows: Tensor, bound: Bound | None = None) -> Bounds | None:
-        """Copy the engine's buffer to contiguous rows (R, n), bounded as ``Bucket.load`` says; zero the padding."""
-        bounds = pack(self.names, flat, self.copy_table, rows.view(-1), bound)
+    def pack(self, flat: Tensor, rows: Tensor) -> None:
+        """Copy the engine's buffer to contiguous rows (R, n), and zero the padding."""
+        ops.pack(flat, self.copy_table, rows.view(-1))
         self.pack_formed(flat, rows)
-        return bounds
 
     def unpack(self, rows: Tensor, flat: Tensor) -> None:
         """Copy contiguous rows (R, n) without their padding to the engine's buffer."""

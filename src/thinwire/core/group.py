@@ -26,7 +26,10 @@ class BucketGroup:
         room = 0 if ahead % 4 or buckets[-1].copies.formed else ahead // 4
         self._means = self._rows = _Stack("rows", head, shapes, tables, room)
         stay = [segment for bucket in self._in_place for segment in bucket.copies.stay_table.segments]
-        self._table = ops.CopyTable([*stay, *self._rows.copy_table.segments], head.device)
+        whole = ops.CopyTable([*stay, *self._rows.copy_table.segments], head.device)
+        names, rest = ([name for bucket in some for name in bucket.names] for some in (buckets, self._packed))
+        self._rest = tuple(rest), self._rows.copy_table  # of what is packed; below: of what is bounded with it, too
+        self._whole = (tuple(names), whole) if in_place else self._rest
         if head.owner:
             tables = [bucket.copies.own_copy_table for bucket in self._packed]
             use = "mean beside" if in_place else "mean"  # the first one's may be there
@@ -35,9 +38,7 @@ class BucketGroup:
     def load(self, flat: Tensor, out: Tensor, bound: Bound | None = None) -> Bounds | None:
         for bucket in self._in_place:
             bucket.load(flat, out)
-        cut_now = [bucket for bucket in self._buckets if bucket.limit is None]
-        names = tuple(name for bucket in cut_now for name in bucket.names)
-        table = self._table if len(cut_now) == len(self._buckets) else self._rows.copy_table
+        names, table = self._rest if any(bucket.limit is not None for bucket in self._in_place) else self._whole
         bounds = pack(names, flat, table, self._rows.borrow(), bound)
         for bucket, rows, mean in zip(self._packed, self._rows.views(), self._means.views(), strict=True):
             bucket.rows, bucket.mean = rows, mean
