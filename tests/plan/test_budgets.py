@@ -46,6 +46,8 @@ BUDGETS = {
     ("lhc", "ddp", 8): (885, 268, 107, 1, 182.8, 1658),
     ("onebit-adam", "ddp", 8): (614, 198, 69, 1, 132.2, 1140),
     ("onebit-adam", "ddp", 512): (710, 198, 69, 1, 144.7, 1275),
+    ("local-steps", "ddp", 8): (130, 0, 0.1, 1.1, 48.5, 996),
+    ("local-steps:recommended", "ddp", 8): (243, 3, 1, 1.3, 78.5, 2044),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "ddp", 64): (153, 90, 53, 2, 75.6, 1115),
     ("radius(density=0.4, T=200, residual_scale=1.0)", "fsdp2", 64): (100, 67, 28, 2, 22.7, 1252),
 }

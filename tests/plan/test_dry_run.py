@@ -121,6 +121,34 @@ def test_a_period_is_averaged():
     assert share == pytest.approx(0.1 + 0.9 * 0.25 + 0.1 / 32, rel=1e-3)
 
 
+class Growth(Watch):
+    """Notes the share of the steps that leave memory behind, among those that the plan counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.share = 0, 0.0
+
+    def end_step(self, share: float) -> None:
+        self.share += share * (self.live > self.before)
+        self.before = self.live
+        super().end_step(share)
+
+
+@pytest.mark.parametrize("name", [
+    *NAMES, *(f"{cls.name}:{preset}" for cls in TABLE for preset in cls.PRESETS), "local-steps(every=2,delay=1)",
+    "local-steps(every=4,fragments=2)",
+])  # fmt: skip
+def test_no_step_that_a_plan_counts_is_the_first_of_its_kind(name):
+    """The first one makes what stays: copies of the weights, momenta, workspaces. A run has it once.
+
+    Where all steps are alike, those who count kernels take the second. Radius' steps of masks are one in ``T`` each.
+    """
+    method = resolve(name)
+    for kind in {*method.engines} - {"hsdp"}:
+        run_dry(method, kind, 4, growth := Growth())
+        assert growth.share < 0.05 or 1.0 in method.card.cycle.values(), kind
+
+
 @pytest.mark.parametrize("name", ["trickle", "trickle:merged", "topk", "sign(feedback='updates')", "tagc", "powersgd"])
 def test_what_stays_dense_beside_steps_sends_what_dense_does(name):
     """What is sent about steps is theirs alone: samples of their gradients."""

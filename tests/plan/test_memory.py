@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,25 +15,30 @@ from ranks import run
 from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Arena, Bucket, Piece
 from thinwire.methods import TABLE, resolve
-from thinwire.plan.memory import resident_bytes
+from thinwire.network.comm import local
+from thinwire.plan.memory import _tensors, resident_bytes
 from threaded import reduce_on_threads
 
-MORE = ("int8(feedback='gradients')", "scape(refresh=2)", "separate:paper", "sdp4bit:qw")
+START = "local-steps(start=3,start_with='loco(beta=0,reset=0,smallest=256)')"
+MORE = ("int8(feedback='gradients')", "scape(refresh=2)", "separate:paper", "sdp4bit:qw", START)
 CPU = torch.device("cpu")
 FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
 
 
 def method_of(name: str) -> thinwire.Method:
-    """With small tensors sent, and without a start."""
+    """With small tensors sent, and without a start that ``name`` does not ask for."""
     method = resolve(name)
-    for knob, value in (("smallest", 256), ("start", 0), ("warmup", 1), ("every", 1)):
-        if knob in {field.name for field in knobs_of(method)}:
-            setattr(method, knob, value)
-    return method
+    knobs = {field.name: getattr(method, field.name) == field.default for field in knobs_of(method)}
+    values = {"smallest": 256, "start": 0, "warmup": 1, "every": 1}
+    return replace(method, **{knob: value for knob, value in values.items() if knobs.get(knob)})
 
 
 def net() -> Net:
     return Net(512, 64, 1)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dict[str, tuple[int, int, int]]:
@@ -44,7 +51,10 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
         optimizer = thinwire.AdamS(model.parameters(), lr=1e-3) if method.name == "scape" else adamw(model)
         wire = thinwire.compress(model, optimizer, method)
         assert wire.memory_bytes() < 16384, name
-        train(model, optimizer, rank, range(4), wire)
+        train(model, optimizer, rank, range(6), wire)
+        held = _tensors([wire._road, getattr(wire.engine, "replicas", None)], set())
+        weights = {storage_of(local(weight)) for weight in model.parameters()}
+        assert weights.isdisjoint(map(storage_of, held)), f"{name} counts the model's own weights"
         found[name] = wire.plan.dry_run.memory.resident, wire.plan.dry_run.memory.peak, wire.memory_bytes()
         wire.close()
     return found
@@ -54,7 +64,7 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
 def test_the_plan_knows_what_every_method_holds(kind, world):
     names = dealt([method.name for method in TABLE] + list(MORE), kind, ("ddp", "fsdp2"))
     if kind == "hsdp":
-        names = spread(2, FEW)
+        names = ["local-steps", START, *spread(2, FEW)]
     for found in run(foretold_and_held, world, kind, names):
         assert len(found) >= len(names) - 2
         for name, (planned, peak, now) in found.items():

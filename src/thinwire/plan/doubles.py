@@ -99,7 +99,7 @@ def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parame
     double.state = {
         weight: {
             "step": torch.tensor(1.0, dtype=torch.float32, device="cpu"),
-            **{name: zeros_like(weight) for name in moments},
+            **{name: zeros_like(weight) for name in moments[: 3 if group.get("amsgrad") else 2]},
         }
         for group in double.param_groups
         for weight in group["params"]

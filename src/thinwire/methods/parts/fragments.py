@@ -82,14 +82,15 @@ class Timetable:
     def cycle(self, rounds: Mapping[int, float]) -> dict[int, float]:
         """Return steps, counted from the first, that represent all, with each one's share.
 
-        ``rounds``: the same for the rounds of a fragment.
+        ``rounds``: the same for the rounds of a fragment. Where all are alike the second represents them, and a step
+        without a round is one of it: the first step copies the weights, the first round begins the outer momentum.
         """
+        rounds = rounds if len(rounds) > 1 else {1: 1.0}
         meeting = {(self.offset(number) - 1) % self.every for number in range(self.fragments)}
         merging = {(step + self.delay) % self.every for step in meeting} - meeting if self.delay else set()
         busy = {*meeting, *merging}
-        shares = {next(step for step in range(self.every) if step not in busy): 1 - len(busy) / self.every} if (
-            len(busy) < self.every
-        ) else {}  # fmt: skip
+        quiet = [self.every + step for step in range(self.every) if step not in busy]
+        shares = {quiet[0]: len(quiet) / self.every} if quiet else {}
         for number, share in rounds.items():
             for fragment in range(self.fragments):
                 ends = number * self.every + self.offset(fragment) - 1
@@ -110,8 +111,8 @@ class Fragment:
     """
 
     def __init__(self, number: int, method: Method, run: Run, names: Collection[str], lr: float, mu: float) -> None:
-        """``run``: its steps are rounds. ``lr``, ``mu``: of the outer SGD, with Nesterov's momentum."""
-        self.label = str(number) if number else ""
+        """``run``: the ranks' own; its steps are rounds. ``lr``, ``mu``: of the outer SGD, with Nesterov's momentum."""
+        self.label, self._run = str(number) if number else "", run
         self.method, self.deliver_next, self._delivers = method, False, False
         # They have no memory of their own until the first local step.
         self.anchors = {
@@ -123,11 +124,9 @@ class Fragment:
         }
         self.sgd = torch.optim.SGD([{"params": list(self.anchors.values())}], lr=lr, momentum=mu, nesterov=mu > 0)
         parameters = {name: parameter for name, parameter in run.parameters.items() if name in names}
-        self._trained = run.weights
-        self._run = replace(
-            run, parameters=parameters, optimizers=(self.sgd,), weights=self.anchors, cache=HolderCache()
+        method.begin(
+            replace(run, parameters=parameters, optimizers=(self.sgd,), weights=self.anchors, cache=HolderCache())
         )
-        method.begin(self._run)
         self._buckets: list[tuple[Method, Bucket, slice]] = []
 
     def remember(self, whole: State) -> None:
@@ -170,7 +169,7 @@ class Fragment:
     def step(self, mean: Tensor, number: int) -> None:
         """Take the outer optimizer's step along ``mean`` (P,), with the method's hooks around it."""
         for name, values in self._views(mean):
-            if self._trained[name].requires_grad:
+            if self._run.weights[name].requires_grad:
                 self.anchors[name].grad = values
             else:  # without its momentum, it is moved by what ranks had moved it before it was frozen
                 self.anchors[name].data.sub_(values, alpha=self.sgd.param_groups[0]["lr"])
