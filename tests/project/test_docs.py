@@ -223,6 +223,14 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_row_of_a_table_stands_below_a_head(page: Path) -> None:
+    """A line that is missing, or empty, in a table makes the rows below it text."""
+    lines = FENCE.sub("", page.read_text()).splitlines() + [""]
+    heads = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in heads if not re.fullmatch(r"\|([ :]*-+[ :]*\|)+", lines[i + 1])] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_tests_exist(page: Path) -> None:
     for file, word in re.findall(r"(test_\w+\.py) -k (\w+)", text_of(page)):
         (path,) = ROOT.glob(f"tests/*/{file}")
