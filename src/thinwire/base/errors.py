@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
@@ -100,6 +100,13 @@ def name_exchange(step: int, describe: Callable[[], str]) -> Iterator[None]:
         if not error.exchanged:
             error.step, error.exchanged = step, describe()
         raise
+
+
+def refuse_any(reasons: Mapping[str, object]) -> None:
+    """Raise ThinwireError with the first of ``reasons``, {message: does it apply?}, that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise ThinwireError(reason)
 
 
 def first_line(error: object) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError, first_line
+from thinwire.base.errors import ThinwireError, first_line, refuse_any
 from thinwire.base.files import refuse_unwritable, write
 from thinwire.base.options import read_options
 from thinwire.base.terminal import note, say
@@ -141,15 +141,15 @@ def _check(options: SimulateOptions) -> list[int]:
             raise ThinwireError(f"--{name.replace('_', '-')} must be 1 or more, got {count}")
         if name in ("nodes", "ranks") and (count or 0) > MOST_RANKS:
             raise ThinwireError(f"--{name} {count}: clusters of up to {MOST_RANKS:,} are simulated")
-    if options.nodes is not None and options.ranks is not None:
-        raise ThinwireError("--nodes and --ranks exclude each other: choose one")
-    if options.intra is not None and options.engine != "hsdp" and not options.two_level:
-        raise ThinwireError("--intra averages inside a node: it needs --engine hsdp or --two-level True")
-    if options.strong and options.weak:
-        raise ThinwireError("--strong and --weak exclude each other: choose one")
+    averages_inside = options.engine == "hsdp" or options.two_level
+    refuse_any({
+        "--nodes and --ranks exclude each other: choose one": options.nodes is not None and options.ranks is not None,
+        "--intra averages inside a node: it needs --engine hsdp or --two-level True":
+            options.intra is not None and not averages_inside,
+        "--strong and --weak exclude each other: choose one": options.strong and options.weak,
+        "--strong and --weak are for --scale 8..16384": options.scale is None and (options.strong or options.weak),
+    })  # fmt: skip
     if options.scale is None:
-        if options.strong or options.weak:
-            raise ThinwireError("--strong and --weak are for --scale 8..16384")
         return []
     first, separator, last = options.scale.partition("..")
     if not (separator and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last) <= MOST_RANKS):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from tyro.conf import Fixed, Suppress
 
 from thinwire.base import extras, files, terminal
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, refuse_any
 from thinwire.base.processes import Bytes
 from thinwire.lab import framing, verdict
 from thinwire.lab.cluster import Cluster
@@ -101,14 +101,13 @@ class Comparison(Network):
         for entry in entries.values():
             if entry.method != AUTO:
                 resolve(entry.method)
-        if self.steps < 1:
-            raise ThinwireError(f"{self.steps} steps cannot be compared: choose 1 or more (5 for usable times)")
-        if self.seeds < 1:
-            raise ThinwireError(f"--seeds is the number of runs of each method, 1 or more, got {self.seeds}")
-        if not 0 < self.limit_minutes < math.inf:
-            raise ThinwireError(f"--limit-minutes must be above 0, got {self.limit_minutes:g}")
-        if self.fail_above is not None and DENSE not in entries:
-            raise ThinwireError("--fail-if-loss-worse-than compares with dense: add it to --methods")
+        refuse_any({
+            f"{self.steps} steps cannot be compared: choose 1 or more (5 for usable times)": self.steps < 1,
+            f"--seeds is the number of runs of each method, 1 or more, got {self.seeds}": self.seeds < 1,
+            f"--limit-minutes must be above 0, got {self.limit_minutes:g}": not 0 < self.limit_minutes < math.inf,
+            "--fail-if-loss-worse-than compares with dense: add it to --methods":
+                self.fail_above is not None and DENSE not in entries,
+        })  # fmt: skip
         self.check_empty()
         if len(set(map(directory_name, entries))) < len(entries):
             raise ThinwireError("two of --methods would share a folder in --out, as only their punctuation differs")

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, refuse_any
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 64e3, 40e9  # bit/s
@@ -57,16 +57,14 @@ class Link:
             word, rate, word == "loopback", mtu, duration(delay, "a link's delay"), duration(jitter, "a link's jitter"),
             share(loss, "a link's loss"), share(reorder, "a link's reorder"),
         )  # fmt: skip
-        for wrong, message in (
-            (not SMALLEST <= mtu <= LARGEST, f"an MTU of {mtu} bytes is not possible: choose {SMALLEST} to {LARGEST}"),
-            (link.loopback and (mtu != cls.mtu or link.distant), "leave MTU, delay, jitter and loss out on loopback"),
-            (link.delay > MAX_DELAY, f"a delay of {delay} is too long: choose at most {MAX_DELAY:g}s"),
-            (link.jitter > link.delay, f"a jitter of {jitter} is above the delay, {delay}: choose at most the delay"),
-            (link.loss > MAX_LOSS, f"a loss of {loss} leaves no connection: choose at most {MAX_LOSS:.0%}"),
-            (link.reorder and not link.delay, f"reorder {reorder} without a delay changes nothing: choose a delay too"),
-        ):
-            if wrong:
-                raise ThinwireError(message)
+        refuse_any({
+            f"an MTU of {mtu} bytes is not possible: choose {SMALLEST} to {LARGEST}": not SMALLEST <= mtu <= LARGEST,
+            "leave MTU, delay, jitter and loss out on loopback": link.loopback and (mtu != cls.mtu or link.distant),
+            f"a delay of {delay} is too long: choose at most {MAX_DELAY:g}s": link.delay > MAX_DELAY,
+            f"a jitter of {jitter} is above the delay, {delay}: choose at most the delay": link.jitter > link.delay,
+            f"a loss of {loss} leaves no connection: choose at most {MAX_LOSS:.0%}": link.loss > MAX_LOSS,
+            f"reorder {reorder} without a delay changes nothing: choose a delay too": link.reorder and not link.delay,
+        })  # fmt: skip
         return link
 
     @property

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 
 from thinwire.base import extras
-from thinwire.base.errors import ThinwireError
+from thinwire.base.errors import ThinwireError, refuse_any
 from thinwire.base.help import Option
 from thinwire.base.knobs import Within, check_types
 from thinwire.base.options import read_options
@@ -357,33 +357,25 @@ class Config:
             resolve(self.intra)
 
     def _check_combinations(self) -> None:
-        if not (self.corpus and all(self.corpus)):
-            raise ThinwireError(f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}")
-        refused = {
+        no_corpus, own_shape = not (self.corpus and all(self.corpus)), "--init, whose model has its own shape"
+        refuse_any({
+            f"--corpus needs a file or more, 'stdlib' or hub:NAME, got {self.corpus}": no_corpus,
             "--checkpoint-every does not go with --no-checkpoints": self.checkpoint_every and not self.checkpoints,
             "--resume does not go with --overwrite, which starts afresh": self.overwrite and self.resume,
             "--lr 0 does not go with --muon-lr, which follows it": self.muon_lr is not None and self.lr == 0,
-        }
-        for name, (what, serves) in SERVING.items():
-            refused[f"{_flag(name)} is for {what}"] = getattr(self, name) != getattr(Config, name) and not serves(self)
-        for line, is_so in refused.items():
-            if is_so:
-                raise ThinwireError(line)
-        for name in ("data", "lora", "lora_alpha", "lora_targets"):
-            if getattr(self, name) and not self.init:
-                raise ThinwireError(f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER")
-        for name in SHAPE:
-            if self.init and getattr(self, name) is not None:
-                raise ThinwireError(f"{_flag(name)} does not go with --init, whose model has its own shape")
-        if self.init and self.preset != Config.preset:
-            raise ThinwireError(f"--preset {self.preset} does not go with --init, whose model has its own shape")
-        if self.init and self.tokenizer != "bytes":
-            raise ThinwireError(f"--tokenizer {self.tokenizer} does not go with --init, whose folder has one")
-        if self.data and self.corpus != Config.corpus:
-            raise ThinwireError("--data takes the place of --corpus: leave one of them out")
-        if not self.lora and (self.lora_alpha is not None or self.lora_targets):
-            raise ThinwireError("--lora-alpha and --lora-targets need --lora RANK")
-
+            **{f"{_flag(name)} is for {what}": getattr(self, name) != getattr(Config, name) and not serves(self)
+               for name, (what, serves) in SERVING.items()},
+            **{f"{_flag(name)} is for fine-tuning: name a model with --init FOLDER": getattr(self, name)
+               for name in ("data", "lora", "lora_alpha", "lora_targets") if not self.init},
+            **{f"{_flag(name)} does not go with {own_shape}": getattr(self, name) is not None
+               for name in SHAPE if self.init},
+            f"--preset {self.preset} does not go with {own_shape}": self.init and self.preset != Config.preset,
+            f"--tokenizer {self.tokenizer} does not go with --init, whose folder has one":
+                self.init and self.tokenizer != "bytes",
+            "--data takes the place of --corpus: leave one of them out": self.data and self.corpus != Config.corpus,
+            "--lora-alpha and --lora-targets need --lora RANK":
+                not self.lora and (self.lora_alpha is not None or self.lora_targets),
+        })  # fmt: skip
         self._check_elastic()
 
     def _check_elastic(self) -> None:
@@ -398,9 +390,8 @@ class Config:
             "--check-every": bool(self.check_every), "--device cuda": self.device == "cuda",
             "--compile": self.compile,
         }  # fmt: skip
-        for option, is_set in refused.items():
-            if is_set:
-                raise ThinwireError(f"{option} does not go with --elastic, whose replicas are one rank each, on a CPU")
+        line = "does not go with --elastic, whose replicas are one rank each, on a CPU"
+        refuse_any({f"{option} {line}": is_set for option, is_set in refused.items()})
         own_lighthouse = LIGHTHOUSE not in os.environ
         if own_lighthouse and self.min_replicas > self.local_replicas:
             raise ThinwireError(
@@ -497,16 +488,16 @@ def from_arguments(arguments: list[str], source: str = "") -> Config:
     """Read a command line; its words override the file of its ``--config FILE``."""
     arguments = list(arguments)
     default = Config()
-    if sum(word.partition("=")[0] == "--config" for word in arguments) > 1:
+    places = [place for place, word in enumerate(arguments) if word.partition("=")[0] == "--config"]
+    if len(places) > 1:
         raise ThinwireError("--config is there twice: name one file; options typed beside it win")
-    for i, word in enumerate(arguments):
-        if word.partition("=")[0] == "--config":
-            name = word.partition("=")[2] or (arguments[i + 1] if i + 1 < len(arguments) else "")
-            if not name:
-                raise ThinwireError("--config needs the name of a YAML file")
-            default = from_yaml(Path(name))
-            del arguments[i : i + (1 if "=" in word else 2)]
-            break
+    for place in places:
+        _, equals, name = arguments[place].partition("=")
+        name = name or "".join(arguments[place + 1 : place + 2])
+        if not name:
+            raise ThinwireError("--config needs the name of a YAML file")
+        default = from_yaml(Path(name))
+        del arguments[place : place + (1 if equals else 2)]
     config = read_options(Config, arguments, "thinwire train", default=default, source=source, extra=[CONFIG])
     typed = {word.partition("=")[0] for word in arguments}
     void = {name: getattr(Config, name) for name, (_, serves) in SERVING.items()
