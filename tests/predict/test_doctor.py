@@ -28,7 +28,7 @@ from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
 from thinwire.predict.timeline import Group, Message, Pass
 from thinwire.train.config import Config
-from thinwire.train.job import examination, trial
+from thinwire.train.job import examination, stepper, trial
 from thinwire.train.job.trial import StepTimes
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.shapes import PRESETS
@@ -298,7 +298,7 @@ def test_the_engine_s_own_work_is_said_to_be_in_the_network_s_part(job: Job, eng
 
 
 def test_a_job_that_compiles_its_model_is_measured_compiled(monkeypatch):
-    monkeypatch.setattr(trial, "compress", lambda *given, **named: None)
+    monkeypatch.setattr(stepper, "compress", lambda *given, **named: None)
     monkeypatch.setattr(torch, "compile", lambda model: f"compiled {model}")
     for compiles, runner in ((False, "model"), (True, "compiled model")):
         job = object.__new__(trial.Trial)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from thinwire.base import device as devices
+from thinwire.core.safety import Safety
 from thinwire.train.config import Config
 from thinwire.train.data.windows import IGNORED
 from thinwire.train.job.setup import Inputs, Ranks, set_rate
 from thinwire.train.model.decoder import Decoder
+from thinwire.wire import compress
 
 
 class Stepper:
@@ -52,6 +54,18 @@ class Stepper:
         """Return the context in which the model computes: autocast to bf16, or none, as FSDP2 casts by itself."""
         casts = self.config.engine == "ddp" and self.ranks.computes_in_bf16(self.config)
         return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=casts)
+
+    def exchange_with(
+        self, method: str, *, two_level: bool | None, intra: str | None, check_every: int | None = None
+    ) -> None:  # fmt: skip
+        """Exchange the gradients of ``model`` with ``method`` from now on, until ``wire.close()``. Collective."""
+        config = self.config
+        self.wire = compress(
+            self.model, self.optimizers, method, two_level=two_level, intra=intra, steps=config.steps, seed=config.seed,
+            # The trainer counts skipped steps itself, together with losses that are not finite.
+            safety=Safety(guard=config.guard, max_skipped=None, check_every=check_every),
+        )  # fmt: skip
+        self.runner = torch.compile(self.model) if config.compile else self.model
 
     def _take_step(self, *, apart: bool = False) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; return this rank's loss, (1,) fp32, and the gradients' norm.

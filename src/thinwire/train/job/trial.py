@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.core.safety import Safety
 from thinwire.train.config import Config
 from thinwire.train.job.setup import Inputs, Ranks, make_optimizers, wrap
 from thinwire.train.job.stepper import Stepper
-from thinwire.wire import compress
 
 
 class StepTimes(NamedTuple):
@@ -35,11 +33,7 @@ class Trial(Stepper):
     def begin(self, method: str) -> None:
         """Exchange gradients with ``method`` from now on, until ``wire.close()``. Collective."""
         two_level, intra = (None, None) if method == "none" else (self.config.two_level, self.config.intra)
-        self.wire = compress(
-            self.model, self.optimizers, method, two_level=two_level, intra=intra, steps=self.config.steps,
-            seed=self.config.seed, safety=Safety(guard=self.config.guard, max_skipped=None),
-        )  # fmt: skip
-        self.runner = torch.compile(self.model) if self.config.compile else self.model
+        self.exchange_with(method, two_level=two_level, intra=intra)
 
     def time_step(self, *, apart: bool = False) -> StepTimes:
         """Take one step. ``apart``: wait for the device before the optimizer, so that its time can be told. Collective.
