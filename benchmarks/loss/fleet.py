@@ -90,7 +90,7 @@ def play(order: Order, corpora: Path, device: torch.device) -> Iterator[Any]:
     stack = stacked.Stack(config, order.way, members, train, longest, device, decays)
     number = min(valid.count, held_out.LONGEST // valid.length)
     each = max(number // ladder_tables.STRETCHES, 1)
-    indices = held_out.positions(valid, each * min(ladder_tables.STRETCHES, number))
+    indices = valid.positions(each * min(ladder_tables.STRETCHES, number))
     for length in order.lengths:
         stack.set_rates([job.rate(None) for job in order.jobs])
         yield from stack.go(ladder.branch(length))

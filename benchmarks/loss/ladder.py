@@ -212,7 +212,7 @@ def stretches(model: nn.Module, valid: Windows) -> list[float]:
     """The mean loss of each of ``ladder_tables.STRETCHES`` stretches of the held-out text, of as many windows each."""
     number = min(valid.count, held_out.LONGEST // valid.length)
     each = max(number // ladder_tables.STRETCHES, 1)
-    indices = held_out.positions(valid, each * min(ladder_tables.STRETCHES, number))
+    indices = valid.positions(each * min(ladder_tables.STRETCHES, number))
     device = next(model.parameters()).device
     losses = [row.loss for row in held_out.window_losses(model, valid, indices, 32, device)]
     return [statistics.fmean(losses[at : at + each]) for at in range(0, len(losses), each)]

@@ -138,7 +138,7 @@ def test_all_windows_asked_for_are_evaluated_and_each_rank_has_as_many():
         shares = [held_out.shared_by(size, rank, valid, number) for rank in range(size)]
         assert len({len(share) for share in shares}) == 1 and shares[0]
         every = [index for share in shares for index in share]  # the rows of a window that several ranks have are one
-        assert sorted(set(every)) == sorted(held_out.positions(valid, min(number, count)))
+        assert sorted(set(every)) == sorted(valid.positions(min(number, count)))
         assert len(every) - len(set(every)) < size
 
 

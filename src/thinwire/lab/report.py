@@ -18,7 +18,7 @@ from rich.table import Table
 
 from thinwire.base.terminal import counted
 from thinwire.lab import framing, verdict
-from thinwire.lab.verdict import DENSE, SILENT, Run, Span, percent
+from thinwire.lab.verdict import DENSE, SILENT, Run, Span
 from thinwire.plan.plan import human
 
 
@@ -53,7 +53,7 @@ def _gap(run: Run) -> str:
     span = run["loss_gap"]
     if span is None or run["method"] in (SILENT, DENSE):
         return "-"
-    return percent(span.mean) + (f" ± {span.half:.1%}" if span.half else "")
+    return verdict.shown(span)
 
 
 def _spread(run: Run, span: Span | None, digits: str) -> str:

@@ -149,6 +149,11 @@ def percent(share: float) -> str:
     return f"{100 * share:+.0f}%" if abs(share) >= 0.1 else f"{100 * share:+z.1f}%"
 
 
+def shown(gap: Span) -> str:
+    """Write a share of dense's loss with its interval: ``+0.3% ± 0.1%``."""
+    return percent(gap.mean) + (f" ± {gap.half:.1%}" if gap.half else "")
+
+
 def line(report: dict[str, Any]) -> str:
     """Sum up ``report`` in one line, after ``compare.measure``."""
     runs = {run["method"]: run for run in report["runs"]}
@@ -164,7 +169,7 @@ def line(report: dict[str, Any]) -> str:
     bad: list[str] = []
     for run in compared:
         speed, gap = run["faster"], run["loss_gap"]
-        against = [f"loss {_loss(gap)}"] if gap.low > limit else []
+        against = [f"loss {shown(gap)}"] if gap.low > limit else []
         if speed.high < 1:
             against.append(f"slower than dense ({speed.mean:.2f}x)")
         if against:
@@ -196,17 +201,13 @@ def _ceiling(silent: Run) -> list[str]:
     return [f"compression is not worth it here: without any communication a step is only {speed.mean:.2f}x faster"]
 
 
-def _loss(gap: Span) -> str:
-    return percent(gap.mean) + (f" ± {100 * gap.half:.1f}%" if gap.half else "")
-
-
 def _loss_words(gap: Span, seeds: int) -> str:
     has_interval = gap.half > 0 or seeds > 1
     if not has_interval or not gap.low <= 0 <= gap.high:
-        return f"loss {_loss(gap)}"
+        return f"loss {shown(gap)}"
     if gap.half <= SAME:
-        return f"same loss ({_loss(gap)})"
-    return f"loss not told apart from dense's ({_loss(gap)})"
+        return f"same loss ({shown(gap)})"
+    return f"loss not told apart from dense's ({shown(gap)})"
 
 
 def reached(run: Run, dense: Run) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import resource
-import signal
 import statistics
 import time
 import warnings
@@ -24,7 +23,6 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.base.files import write
 from thinwire.base.processes import Bytes, interface_bytes
 from thinwire.base.terminal import counted, note, say
-from thinwire.core.safety import Safety
 from thinwire.methods import resolve
 from thinwire.network.comm import local
 from thinwire.network.ledger import settled_rounds
@@ -42,9 +40,9 @@ from thinwire.train.job.progress import Display, Earlier
 from thinwire.train.job.run_folder import RunFolder, open_run_folder
 from thinwire.train.job.scheduler import starts_of
 from thinwire.train.job.setup import Inputs, Ranks, join_ranks, make_optimizers, read_inputs, rebuild_buckets, wrap
-from thinwire.train.job.signals import note_signals
+from thinwire.train.job.signals import ended_by, note_signals
 from thinwire.train.job.stepper import Stepper
-from thinwire.wire import Wire, compress
+from thinwire.wire import Wire
 
 TIMES = ("encode_ms", "wire_ms", "decode_ms", "exposed_ms")
 ALONE_S = 5.0
@@ -209,18 +207,8 @@ class Trainer(Stepper):
         if config.engine == "ddp":
             self.model = wrap(self.net, config, self.ranks)
             rebuild_buckets(self.model, self.inputs.train, config, self.ranks, self.cast)
-        self.wire = compress(
-            self.model,
-            self.optimizers,
-            method,
-            two_level=config.two_level,
-            intra=config.intra,
-            steps=config.steps,
-            seed=config.seed,
-            # The trainer counts skipped steps itself, together with losses that are not finite.
-            safety=Safety(guard=config.guard, max_skipped=None, check_every=config.check_every or None),
-        )
-        self.runner = torch.compile(self.model) if config.compile else self.model
+        check_every = config.check_every or None
+        self.exchange_with(method, two_level=config.two_level, intra=config.intra, check_every=check_every)
         return self.wire
 
     def _choose(self) -> Choice:
@@ -424,9 +412,7 @@ class Trainer(Stepper):
             saved = f"{latest} is saved, --resume auto goes on from it"
         elif self.config.checkpoints:
             saved = "its loss, or a gradient, was not finite; " * bool(self.streak) + _last_good(latest)
-        stopped = ThinwireError(f"ended by {signal.Signals(number).name} after step {self.step}: {saved}")
-        stopped.status = 128 + number
-        raise stopped
+        raise ended_by(number, f"after step {self.step}: {saved}")
 
     def _result(self) -> dict[str, Any]:
         taken = len(self.step_seconds)

@@ -32,6 +32,7 @@ from thinwire.base.terminal import say
 from thinwire.core.safety import Safety
 from thinwire.network.comm import ManagedComm
 from thinwire.network.ledger import Ledger
+from thinwire.saved.turnover import Turnover
 from thinwire.train.checkpoint.format import checkpoint_name, step_of
 from thinwire.train.checkpoint.run_settings import DATA, TABLE
 from thinwire.train.config import LIGHTHOUSE, Config
@@ -41,7 +42,7 @@ from thinwire.train.job.progress import Display
 from thinwire.train.job.replica_log import REPLICAS, STARTS, ReplicaLog, summary_time, turn
 from thinwire.train.job.run_folder import RunFolder, has_begun, read_owner
 from thinwire.train.job.setup import Ranks, join_ranks, read_inputs
-from thinwire.train.job.signals import Interrupted, note_signals
+from thinwire.train.job.signals import Interrupted, ended_by, note_signals
 from thinwire.train.job.status import goes_on
 from thinwire.train.loop import Start, StepOutcome, Trainer, prepare
 from thinwire.wire import Wire
@@ -165,17 +166,20 @@ class ReplicaTrainer(Trainer):
             safety=Safety(guard=config.guard, max_skipped=None),
         )  # fmt: skip
         self.manager = self.wire.manager
-        assert self.wire.turnover is not None
         described = self.checkpoints.description
         data = {name: described.get(name) for name, (consequence, _) in TABLE.items() if consequence == DATA}
-        self.wire.turnover.run_settings = str({**data, "steps": config.steps})
+        self.turnover.run_settings = str({**data, "steps": config.steps})
         self.manager.register_state_dict_fn("trainer", functools.partial(setattr, self, "_news"), self._give)
         return self.wire
 
+    @property
+    def turnover(self) -> Turnover:
+        assert self.wire.turnover is not None
+        return self.wire.turnover
+
     def _give(self) -> dict[str, Any]:
         """Return what a replica that joins needs. One that joins in a step, as a round ends, joins after that step."""
-        assert self.wire.turnover is not None
-        if self._news is not None and self.wire.turnover.healed > self._healed:  # in the step under way, by another
+        if self._news is not None and self.turnover.healed > self._healed:  # in the step under way, by another
             return dict(self._news)
         common = {name: getattr(self, name) for name in COMMON}
         return {"run": self.checkpoints.run, **common, "step": self.step + self._stepping}
@@ -299,8 +303,7 @@ class ReplicaTrainer(Trainer):
 
     def _take_news(self) -> bool:
         """Take over the counts of a replica that turned out to be ahead, if the wire has taken over its state."""
-        assert self.wire.turnover is not None
-        news, healed = self._news, self.wire.turnover.healed
+        news, healed = self._news, self.turnover.healed
         took_over, self._news, self._healed = healed > self._healed, None, healed
         if not took_over or news is None:
             return False
@@ -333,7 +336,7 @@ class ReplicaTrainer(Trainer):
             counts_late = alone and (new or self._number >= 0)  # not as the run begins
             self._newcomers = {membership.names[rank] for rank in membership.late if counts_late}
             self._number = membership.number
-            losses = [(_short(loss.name), loss.step, loss.norm) for loss in self.wire.turnover.losses.values()]
+            losses = [(_short(loss.name), loss.step, loss.norm) for loss in self.turnover.losses.values()]
             names = [_short(member) for member in membership.names]
             self.log.write("members", step=self.step + 1, names=names, losses=losses)
         elif votes != self._votes:
@@ -424,20 +427,13 @@ class ReplicaTrainer(Trainer):
         Raises:
             ThinwireError: a line that says what is saved, if this replica keeps the run's files.
         """
-        name = signal.Signals(number).name
-        self.log.write("ended", step=self.step, why=name)
+        self.log.write("ended", step=self.step, why=signal.Signals(number).name)
         if not self.step:
-            stopped = ThinwireError(f"ended by {name} before the first step: nothing is saved")
-            stopped.status = 128 + number
-            raise stopped
+            raise ended_by(number, "before the first step: nothing is saved")
         if counted and not self._keeps:
             return 128 + number
         if self._stepping or self._joining:  # counts and weights are of two moments
-            stopped = ThinwireError(
-                f"ended by {name} as a round of local steps ended: --resume auto goes on from the last checkpoint"
-            )
-            stopped.status = 128 + number
-            raise stopped
+            raise ended_by(number, "as a round of local steps ended: --resume auto goes on from the last checkpoint")
         self._save_alone()
         self._stop(number)
 

@@ -75,9 +75,13 @@ class Windows:
             else:
                 yield int(_shuffled(self.count, seed)[position])
 
+    def positions(self, number: int) -> list[int]:
+        """Return the indices of ``number`` windows spread evenly over the text, always the same."""
+        return [i * self.count // number for i in range(number)]
+
     def spread(self, number: int) -> list[Tensor]:
-        """Return ``number`` windows spread evenly over the text, always the same (the benchmarks' held-out text)."""
-        return [self.window(i * self.count // number) for i in range(number)]
+        """Return the windows of ``positions(number)`` (the benchmarks' held-out text)."""
+        return [self.window(index) for index in self.positions(number)]
 
 
 @functools.lru_cache(maxsize=2)

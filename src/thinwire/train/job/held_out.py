@@ -39,15 +39,10 @@ def count_at_end(held_out: Windows, along: int, trained: int) -> int:
     return min(held_out.count, max(along, round(tokens / held_out.targets_per_window)))
 
 
-def positions(held_out: Windows, number: int) -> list[int]:
-    """Return the indices of ``number`` windows spread evenly over the text, always the same."""
-    return [i * held_out.count // number for i in range(number)]
-
-
 def shared_by(ranks: int, rank: int, held_out: Windows, number: int) -> list[int]:
     """Return the indices of those of ``number`` windows that ``rank`` evaluates: as many on each of the ``ranks``, as
     they may have to gather weights for each batch together. Where they do not come out even, some evaluate the same."""
-    chosen = positions(held_out, min(number, held_out.count))
+    chosen = held_out.positions(min(number, held_out.count))
     each = -(-len(chosen) // ranks)
     return [chosen[index % len(chosen)] for index in range(rank, each * ranks, ranks)]
 

@@ -285,9 +285,7 @@ def hold_run_folder(path: Path, lighthouse: str | None, *, anew: bool, goes_on: 
         lock, first = _lock(path, lighthouse)
         stack.enter_context(lock)
         if first:
-            _sweep(path)
-            settle_previous(path, over=True)  # of a launcher that was killed
-            _check_files(path)
+            _tidy(path)
             if not anew and not goes_on and _holds_run(path):
                 raise ThinwireError(_HOLDS_RUN.format(path=path))
             if not (goes_on and any((path / "checkpoints").glob("step-*"))):
@@ -331,9 +329,7 @@ def open_run_folder(path: Path, collective: Collective) -> Iterator[RunFolder]:
 
         owner = collective.do(lock if homes[collective.rank] == collective.rank else lambda: Owner((), ""))
         folder = RunFolder(path, homes, collective, owner)
-        folder.do_once(lambda: _sweep(path))
-        folder.do_once(lambda: settle_previous(path, over=True))  # of a run that was killed
-        folder.do_once(lambda: _check_files(path))
+        folder.do_once(lambda: _tidy(path))
         if folder.is_keeper:
             stack.callback(_settle_own, path, owner)
         yield folder
@@ -418,8 +414,8 @@ def _lock(path: Path, lighthouse: str | None = None) -> tuple[IO[str], bool]:
         return lock, True
 
 
-def _sweep(path: Path) -> None:
-    """Remove what a killed run left half made or half removed."""
+def _tidy(path: Path) -> None:
+    """Remove what a killed run left half made or half removed, settle what it had set aside; refuse files of others."""
     for pattern, names in _UNFINISHED.items():
         for leftover in path.glob(pattern):
             if re.fullmatch(names, leftover.name):
@@ -427,3 +423,5 @@ def _sweep(path: Path) -> None:
                     shutil.rmtree(leftover, ignore_errors=True)  # a rank of the killed run may still be ending
                 else:
                     leftover.unlink(missing_ok=True)
+    settle_previous(path, over=True)
+    _check_files(path)

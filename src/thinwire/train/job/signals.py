@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from thinwire.base.errors import ThinwireError
 from thinwire.base.terminal import SHOW_CURSOR, columns
 
 
@@ -25,6 +26,13 @@ def end_at_once() -> None:
 
 class Interrupted(Exception):
     """A signal has come while the main thread waited for something that may never come."""
+
+
+def ended_by(number: int, rest: str) -> ThinwireError:
+    """Make the error of a run that signal ``number`` has ended: "ended by SIGTERM" and the ``rest``."""
+    error = ThinwireError(f"ended by {signal.Signals(number).name} {rest}")
+    error.status = 128 + number
+    return error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import re
@@ -11,7 +12,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,11 +62,11 @@ class Run:
     rows: list[dict[str, Any]]
     logs: dict[str, list[dict[str, Any]]]
     ended: bool
-    members: dict[str, Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        """``members``: the last event that says who takes part; {} before the first."""
-        self.members = max(self._all("members"), key=lambda event: event["time"], default={})
+    @functools.cached_property
+    def members(self) -> dict[str, Any]:
+        """The last event that says who takes part; {} before the first."""
+        return max(self._all("members"), key=lambda event: event["time"], default={})
 
     @property
     def losses(self) -> list[tuple[str, int, float]]:
