@@ -550,8 +550,7 @@ def test_who_is_new_takes_no_step_without_one_that_lives_and_has_not_asked(tmp_p
     """It may be in a round of local steps. Two that are new would be the majority, and begin the run anew."""
     coordination = importlib.import_module("torchft.coordination")
     limit, config = timedelta(seconds=30), Config(elastic=True, replicas=3, out=tmp_path)
-    with supervisor._serve_lighthouse(config) as process, ThreadPoolExecutor(3) as pool:
-        address = f"http://127.0.0.1:{supervisor._read_port(process)}"
+    with supervisor._serve_lighthouse(config) as (_, address), ThreadPoolExecutor(3) as pool:
 
         def join(name: str) -> tuple[Any, Any]:
             server = coordination.ManagerServer(

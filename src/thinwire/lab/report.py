@@ -46,7 +46,9 @@ def _faster(run: Run) -> str:
 
 
 def _final(run: Run) -> str:
-    return _shown(run["summary"].get("valid_loss"), ".4f") + _spread(run, run["final"], ".4f")
+    span: Span | None = run["final"]
+    spread = f" ± {span.half:.4f}" if span is not None and len(run["parts"]) > 1 else ""
+    return _shown(run["summary"].get("valid_loss"), ".4f") + spread
 
 
 def _gap(run: Run) -> str:
@@ -54,10 +56,6 @@ def _gap(run: Run) -> str:
     if span is None or run["method"] in (SILENT, DENSE):
         return "-"
     return verdict.shown(span)
-
-
-def _spread(run: Run, span: Span | None, digits: str) -> str:
-    return "" if span is None or len(run["parts"]) < 2 else f" ± {span.half:{digits}}"
 
 
 def _reached(run: Run, key: str, digits: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -116,7 +117,7 @@ class Children:
     def __init__(self, noise: re.Pattern[str] = re.compile(r"(?!)")) -> None:
         """``noise``: the beginnings of lines that are not relayed."""
         self.processes: list[subprocess.Popen[str]] = []
-        self.number, self._came, self._announced, self._noise = 0, 0.0, False, noise
+        self.number, self._line_due, self._noise = 0, math.inf, noise
         self._relays: list[threading.Thread] = []
         self._shown, self._lock = set[str](), threading.Lock()
 
@@ -165,15 +166,15 @@ class Children:
         """Pass a first signal on to the ranks; end this process, and so them, at a second one."""
         if self.number:
             raise KeyboardInterrupt(number)  # the ranks are ended on the way out
-        self.number, self._came = number, time.monotonic()
+        self.number, self._line_due = number, time.monotonic() + PATIENCE_S
         begin_line(sys.stderr)
         for process in self.processes:
             process.send_signal(number)
 
     def check(self) -> None:
         """Say what is being waited for, if ranks that are in a step have not ended at once."""
-        if self.number and not self._announced and time.monotonic() > self._came + PATIENCE_S:
-            self._announced = True
+        if time.monotonic() > self._line_due:
+            self._line_due = math.inf
             say("thinwire: ending after this step, which saves the run; Ctrl-C again: at once", sys.stderr)
 
 

@@ -116,19 +116,19 @@ def prepare(config: Config, ranks: Ranks, folder: RunFolder, inputs: Inputs) -> 
         resize=None if config.resize == "refuse" else config.resize,
     )  # fmt: skip
     resumed = checkpoints.find(config.resume) if config.resume else None
+    ended = ""
     if resumed is not None and (step := resumed.checkpoint.step) >= config.steps:
         was_killed = not folder.collective.share((config.out / "summary.json").exists())[0]  # in its last evaluation
-        if was_killed and checkpoints.latest and step == config.steps and resumed.checkpoint.meta.get("result"):
-            return Start(config, inputs, checkpoints, resumed)
-        line = f"the checkpoint is at step {step}, the run ends at {config.steps}: nothing is left to do"
-        if config.resume != "auto":
-            raise ThinwireError(f"{line}; raise --steps")
-        return Start(config, inputs, checkpoints, resumed, line)
-    if resumed is not None:  # it has chosen, if its run had to
+        result = step == config.steps and resumed.checkpoint.meta.get("result")
+        if not (was_killed and checkpoints.latest and result):
+            ended = f"the checkpoint is at step {step}, the run ends at {config.steps}: nothing is left to do"
+            if config.resume != "auto":
+                raise ThinwireError(f"{ended}; raise --steps")
+    elif resumed is not None:  # it has chosen, if its run had to
         about = resumed.checkpoint.meta["about"]
         checkpoints.description |= {"method": about["method"], "choice": about.get("choice")}
         config = config.with_choice(about["method"]) if config.chooses else config
-    return Start(config, inputs, checkpoints, resumed)
+    return Start(config, inputs, checkpoints, resumed, ended)
 
 
 class StepOutcome(NamedTuple):

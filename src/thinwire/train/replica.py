@@ -249,9 +249,12 @@ class ReplicaTrainer(Trainer):
     def attempt_step(self, signals: list[int]) -> StepOutcome | None:
         """Attempt one optimizer step; count it and log it, or return None if it does not count."""
         began = time.perf_counter()
-        if not self._ask():
+        asked = self.wire.engine.ask()  # who takes part
+        self._take_news()
+        if not asked:
             self._drop(began)
             return None
+        self._note_members(new=self.wire.engine.joins_round)
         if self.wire.engine.joins_round:
             self._join_round()
             return None
@@ -310,15 +313,6 @@ class ReplicaTrainer(Trainer):
         for name in COMMON:
             setattr(self, name, news[name])
         self.checkpoints.run, self._reopen = news["run"], True
-        return True
-
-    def _ask(self) -> bool:
-        """Ask who takes part in the next step, and take over what they have; return whether it can be taken."""
-        asked = self.wire.engine.ask()
-        self._take_news()
-        if not asked:
-            return False
-        self._note_members(new=self.wire.engine.joins_round)
         return True
 
     def _note_members(self, *, new: bool) -> None:

@@ -45,7 +45,6 @@ HEARTBEAT_S = 1.0
 the replica does. One that is missed by mistake gets the others' state again."""
 _NOISE = re.compile(r"\S+ \[(INFO|WARN|ERROR)\] \[torchft")
 """A line of torchft's own, of which each step has several."""
-UNUSABLE = 2  # ThinwireError.status
 LEFT = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
 SERVE = """
 import sys, time
@@ -100,8 +99,7 @@ def supervise(words: list[str], config: Config) -> int:
         stack.enter_context(hold_run_folder(
             config.out, shared, anew=config.overwrite, goes_on=config.resume is not None,
         ))  # fmt: skip
-        lighthouse = None if shared else stack.enter_context(_serve_lighthouse(config))
-        url = shared or f"http://127.0.0.1:{_read_port(lighthouse)}"
+        lighthouse, url = (None, shared) if shared else stack.enter_context(_serve_lighthouse(config))
         facts = {"lighthouse": url, "min_replicas": config.min_replicas, "host": socket.gethostname()}
         write(config.out / ELASTIC, json.dumps(facts) + "\n")
         note(f"starting {counted(len(names), 'replica')} on this machine; the lighthouse is {url}")
@@ -142,8 +140,9 @@ def _own_address(lighthouse: str | None) -> str:
 
 
 @contextmanager
-def _serve_lighthouse(config: Config) -> Iterator[subprocess.Popen[str]]:
-    """Run a lighthouse on this machine's loopback, in a process of its own, since it writes down all that it does."""
+def _serve_lighthouse(config: Config) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a lighthouse on this machine's loopback, in a process of its own, since it writes down all that it does;
+    yield it and its address."""
     limits = ["127.0.0.1", config.min_replicas, round(1e3 * config.timeout), round(1e3 * HEARTBEAT_S)]
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, *map(str, limits)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -151,18 +150,14 @@ def _serve_lighthouse(config: Config) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     )  # fmt: skip
     try:
-        yield process
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        if not port.isdigit():
+            raise ThinwireError("torchft's lighthouse cannot be started: try torchft_lighthouse --help")
+        yield process, f"http://127.0.0.1:{port}"
     finally:
         process.kill()
         process.wait()
-
-
-def _read_port(lighthouse: subprocess.Popen[str] | None) -> str:
-    assert lighthouse is not None and lighthouse.stdout is not None
-    port = lighthouse.stdout.readline().strip()
-    if not port.isdigit():
-        raise ThinwireError("torchft's lighthouse cannot be started: try torchft_lighthouse --help")
-    return port
 
 
 class Supervisor:
@@ -220,7 +215,7 @@ class Supervisor:
         self.completed |= status == 0
         if status < 0:
             show_cursor()
-        if self._children.number or self.completed or status in (0, UNUSABLE, *LEFT):
+        if self._children.number or self.completed or status in (0, ThinwireError.status, *LEFT):
             return
         replica.tries = 0 if _took_part(self._config, replica.name, process.pid) else replica.tries + 1
         begin_line(sys.stderr)
@@ -245,10 +240,8 @@ class Supervisor:
 
     def _port(self, replica: Replica) -> dict[str, str]:
         """Give each replica a port of its own for its manager, from TORCHFT_MANAGER_PORT on, if that is set."""
-        first = self._environment.get(MANAGER_PORT)
-        if first is None or int(first) == 0:  # 0: any that is free
-            return {}
-        return {MANAGER_PORT: str(int(first) + self.replicas.index(replica))}
+        first = int(self._environment.get(MANAGER_PORT, "0"))  # 0: any that is free
+        return {MANAGER_PORT: str(first + self.replicas.index(replica))} if first else {}
 
     def _end_late_ones(self) -> None:
         """End who still waits for others when the run's last files are written, or when too few are left to go on."""

@@ -70,9 +70,8 @@ def window_losses(
     return losses
 
 
-def mean_loss(losses: Iterable[WindowLoss]) -> float:
+def mean_loss(losses: Sequence[WindowLoss]) -> float:
     """Return the mean over all targets."""
-    losses = list(losses)
     return sum(row.targets * row.loss for row in losses) / sum(row.targets for row in losses)
 
 

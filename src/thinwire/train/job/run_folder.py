@@ -122,7 +122,7 @@ class RunFolder:
 
     def settle(self) -> None:
         """Remove the run that was set aside: the new one has begun. Collective."""
-        self.do_once(lambda: _remove_previous(self.path))
+        self.do_once(lambda: _remove([self.path / _PREVIOUS]))
 
 
 _HOLDS_RUN = (
@@ -244,11 +244,6 @@ def _remove(paths: Iterable[Path]) -> None:
             remove(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _remove_previous(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # there is none, or another machine's launcher does the same
-        remove(path / _PREVIOUS)
 
 
 def settle_previous(path: Path, *, over: bool) -> None:
