@@ -91,6 +91,7 @@ def test_a_link_of_your_own(by_hand: None, capsys) -> None:
         (["--strong"], "are for --scale 8..16384"),
         (["--scale", "8-64"], "cannot read --scale '8-64'"),
         (["--scale", "8..10000000"], "cannot read --scale"),
+        (["--scale", "1..²"], "cannot read --scale '1..²'"),
         (["--nodes", "10000000"], "--nodes 10000000: clusters of up to 1,000,000"),
         (["--intra", "int8"], "--intra averages inside a node: it needs --engine hsdp or --two-level True"),
         (["--nodes", "2", "--ranks", "8"], "--nodes and --ranks exclude each other: choose one"),

@@ -152,7 +152,7 @@ def _check(options: SimulateOptions) -> list[int]:
     if options.scale is None:
         return []
     first, separator, last = options.scale.partition("..")
-    if not (separator and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last) <= MOST_RANKS):
+    if not (separator and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= MOST_RANKS):
         raise ThinwireError(
             f"cannot read --scale '{options.scale}': write the fewest and the most ranks, as 8..16384, "
             f"up to {MOST_RANKS:,}"

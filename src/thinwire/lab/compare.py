@@ -156,7 +156,7 @@ def compare(settings: Comparison) -> int:
 
 def _compare(settings: Comparison, entries: dict[str, Entry]) -> int:
     with open_cluster(settings.nodes, settings.ranks_per_node, settings.parse_link()) as cluster:
-        model, count = settings.name, len(entries) * max(settings.seeds, 1)
+        model, count = settings.name, len(entries) * settings.seeds
         say(f"compare: {count} runs of {model}, {settings.steps} steps each: {', '.join(entries)}")
         runs = _train_all(settings, entries, cluster)
         report = _facts(settings, cluster) | {"runs": runs}

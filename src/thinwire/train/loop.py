@@ -11,7 +11,7 @@ import resource
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -89,7 +89,7 @@ def train_on(config: Config, ranks: Ranks) -> dict[str, Any]:
             start.checkpoints.go_on()
             folder.remove_results()
         folder.begin(lambda: start.inputs.save(config, folder.path))
-        return trainer.run(folder.settle)
+        return trainer.run()
 
 
 class Start(NamedTuple):
@@ -225,8 +225,8 @@ class Trainer(Stepper):
         self.step, self.sequences = resumed.checkpoint.step, resumed.checkpoint.meta["sequences"]
         self.result = resumed.checkpoint.meta.get("result") if self.step == self.config.steps else None
 
-    def run(self, begun: Callable[[], None]) -> dict[str, Any]:
-        """Train to the last step; return the summary. ``begun`` is called after the first. Collective.
+    def run(self) -> dict[str, Any]:
+        """Train to the last step; return the summary. Collective.
 
         Raises:
             ThinwireError: the run diverges, was stopped by a signal, or its files cannot be written.
@@ -256,7 +256,7 @@ class Trainer(Stepper):
             while self.step < config.steps:
                 outcome = self.train_step(signals)
                 if len(self.step_seconds) == 1:
-                    begun()
+                    self.checkpoints.folder.settle()
                 if outcome is not None:
                     self._conclude_step(outcome, signals)
             summary = self._conclude()
