@@ -292,7 +292,7 @@ class Trainer(Stepper):
             self.runner, valid, indices, self.config.batch_size, self.ranks.device, self.cast
         )
         self.runner.train()
-        shared = self.collective.share([list(row) for row in own_losses])
+        shared = self.collective.share(own_losses)
         return list({row[0]: held_out.WindowLoss(*row) for rows in shared for row in rows}.values())
 
     def train_step(self, signals: list[int]) -> StepOutcome | None:

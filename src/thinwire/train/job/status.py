@@ -221,14 +221,14 @@ def _replica(name: str, log: Sequence[Mapping[str, Any]], run: Run, clock: float
     last, start = log[-1] if log else {}, starts[-1] if starts else {}
     if last.get("event") == "ended":
         state = str(last.get("why", "ended"))
-    elif alive is not None and name not in alive:
-        state = "away"
-    elif name in run.members.get("names", []) and alive is not None:
-        state = "there"
-    elif alive is not None:
-        state = f"joins, {since(clock - last['time'])}" if last else "joins"
-    else:
+    elif alive is None:
         state = "unknown"
+    elif name not in alive:
+        state = "away"
+    elif name in run.members.get("names", []):
+        state = "there"
+    else:
+        state = f"joins, {since(clock - last['time'])}" if last else "joins"
     return f"{name:<13} {state:<15} {len(starts):>6}  {start.get('host', '?')}, {start.get('pid', '?')}"
 
 
