@@ -98,14 +98,10 @@ class Link:
 
     def netem(self, nodes: int) -> str:
         """Return the ``tc`` arguments of the kernel's delay and loss. The limit counts packets of any size."""
-        words = ["netem", "limit", str(self.room(nodes) // 66)]
-        if self.delay:
-            words += ["delay", f"{self.delay * 1e6:.0f}us", f"{self.jitter * 1e6:.0f}us"]
-        if self.loss:
-            words += ["loss", f"{100 * self.loss:g}%"]
-        if self.reorder:
-            words += ["reorder", f"{100 * self.reorder:g}%"]
-        return " ".join(words)
+        delay = f" delay {self.delay * 1e6:.0f}us {self.jitter * 1e6:.0f}us" if self.delay else ""
+        loss = f" loss {100 * self.loss:g}%" if self.loss else ""
+        reorder = f" reorder {100 * self.reorder:g}%" if self.reorder else ""
+        return f"netem limit {self.room(nodes) // 66}{delay}{loss}{reorder}"
 
 
 @dataclass

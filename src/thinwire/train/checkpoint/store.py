@@ -194,8 +194,6 @@ class Checkpoints:
             if in_this_folder:
                 self.run, self.latest = meta["run"], state.checkpoint.path.name
                 self._noted.add(meta["save"])
-            about = meta["about"]
-            self._difference = run_settings.compare(about, self.description, resume_anyway=True, resize=self.resize)
         return state
 
     def go_on(self) -> None:
@@ -272,9 +270,10 @@ class Checkpoints:
 
     def _read(self, checkpoint: Checkpoint) -> ResumedState:
         """Read this rank's tensors of a checkpoint; ranks that have a file copy it to those that lack it."""
-        collective, saved, holders = self.collective, checkpoint.meta["about"], checkpoint.holders
-        run_settings.compare(saved, self.description, resume_anyway=self.resume_anyway, resize=self.resize)
-        resize = self.resize if run_settings.layout_differs(saved, self.description) else None
+        collective, holders = self.collective, checkpoint.holders
+        saved, current = checkpoint.meta["about"], self.description
+        self._difference = run_settings.compare(saved, current, resume_anyway=self.resume_anyway, resize=self.resize)
+        resize = self.resize if run_settings.layout_differs(saved, current) else None
         lost = [file for file in holders if not holders[file]]
         if lost:
             raise Damaged(f"{checkpoint.path} is incomplete: {lost[0]} is missing or has another size")
