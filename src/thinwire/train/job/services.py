@@ -36,7 +36,7 @@ def _begin_wandb(api: Any, config: Config, run_id: str | None) -> Service:
         project=config.track_project, config=config.plain(), resume="allow", id=run_id, name=config.out.name,
         dir=str(config.out),
     )  # fmt: skip
-    return Service(run_id, lambda row, step: run.log(row, step=step), lambda failed: run.finish(exit_code=int(failed)))
+    return Service(run_id, run.log, lambda failed: run.finish(exit_code=int(failed)))
 
 
 def _begin_trackio(api: Any, config: Config, run_id: str | None) -> Service:
@@ -44,7 +44,7 @@ def _begin_trackio(api: Any, config: Config, run_id: str | None) -> Service:
     run = api.init(
         project=config.track_project, config=config.plain(), resume="allow", name=f"{config.out.name}-{run_id}"
     )
-    return Service(run_id, lambda row, step: run.log(row, step=step), lambda failed: run.finish())
+    return Service(run_id, run.log, lambda failed: run.finish())
 
 
 def _begin_mlflow(api: Any, config: Config, run_id: str | None) -> Service:
@@ -53,11 +53,7 @@ def _begin_mlflow(api: Any, config: Config, run_id: str | None) -> Service:
     run = api.start_run(run_id=run_id, run_name=config.out.name)
     if run_id is None:
         api.log_params(config.plain())
-
-    def log(row: dict[str, float], step: int) -> None:
-        api.log_metrics(row, step=step)
-
-    return Service(run.info.run_id, log, lambda failed: api.end_run("FAILED" if failed else "FINISHED"))
+    return Service(run.info.run_id, api.log_metrics, lambda failed: api.end_run("FAILED" if failed else "FINISHED"))
 
 
 BEGIN: dict[str, Callable[[Any, Config, str | None], Service]] = {

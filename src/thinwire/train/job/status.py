@@ -100,7 +100,7 @@ class Run:
     def dropped(self) -> int:
         """The attempts that did not count, each counted once although several replicas have seen it."""
         attempts = sorted((event["step"], event["time"]) for event in self._all("dropped"))
-        pairs = zip([(-1, 0.0), *attempts], attempts, strict=False)
+        pairs = itertools.pairwise([(-1, 0.0), *attempts])
         return sum(step != earlier_step or time - earlier > SEEN_S for (earlier_step, earlier), (step, time) in pairs)
 
 
