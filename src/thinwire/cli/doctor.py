@@ -75,7 +75,11 @@ def doctor_main(argv: list[str]) -> int:
 
     def work() -> None:
         from thinwire.train.job.examination import Examination
+        from thinwire.train.job.setup import join_ranks
 
-        Examination(config, names, settings.out, seconds=settings.seconds, began=began, command=command).run()
+        with join_ranks(config) as ranks:
+            Examination(
+                config, ranks, names, settings.out, seconds=settings.seconds, began=began, command=command
+            ).run()
 
     return run_ranks(["doctor", *argv], config, work)

@@ -23,7 +23,7 @@ from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
 from thinwire.train.config import Config
 from thinwire.train.job.collective import Collective
-from thinwire.train.job.setup import join_ranks, read_inputs
+from thinwire.train.job.setup import Ranks, read_inputs
 from thinwire.train.job.trial import Trial, slowest
 
 STEPS = 12
@@ -39,27 +39,23 @@ NOT_ACROSS = "one node cannot know what its NICs carry: the rate and latency bet
 
 
 class Examination:
-    """Examines a run of ``config``, of ``seconds`` in all from ``began`` on.
+    """Examines a run of ``config`` on ``ranks``, for ``seconds`` in all from ``began`` on.
 
     ``methods``: the candidates, dense first. ``out``: file for the cluster. ``command``: of a run, up to its method.
     """
 
     def __init__(
-        self, config: Config, methods: Sequence[str], out: Path, *, seconds: float, began: float, command: str
+        self, config: Config, ranks: Ranks, methods: Sequence[str], out: Path, *, seconds: float, began: float,
+        command: str,
     ) -> None:  # fmt: skip
         self.config, self.methods, self.out, self.command = config, methods, out, command
-        self._seconds, self._began = seconds, began
+        self._ranks, self._job, self._seconds, self._began = ranks, ranks.comm, seconds, began
+        self.per_node = min(ranks.per_node, ranks.comm.size)
         self.samples: list[Sample] = []
         self.notes: list[str] = []
 
     def run(self) -> None:
         """Measure; rank 0 prints the verdict and writes the cluster. Collective."""
-        with join_ranks(self.config) as ranks:
-            self._ranks, self._job = ranks, ranks.comm
-            self.per_node = min(ranks.per_node, ranks.comm.size)
-            self._run()
-
-    def _run(self) -> None:
         config, job = self.config, self._job
         collective = Collective(job.patient(config.file_timeout))
         inputs = read_inputs(config, collective, None)
