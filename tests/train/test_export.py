@@ -24,7 +24,6 @@ from thinwire.train.config import Config
 from thinwire.train.data import token_files
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.windows import Windows, batches
-from thinwire.train.job.held_out import positions
 from thinwire.train.model.decoder import Decoder
 from thinwire.train.model.hf_export import export
 from thinwire.train.model.shapes import ModelConfig
@@ -167,7 +166,7 @@ def test_a_run_on_token_files_is_read_back_sampled_and_exported(family, engine, 
     found = trained_model.read(out)
     windows = Windows(token_files.find_token_files([str(tmp_path / "tokens")], (), "bytes").valid, 16)
     with torch.no_grad():
-        held = [windows.window(index) for index in positions(windows, 8)]
+        held = windows.spread(8)
         loss = torch.stack([found.model()(*pair) for pair in batches(held, 8)]).mean()
     torch.testing.assert_close(
         float(loss), json.loads((out / "summary.json").read_text())["valid_loss"], rtol=1e-6, atol=0
