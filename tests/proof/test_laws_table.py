@@ -209,10 +209,10 @@ class NeverTheSame(Careful):
 class Wanders(LocalSteps):
     """A rank's own step between rounds is not its own."""
 
-    def reduce(self, bucket, exchange):
-        super().reduce(bucket, exchange)
-        if bucket.step == 1:
-            exchange.mean(bucket)
+    def before_step(self, step):
+        super().before_step(step)
+        if step.number == 1:
+            self.run.exchange.all_mean(step.weights["a.weight"].grad)
 
 
 class Drifts(LocalSteps):
@@ -305,7 +305,7 @@ BESIDE = {"fragments": 2, "delay": 1}
 
 @pytest.mark.parametrize(
     ("cls", "knobs", "law"),
-    [(Wanders, {}, {"ranks", "bytes"}), (Drifts, {}, {"ranks"}), (MovesTooFar, {}, {"promise"}),
+    [(Wanders, {}, {"ranks"}), (Drifts, {}, {"ranks"}), (MovesTooFar, {}, {"promise"}),
      (MovesTooFar, BESIDE, {"promise"}), (LooksAside, BESIDE, {"ranks"}), (OwnCommonWeights, BESIDE, {"ranks"})],
 )  # fmt: skip
 def test_a_fault_of_local_steps_is_noticed(cls, knobs, law):

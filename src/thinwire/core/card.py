@@ -100,7 +100,8 @@ class Card:
             instructions in torch, GPUs of one kind.
         takes_dense: gradients of parameters that stay dense go to ``Method.reduce``, too. False: the engine sums them.
         alone_from: the first optimizer step in which each rank (HSDP: each node) goes its own way, or None. From then
-            on no gradients travel, each rank decides alone whether its step counts, and numbers of steps may differ.
+            on no gradients travel (``Method.reduce`` is not called), each rank decides alone whether its step counts,
+            and numbers of steps may differ.
         round_steps: optimizer steps of a round, of which one or a few wait for the network: the means of whole rounds
             are compared. 1: every step does the same, or nearly.
         common: where ranks go their own ways and never all hold the same weights: the kind of state with the weights

@@ -326,10 +326,10 @@ class LocalSteps(Method):
     # A step.
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Average the gradients in the start; leave each rank its own after it."""
+        """Average the gradients in the start; after it each rank keeps its own, and nothing is reduced."""
         if bucket.step < self.first - 1:
             self._starter.reduce(bucket, exchange)
-        elif bucket.step < self.first:
+        else:
             self._end_start(bucket, exchange)
 
     def deliver(self, bucket: Bucket, exchange: Exchange) -> None:
