@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from thinwire.core.method import Run, drop_waiting, intra_of
 from thinwire.core.optimizers import parameters, unwrapped
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
+from thinwire.core.run import find_holders
 from thinwire.core.safety import Safety
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, dump_state, load_state
@@ -531,7 +532,7 @@ class Wire:
                 torch._foreach_mul_([p.grad for p in weights if p.grad is not None], factor)  # type: ignore[arg-type]
         self._step_loop.gradient_watch.note()  # which may share memory, and its count, with what was clipped
         self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
-        self._step_loop.clip_factor = factor if former is None else former * factor
+        self._step_loop.clip_factor = factor.float() if former is None else former * factor
         return norm
 
     def _power_of_moves(self) -> Tensor | None:
@@ -553,7 +554,8 @@ class Wire:
 
         Do not flush for an evaluation in the middle of a run: delivered at once, what waits is a step far too large
         (docs/state.md). With feedback="updates", steps of the weights wait: one dense exchange delivers them, and the
-        weights are as if none had waited. With any other method gradients wait, which need an optimizer:
+        weights are as if none had waited; only of parameters that are frozen, or in no optimizer's groups, it goes on
+        waiting. With any other method gradients wait, which need an optimizer:
 
         ``with_next``: the next step that counts delivers them. Call it before that step's last backward pass: the
         step's exchange is dense, whatever the method, and its bytes are counted. With local-steps it ends the round.
@@ -582,11 +584,20 @@ class Wire:
         self._step_loop.compare_start()
         if self._step_maker is None:
             return
+        weights, held = self._step_loop.weights, self._held
+        stay = [name for name, weight in weights.items() if not (weight.requires_grad and name in held)]
         with torch.no_grad():
             for name, change in self._means(functools.partial(Method.deliver, self.method)):
-                local(self._step_loop.weights[name].detach()).sub_(change)
+                if name not in stay:
+                    local(weights[name].detach()).sub_(change)
+        self._state.rollback(stay, kinds=card.promise.waits)
         self._state.commit()
         self.weights_changed()
+
+    @property
+    def _held(self) -> Collection[str]:
+        """The names of the parameters that are in an optimizer's groups now."""
+        return find_holders(self._run.optimizers, self._step_loop.weights)
 
     @property
     def _step_maker(self) -> StepMaker | None:
@@ -636,8 +647,10 @@ class Wire:
             self.weights_changed()
         if (step_maker := self._step_maker) is not None:
             with torch.no_grad(), self.ledger.aside():
+                held = self._held
                 for name, second in self._means(step_maker.send_second):
-                    step_maker.hand_over(name, second)
+                    if name in held:
+                        step_maker.hand_over(name, second)
 
     def reset(self) -> None:
         """Drop what waits to be sent; call it on all ranks, between two steps, after putting earlier weights back.

@@ -57,6 +57,39 @@ def _drifts(rank, world, place, methods):
     return found
 
 
+def _saved_and_loaded(rank, world, kind, methods):
+    """The errors of wires that load what they have saved, in a run of bfloat16 that is clipped."""
+    said = {}
+    for method in methods:
+        model = build(kind, world, prepare=lambda net: net.to(torch.bfloat16))
+        adam = AdamS if ONLY.get(method.split("(")[0]) == "adams" else torch.optim.AdamW
+        optimizer = adam(model.parameters(), lr=3e-3)
+        try:
+            wire = thinwire.compress(model, optimizer, method, steps=STEPS)
+        except thinwire.ThinwireError:
+            continue  # not for weights in 16 bits
+        for step in range(STEPS - 2):
+            loss_of(model, step, rank).backward()
+            wire.clip_grad_norm_(0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+        try:
+            wire.load_state_dict(wire.state_dict())
+            said[method] = ""
+        except thinwire.ThinwireError as error:
+            said[method] = str(error)
+        wire.close()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_what_a_clipped_run_in_16_bits_saves_can_be_loaded(kind):
+    methods = {*dealt(ADAMS, kind, ("ddp", "fsdp2")), *(m for m in ADAMS if m.startswith(("onebit", "radius")))}
+    methods = {method for method in methods if kind == "ddp" or not method.startswith("local-steps")}
+    for said in ranks.run(_saved_and_loaded, 2, kind, sorted(methods)):
+        assert len(said) > 3 and not any(said.values()), said
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_clipped_run_does_not_feel_the_size_of_the_loss(place):
     """It ends where the run does whose loss is small and not clipped, up to the method's noise."""

@@ -32,7 +32,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.method import Parameter, Step
 from thinwire.methods import LocalSteps, resolve
 from thinwire.methods.parts.fragments import Timetable, split
-from thinwire.methods.parts.own_adam import OwnNumbers, step_by_mean_moment
+from thinwire.methods.parts.own_adam import OwnNumbers, check_patchwork, step_by_mean_moment
 from thinwire.network.comm import local
 from thinwire.network.ledger import Ledger
 from thinwire.proof.ranks import ThreadEngine, Threads, VirtualRank
@@ -220,6 +220,60 @@ def test_each_kind_of_adam_steps_with_the_second_moment_of_the_mean(kind, more):
         w = w * (1 - (0.01 * decay if kind is torch.optim.AdamW else 0))
         w = w - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(most / ranks_ / (1 - 0.999**t)) + eps)
         assert np.abs(weight.detach().numpy() - w).max() < 1e-6
+
+
+def adam_after(betas: tuple[float, float], seed: int) -> torch.optim.Adam:
+    """After 60 steps along gradients of many sizes, most of them 0 for some values, one of them huge."""
+    weight = torch.nn.Parameter(torch.zeros(40))
+    optimizer = torch.optim.AdamW([weight], betas=betas)
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(-20, 10, 40)[torch.randperm(40, generator=generator)]
+    for step in range(60):
+        there = torch.rand(40, generator=generator) < torch.linspace(0, 1, 40)
+        weight.grad = torch.randn(40, generator=generator) ** 3 * scales * there * (1e4 if step == 30 else 1)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.5, 0.9999), (0.95, 0.95), (0.99, 0.9)])
+def test_moments_of_one_rank_are_known_from_those_of_two(betas):
+    own, other = (adam_after(betas, seed) for seed in (0, 1))
+    check_patchwork("local-steps", own, 1)
+    check_patchwork("local-steps", torch.optim.AdamW(own.param_groups[0]["params"]), 1)  # before its first step
+    (moments,), (others,) = own.state.values(), other.state.values()
+    moments["exp_avg_sq"] = others["exp_avg_sq"]
+    has_bound = betas[0] ** 2 < betas[1]
+    with pytest.raises(ThinwireError, match="not of one rank") if has_bound else contextlib.nullcontext():
+        check_patchwork("local-steps", own, 1)
+
+
+def _patched(rank: int, world: int) -> list[str]:
+    """What the first step says after moments were loaded: the own, a mixture of two ranks', and that and the wire's."""
+    said = []
+    for what in ("own", "mixed", "mixed, wire"):
+        model = build("ddp", world)
+        optimizer = adamw(model.parameters())
+        wire = thinwire.compress(model, optimizer, "local-steps(every=3)")
+        train(model, optimizer, rank, range(4), wire)
+        saved, state = copy.deepcopy(optimizer.state_dict()), wire.state_dict()
+        if what != "own":
+            for moments in saved["state"].values():
+                moments["exp_avg_sq"] *= 1e-4  # of one whose gradients were a hundredth
+        optimizer.load_state_dict(saved)
+        if "wire" in what:
+            wire.load_state_dict(state)
+        try:
+            train(model, optimizer, rank, [4], wire)
+            said.append("")
+        except ThinwireError as error:
+            said.append(str(error))
+        wire.close()
+    return said
+
+
+def test_moments_of_several_ranks_are_refused_in_the_step_after_they_were_loaded():
+    for own, mixed, with_wire in ranks.run(_patched, 2):
+        assert own == with_wire == "" and "not of one rank" in mixed
 
 
 def _momentum_of_what_came(rank: int, world: int) -> list[bool]:

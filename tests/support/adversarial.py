@@ -431,7 +431,8 @@ class VirtualRank:
         out = torch.full((numel,), torch.nan, dtype=flat.dtype) if self.exchange.owner else flat
         self.bucket.step = turn.number
         self.bucket.load(flat, out)
-        self.method.reduce(self.bucket, self.exchange)
+        if not self.method.card.alone(turn.number):
+            self.method.reduce(self.bucket, self.exchange)
         self.bucket.store(out)
         if (step_maker := self.method.card.step_maker) is not None:
             step_maker.end_pass({})

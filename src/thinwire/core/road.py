@@ -92,8 +92,7 @@ class Stage:
             if loss_scale is not None:
                 flat.div_(loss_scale)
             bound = self.bound
-            packs = devices.streams(flat.device) is not None and not self._rests
-            if bound is not None and not (packs and bound.covers(pieces)):
+            if bound is not None and (devices.streams(flat.device) is None or not bound.covers(pieces)):
                 bounds, bound = bound.apply(flat, pieces), None
                 if bounds is None:
                     self.guard.observe(flat)
@@ -109,11 +108,6 @@ class Stage:
         card = self.method.card
         return card.keeps_state or card.promise.kind == "lossy"
 
-    @property
-    def _rests(self) -> bool:
-        """Does each rank keep its own gradients in this step, and is nothing to be delivered?"""
-        return self.method.card.alone(self.step) and self.flush_at != self.step
-
     def carry(
         self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bound: OutlierClip | None = None
     ) -> None:
@@ -123,8 +117,8 @@ class Stage:
             send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
             bound: scales outliers down as they are packed, and tells the guard; the buckets get the norms that it took.
         """
-        if self._rests and send is None:
-            self.renew()  # the memory of the steps before
+        if send is None and self.method.card.alone(self.step) and self.flush_at != self.step:
+            self.renew()  # the memory of the steps before: each rank keeps its own gradients now
             return
         for packed, buckets in self._packed(flat, pieces):
             self.load(packed, buckets, flat, out, bound)

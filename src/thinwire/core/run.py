@@ -125,6 +125,9 @@ class Run:
     shows_late: bool = False
     cache: HolderCache = field(default_factory=HolderCache, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self.cache.look(self.optimizers, self.weights)  # what is taken out before anyone asks has a holder, too
+
     @property
     def holders(self) -> dict[str, Holder]:
         """The optimizer that steps each of ``weights``, and the group there as it is now.
@@ -133,6 +136,12 @@ class Run:
         change the new ones. Looking takes as long as there are weights: look once for many of them.
         """
         return self.cache.look(self.optimizers, self.weights)
+
+    def resting(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """Return a group, with lr 0, for each of ``weights`` that was taken out of ``optimizer``."""
+        held = find_holders((optimizer,), self.weights)
+        own = {name: holder.group for name, holder in self.holders.items() if holder.optimizer is optimizer}
+        return [{**group, "params": [self.weights[name]]} for name, group in own.items() if name not in held]
 
     def travels(self, name: str, values: Tensor) -> Tensor:
         """Select those of this rank's ``values`` (1-D) of parameter ``name`` that travel here: see ``chunk``."""

@@ -148,7 +148,8 @@ class StepLoop:
             raise ThinwireError(
                 "gradients were exchanged inside accumulate(last=False): on DDP the forward pass must be inside the "
                 "block, too, and static_graph=True exchanges its first pass always (let it be one with last=True); "
-                "with a pipeline, give all micro-batches of an optimizer step to one schedule.step()"
+                "with a pipeline, give all micro-batches of an optimizer step to one schedule.step(); a pass in which "
+                "this model was frozen (a GAN's discriminator) belongs into model.no_sync()"
             )
         self.parameter_watch.check_names(names)
         if names:
@@ -326,7 +327,7 @@ class StepLoop:
         if missing and not card.adds_up:
             raise ThinwireError(
                 f"{type(missing[0]).__name__} did not step after the last exchange, but {self.method.name} has updated "
-                "its momentum for that step: step all optimizers after each exchange"
+                "its momentum or Adam's moments in that step: step all optimizers after each exchange"
             )
         exchanged = [o for o in missing if any(self.name_of(weight) in self._exchanged for weight in parameters(o))]
         if exchanged and card.keeps_state and card.promise.of == "gradients" and not self._warned_of_missing:
@@ -344,7 +345,8 @@ class StepLoop:
         if not self.method.card.adds_up:
             raise ThinwireError(
                 f"{self.method.name}: {advice}, or shard a module that runs twice together with its parent, "
-                f"and tie weights before fully_shard; {self.method.name} keeps a momentum, which would be updated twice"
+                f"and tie weights before fully_shard; {self.method.name} keeps a momentum or Adam's moments, which "
+                "would be updated twice"
             )
         if not self._warned:
             self._warned = True

@@ -86,14 +86,19 @@ def zeros_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return empty if empty.is_meta else empty.zero_()
 
 
-def optimizer_like(original: torch.optim.Optimizer, doubles: dict[int, nn.Parameter]) -> Any:
-    """Return an optimizer of the original's class over the doubles of its weights (by id), with Adam's moments."""
+def optimizer_like(
+    original: torch.optim.Optimizer, doubles: dict[int, nn.Parameter], resting: Sequence[dict[str, Any]] = ()
+) -> Any:
+    """Return an optimizer of the original's class over the doubles of its weights (by id), with Adam's moments.
+
+    ``resting``: groups of weights that were taken out of it.
+    """
     double: Any = object.__new__(type(original))
     double.__dict__.update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(original).items()})
     double.__dict__.pop("step", None)  # a learning-rate schedule's wrapper, which steps the original
     double.param_groups = [
         {**group, "params": [doubles[id(weight)] for weight in group["params"] if id(weight) in doubles]}
-        for group in original.param_groups
+        for group in (*original.param_groups, *resting)
     ]
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     double.state = {

@@ -299,7 +299,9 @@ class Playback:
         self._comm, self._stage = functools.partial(double, ledger=self.ledger), stage
         self.weights = {name: nn.Parameter(zeros_like(local(weight), device)) for name, weight in run.weights.items()}
         doubles = {id(weight): self.weights[name] for name, weight in run.weights.items()}
-        self.optimizers = tuple(optimizer_like(optimizer, doubles) for optimizer in run.optimizers)
+        self.optimizers = tuple(
+            optimizer_like(optimizer, doubles, run.resting(optimizer)) for optimizer in run.optimizers
+        )
         self.gradients = {name: zeros_like(weight) for name, weight in self.weights.items()}
         self._watch.lend(*self.weights.values(), *self.gradients.values())
         for optimizer in self.optimizers:

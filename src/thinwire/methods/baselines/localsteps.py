@@ -54,6 +54,7 @@ from thinwire.methods.parts.fragments import Fragment, Timetable, split
 from thinwire.methods.parts.own_adam import (
     OwnNumbers,
     check_adam,
+    check_patchwork,
     check_saved_shape,
     own_moments,
     restore_moment,
@@ -232,6 +233,7 @@ class LocalSteps(Method):
         self._fragments = []
         super().begin(run)
         self._restored: Fingerprint | None = None  # this rank's moments, from a load to the first step after it
+        self._looked_at: dict[torch.optim.Optimizer, object] = {}  # the states of optimizers that were checked
         refuse_chunks(self.name, run)
         if run.scaled:
             raise ThinwireError(NO_SCALER.format(name=self.name))
@@ -349,6 +351,10 @@ class LocalSteps(Method):
         if step.number < self.first:
             return
         self._check_restored()
+        for optimizer in step.optimizers:
+            if self._looked_at.get(optimizer) is not optimizer.state:  # at first, and where one was loaded
+                self._looked_at[optimizer] = optimizer.state
+                check_patchwork(self.name, optimizer, self.run.exchange.ranks if self.second_moment == "mean" else 1)
         self._copy_shared_weights()
         self._numbers.watch(step)
         if self.second_moment == "mean":

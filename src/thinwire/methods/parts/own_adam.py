@@ -16,6 +16,8 @@ from thinwire.core.run import Holder, Run, Step
 from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
 from thinwire.network.comm import GroupComm, local
 
+BEYOND = 4.0
+"""How far beyond its bound a first moment is taken for another rank's: rates of decay may have changed since."""
 _NUMBER = " as a number"
 """Ends the kinds of what is no tensor in an optimizer's state."""
 
@@ -62,6 +64,35 @@ def _rescale(rescale: Callable[[list[Tensor], int], None], optimizer: torch.opti
     kinds = ("exp_avg_sq", "max_exp_avg_sq")
     if moments := [local(moments[kind]) for moments in states for kind in kinds if kind in moments]:
         rescale(moments, ranks)
+
+
+def check_patchwork(method: str, optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """Refuse an Adam's first moments that its second ones cannot be of, as where a checkpoint has one of each rank's.
+
+    Of one rank's gradients |m| <= sqrt(v) (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), by Cauchy's inequality. Waits for
+    the device.
+
+    Args:
+        ranks: N, if v is that of a mean over N ranks.
+    """
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    flags = []
+    for group in optimizer.param_groups:
+        b1, b2 = map(float, group["betas"])
+        if b1 * b1 >= b2 or b2 >= 1:
+            continue
+        most = BEYOND * math.sqrt(ranks) * (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
+        for moments in (optimizer.state.get(weight, {}) for weight in group["params"]):
+            if "exp_avg" in moments:
+                m, v = local(moments["exp_avg"]), local(moments["exp_avg_sq"])
+                flags.append((m.abs() > most * (v.sqrt() + group["eps"])).any())
+    if flags and not flags[0].is_meta and bool(torch.stack(flags).any()):  # a dry run has no values
+        raise ThinwireError(
+            f"{method}: the optimizer's moments are not of one rank: its first ones are too large for its second ones, "
+            "as in a checkpoint that has one kind of each rank's: load the wire's state, too, which holds each rank's "
+            "own, or call wire.hand_over() before such a checkpoint is saved"
+        )
 
 
 def check_saved_shape(run: Run, kind: str, name: str, saved: Tensor) -> None:
