@@ -28,6 +28,7 @@ H / P. The run's last step ends all rounds at once, so that all ranks end with W
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -233,7 +234,7 @@ class LocalSteps(Method):
         self._fragments = []
         super().begin(run)
         self._restored: Fingerprint | None = None  # this rank's moments, from a load to the first step after it
-        self._looked_at: dict[torch.optim.Optimizer, object] = {}  # the states of optimizers that were checked
+        self._is_checked: dict[torch.optim.Optimizer, Callable[[object], bool]] = {}  # was this state looked at?
         refuse_chunks(self.name, run)
         if run.scaled:
             raise ThinwireError(NO_SCALER.format(name=self.name))
@@ -352,8 +353,9 @@ class LocalSteps(Method):
             return
         self._check_restored()
         for optimizer in step.optimizers:
-            if self._looked_at.get(optimizer) is not optimizer.state:  # at first, and where one was loaded
-                self._looked_at[optimizer] = optimizer.state
+            is_checked = self._is_checked.get(optimizer)
+            if is_checked is None or not is_checked(optimizer.state):  # at first, and where one was loaded
+                self._is_checked[optimizer] = partial(operator.is_, optimizer.state)
                 check_patchwork(self.name, optimizer, self.run.exchange.ranks if self.second_moment == "mean" else 1)
         self._copy_shared_weights()
         self._numbers.watch(step)

@@ -17,7 +17,7 @@ from thinwire.methods.parts.own_steps import has_step_of_torch, is_decoupled
 from thinwire.network.comm import GroupComm, local
 
 BEYOND = 4.0
-"""How far beyond its bound a first moment is taken for another rank's: rates of decay may have changed since."""
+"""A first moment this many times beyond its bound is another rank's. Not 1: rates of decay may have changed since."""
 _NUMBER = " as a number"
 """Ends the kinds of what is no tensor in an optimizer's state."""
 
