@@ -584,8 +584,8 @@ class Wire:
         self._step_loop.compare_start()
         if self._step_maker is None:
             return
-        weights, held = self._step_loop.weights, self._held
-        stay = [name for name, weight in weights.items() if not (weight.requires_grad and name in held)]
+        weights, stepped = self._step_loop.weights, self._stepped
+        stay = [name for name, weight in weights.items() if not (weight.requires_grad and name in stepped)]
         with torch.no_grad():
             for name, change in self._means(functools.partial(Method.deliver, self.method)):
                 if name not in stay:
@@ -595,7 +595,7 @@ class Wire:
         self.weights_changed()
 
     @property
-    def _held(self) -> Collection[str]:
+    def _stepped(self) -> Collection[str]:
         """The names of the parameters that are in an optimizer's groups now."""
         return find_holders(self._run.optimizers, self._step_loop.weights)
 
@@ -647,9 +647,9 @@ class Wire:
             self.weights_changed()
         if (step_maker := self._step_maker) is not None:
             with torch.no_grad(), self.ledger.aside():
-                held = self._held
+                stepped = self._stepped
                 for name, second in self._means(step_maker.send_second):
-                    if name in held:
+                    if name in stepped:
                         step_maker.hand_over(name, second)
 
     def reset(self) -> None:

@@ -139,9 +139,9 @@ class Run:
 
     def resting(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Return a group, with lr 0, for each of ``weights`` that was taken out of ``optimizer``."""
-        held = find_holders((optimizer,), self.weights)
-        own = {name: holder.group for name, holder in self.holders.items() if holder.optimizer is optimizer}
-        return [{**group, "params": [self.weights[name]]} for name, group in own.items() if name not in held]
+        members = find_holders((optimizer,), self.weights)
+        groups = {name: holder.group for name, holder in self.holders.items() if holder.optimizer is optimizer}
+        return [{**group, "params": [self.weights[name]]} for name, group in groups.items() if name not in members]
 
     def travels(self, name: str, values: Tensor) -> Tensor:
         """Select those of this rank's ``values`` (1-D) of parameter ``name`` that travel here: see ``chunk``."""

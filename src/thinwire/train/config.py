@@ -488,16 +488,16 @@ def from_arguments(arguments: list[str], source: str = "") -> Config:
     """Read a command line; its words override the file of its ``--config FILE``."""
     arguments = list(arguments)
     default = Config()
-    places = [place for place, word in enumerate(arguments) if word.partition("=")[0] == "--config"]
-    if len(places) > 1:
+    positions = [position for position, word in enumerate(arguments) if word.partition("=")[0] == "--config"]
+    if len(positions) > 1:
         raise ThinwireError("--config is there twice: name one file; options typed beside it win")
-    for place in places:
-        _, equals, name = arguments[place].partition("=")
-        name = name or "".join(arguments[place + 1 : place + 2])
+    for position in positions:
+        _, equals, name = arguments[position].partition("=")
+        name = name or "".join(arguments[position + 1 : position + 2])
         if not name:
             raise ThinwireError("--config needs the name of a YAML file")
         default = from_yaml(Path(name))
-        del arguments[place : place + (1 if equals else 2)]
+        del arguments[position : position + (1 if equals else 2)]
     config = read_options(Config, arguments, "thinwire train", default=default, source=source, extra=[CONFIG])
     typed = {word.partition("=")[0] for word in arguments}
     void = {name: getattr(Config, name) for name, (_, serves) in SERVING.items()

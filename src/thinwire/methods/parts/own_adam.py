@@ -82,11 +82,11 @@ def check_patchwork(method: str, optimizer: torch.optim.Optimizer, ranks: int) -
         b1, b2 = map(float, group["betas"])
         if b1 * b1 >= b2 or b2 >= 1:
             continue
-        most = BEYOND * math.sqrt(ranks) * (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
+        bound = BEYOND * math.sqrt(ranks) * (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
         for moments in (optimizer.state.get(weight, {}) for weight in group["params"]):
             if "exp_avg" in moments:
                 m, v = local(moments["exp_avg"]), local(moments["exp_avg_sq"])
-                flags.append((m.abs() > most * (v.sqrt() + group["eps"])).any())
+                flags.append((m.abs() > bound * (v.sqrt() + group["eps"])).any())
     if flags and not flags[0].is_meta and bool(torch.stack(flags).any()):  # a dry run has no values
         raise ThinwireError(
             f"{method}: the optimizer's moments are not of one rank: its first ones are too large for its second ones, "
