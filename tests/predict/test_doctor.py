@@ -18,7 +18,7 @@ from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
 from thinwire.cli import program
 from thinwire.methods import TABLE
-from thinwire.predict import doctor
+from thinwire.predict import measure
 from thinwire.predict.cluster import Constant, Kernel, read_cluster
 from thinwire.predict.doctor import Steps, calibrated, parts_of, verdict
 from thinwire.predict.kernels import kernels_of, time_kernels
@@ -259,7 +259,7 @@ def test_bad_input_is_one_line(words: list[str], line: str, monkeypatch, capsys)
 
 
 def test_no_constant_but_the_assumed_links_is_invented() -> None:
-    assert doctor.ASSUMED.rate.low <= 0.1 and doctor.ASSUMED.rate.high >= 10
+    assert measure.RATE.low <= 0.1 and measure.RATE.high >= 10
 
 
 def test_a_cost_of_the_host_that_dense_steps_do_not_show_is_fitted_down(job: Job) -> None:

@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.predict.cluster import Cluster, Constant, Kernel
-from thinwire.predict.links import Line, solve, spread
-from thinwire.predict.measure import Device
+from thinwire.predict.cluster import Cluster, Kernel
+from thinwire.predict.links import Sample, fit, solve, spread
 from thinwire.predict.play import OPTIMIZER
 from thinwire.predict.simulate import DENSE, Job, Simulation, seconds
 
-ASSUMED = Line(Constant(5e-5, "assumed", 0.1, 10), Constant(1.25e9, "assumed", 0.1, 10))
-"""A link that these ranks could not measure: 50 us, 10 Gbit/s."""
 SHOWS = 1.05
 """A dense step by a step that sends nothing, above which it says what the network carries beside training."""
 RUNS = {False: 0.03, True: 0.1}
@@ -63,17 +60,18 @@ class Steps:
         return max(0.0, 1 - self.exposed / self.wire) if self.wire else 0.0
 
 
-def cluster_of(name: str, device: Device, per_node: int, inside: Line | None, across: Line | None) -> Cluster:
-    """Make a cluster of what was measured; ``None``: links that were not, which are assumed."""
-    inside, across = inside or ASSUMED, across or ASSUMED
-    shares = np.clip([kernel.rate / device.memory_rate.value for kernel in device.kernels.values()], *EXTREMES)
-    middle = float(np.median(shares)) if len(shares) else 0.6
-    return Cluster(
-        name, device.name, per_node, device.memory_bytes, device.flops, Constant(1.0, "assumed"), device.memory_rate,
-        spread(middle, shares / middle, 1.5) if len(shares) else Constant(middle, "assumed", 0.5, 1.5),
-        inside.rate, inside.latency, across.rate, across.latency, Constant(1.0, "measured"), device.launch_seconds,
-        device.host_seconds_per_byte, device.on_core, kernels=device.kernels,
-    )  # fmt: skip
+def with_measured(cluster: Cluster, kernels: Mapping[str, Kernel], samples: Sequence[Sample]) -> Cluster:
+    """Return ``cluster`` with ``kernels`` and what the links' ``samples`` show, as far as there are any."""
+    changes: dict[str, Any] = {"kernels": kernels}
+    if kernels:
+        shares = np.clip([kernel.rate / cluster.memory_rate.value for kernel in kernels.values()], *EXTREMES)
+        middle = float(np.median(shares))
+        changes["memory_share"] = spread(middle, shares / middle, 1.5)
+    for link, kind in (("intra", "inside"), ("inter", "across")):
+        if of_link := [sample for sample in samples if sample.kind == kind]:
+            line = fit(of_link)
+            changes |= {f"{link}_latency": line.latency, f"{link}_rate": line.rate}
+    return replace(cluster, **changes)
 
 
 def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:

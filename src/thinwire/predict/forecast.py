@@ -24,10 +24,10 @@ from thinwire.network.comm import GroupComm
 from thinwire.network.ledger import Ledger
 from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
-from thinwire.predict.doctor import cluster_of
+from thinwire.predict.doctor import with_measured
 from thinwire.predict.kernels import kernels_of, time_each
 from thinwire.predict.layouts import timeline_of
-from thinwire.predict.links import fit_links, host_cost, solve, sweep
+from thinwire.predict.links import host_cost, solve, sweep
 from thinwire.predict.measure import measure_device
 from thinwire.predict.play import Prediction, play
 from thinwire.predict.profile import ModelProfile, ModuleProfile, profile_of
@@ -129,18 +129,17 @@ def measure(auto: Auto, forecast: Forecast) -> Cluster:
     assert dist.group.WORLD is not None
     comm = GroupComm(dist.group.WORLD, Ledger(), device=training.device)
     samples = sweep(comm, per_node, LINKS_S) if comm.size > 1 else []
-    device = measure_device(comm, torch.float32, per_node)
-    if device.on_core and samples:
+    cluster = measure_device(comm, torch.float32, per_node)
+    if cluster.codec_on_core and samples:
         best = max(sample.message.nbytes / sample.seconds for sample in samples)
-        device = replace(device, host_seconds_per_byte=host_cost(comm, best))
+        cluster = replace(cluster, host_seconds_per_byte=host_cost(comm, best))
     by_name: dict[str, list[str]] = defaultdict(list)  # variants of a method have most kernels in common
     for option in candidates(auto, training, comm.size):
         if not option.reason:
             by_name[option.method.partition("(")[0]].append(option.method)
     in_turn = list(filter(None, itertools.chain(*itertools.zip_longest(*by_name.values()))))
     times, _ = time_each(comm, forecast.double, in_turn, training.engine, KERNELS_S)
-    device = replace(device, kernels=kernels_of(times, device.memory_rate.value))
-    return cluster_of("here", device, per_node, *fit_links(samples))
+    return with_measured(cluster, kernels_of(times, cluster.memory_rate.value), samples)
 
 
 def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> Any:
@@ -183,4 +182,4 @@ def _by_size(model: nn.Module) -> ModelProfile:
             numel = float(sum(parameter.numel() for parameter in owned.values()))
             names = tuple(key for key, parameter in owned.items() if parameter.requires_grad)
             modules.append(ModuleProfile(name, names, 2 * numel, 4 * numel, 0.0, 0.0))
-    return ModelProfile(tuple(modules), sum(p.numel() for p in model.parameters()), 0)
+    return ModelProfile(tuple(modules), sum(p.numel() for p in model.parameters()))

@@ -164,13 +164,6 @@ def fit(samples: Sequence[Sample]) -> Line:
     return Line(spread(latency, 1 / ratios[~is_long], 1.25), spread(1 / max(slope, 1e-15), ratios[is_long], 1.03))
 
 
-def fit_links(samples: Sequence[Sample]) -> tuple[Line | None, Line | None]:
-    """Fit the links inside a node and across nodes; None: those that were not measured."""
-    by_kind = {kind: [sample for sample in samples if sample.kind == kind] for kind in ("inside", "across")}
-    inside, across = (fit(measured) if measured else None for measured in by_kind.values())
-    return inside, across
-
-
 def fit_line(counts: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """Fit ``seconds = a * counts + b * nbytes``, a and b 0 or more, by the sum of absolute relative errors.
 

@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 
 from thinwire.network.comm import GroupComm
-from thinwire.predict.cluster import Constant, Kernel
+from thinwire.predict.cluster import Cluster, Constant
 from thinwire.predict.links import spread, timed
 
 TIMES = 5
-NOTHING = Constant(0.0, "datasheet")
+RATE, LATENCY = Constant(1.25e9, "assumed", 0.1, 10), Constant(5e-5, "assumed", 0.1, 10)
+"""Those of a link that these ranks could not measure: 10 Gbit/s, 50 us."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """A device's constants.
+def measure_device(job: GroupComm, dtype: torch.dtype, per_node: int) -> Cluster:
+    """Measure this rank's device, on all ranks at the same time: a node's share its memory. Collective.
 
-    Attributes:
-        on_core: kernels and messages take the core that computes (CPUs).
-        flops: of a product of matrices. memory_rate: of a copy, read and written. launch_seconds: of a small kernel.
-        host_seconds_per_byte: of a core, for a byte sent. kernels: by name.
+    Of the cluster that is returned, all else is assumed.
     """
-
-    name: str
-    on_core: bool
-    memory_bytes: Constant
-    flops: Constant
-    memory_rate: Constant
-    launch_seconds: Constant
-    host_seconds_per_byte: Constant = NOTHING
-    kernels: Mapping[str, Kernel] = field(default_factory=dict)
-
-
-def measure_device(job: GroupComm, dtype: torch.dtype, per_node: int) -> Device:
-    """Measure this rank's device, on all ranks at the same time: a node's share its memory. Collective."""
     device = job.device
     on_gpu = device.type == "cuda"
     side, length = (8192, 1 << 28) if on_gpu else (1024, 1 << 24)
@@ -53,13 +36,22 @@ def measure_device(job: GroupComm, dtype: torch.dtype, per_node: int) -> Device:
         torch.cuda.get_device_properties(device).total_memory if on_gpu
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
     )  # fmt: skip
-    return Device(
+    return Cluster(
+        "here",
         torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        not on_gpu,
-        Constant(memory, "datasheet"),
-        _rate(job, 2 * side**3, lambda: torch.mm(matrix, matrix, out=product)),
-        _rate(job, 2 * source.nbytes, lambda: target.copy_(source)),
-        spread(timed(job, lambda: small.add_(1), 2000), [], 1.5),
+        per_node,
+        memory_bytes=Constant(memory, "datasheet"),
+        flops=_rate(job, 2 * side**3, lambda: torch.mm(matrix, matrix, out=product)),
+        compute_share=Constant(1.0, "assumed"),
+        memory_rate=_rate(job, 2 * source.nbytes, lambda: target.copy_(source)),
+        memory_share=Constant(0.6, "assumed", 0.5, 1.5),
+        intra_rate=RATE,
+        intra_latency=LATENCY,
+        inter_rate=RATE,
+        inter_latency=LATENCY,
+        inter_share=Constant(1.0, "measured"),
+        launch_seconds=spread(timed(job, lambda: small.add_(1), 2000), [], 1.5),
+        codec_on_core=not on_gpu,
     )
 
 

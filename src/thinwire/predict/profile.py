@@ -61,12 +61,11 @@ class ModelProfile:
 
     Attributes:
         modules: in the order of the forward pass. A parameter that two of them share is in both.
-        parameters: number of trained values. buffer_bytes: of the model's buffers.
+        parameters: number of trained values.
     """
 
     modules: tuple[ModuleProfile, ...]
     parameters: int
-    buffer_bytes: int
 
     @property
     def activations(self) -> tuple[float, float]:
@@ -111,7 +110,6 @@ def profile_of(model: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | 
     return ModelProfile(
         tuple(count.profiles(parameters, sequences)),
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
     )
 
 

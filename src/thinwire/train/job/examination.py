@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from torch import nn
 
 from thinwire.base.terminal import note, say
 from thinwire.predict import doctor
-from thinwire.predict.cluster import write_cluster
+from thinwire.predict.cluster import Cluster, Kernel, write_cluster
 from thinwire.predict.doctor import Steps
 from thinwire.predict.forecast import on_meta
 from thinwire.predict.kernels import Times, kernels_of, time_each
-from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, fit_links, host_cost, sweep
-from thinwire.predict.measure import Device, measure_device
+from thinwire.predict.links import Sample, agree, curves, fall_with_nodes, host_cost, sweep
+from thinwire.predict.measure import measure_device
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import Job, Simulation, simulate
 from thinwire.train.config import Config
@@ -69,7 +69,7 @@ class Examination:
         tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64, device="meta")
         # One that cannot be profiled is refused before steps take their time.
         self._profile = collective.do(lambda: profile_of(model, (tokens, tokens), self.dtype))
-        device = measure_device(job, self.dtype, self.per_node)
+        cluster = measure_device(job, self.dtype, self.per_node)
         none = self._steps(trial, "none", self._left(0.25))
         if job.size > 1:
             if config.engine != "ddp":
@@ -77,12 +77,12 @@ class Examination:
                 trial = Trial(config, self._ranks, inputs)
             self._tell("measuring steps with dense")
             dense = self._dense(trial, model)
-            if device.on_core:
-                device = replace(device, host_seconds_per_byte=host_cost(job, self._rank_rate))
+            if cluster.codec_on_core:
+                cluster = replace(cluster, host_seconds_per_byte=host_cost(job, self._rank_rate))
         del trial
         self._tell("measuring the methods' kernels, then predicting")
-        device = replace(device, kernels=kernels_of(self._kernels(model), device.memory_rate.value))
-        collective.do(lambda: self._conclude(model, device, none, dense) if job.rank == 0 else None)
+        kernels = kernels_of(self._kernels(model), cluster.memory_rate.value)
+        collective.do(lambda: self._conclude(model, cluster, kernels, none, dense) if job.rank == 0 else None)
 
     def _tell(self, text: str) -> None:
         """Tell the person at rank 0's terminal what is being done."""
@@ -137,10 +137,12 @@ class Examination:
             self.notes.append(f"no time was left for the kernels of {', '.join(untimed)}: allow more --seconds")
         return times
 
-    def _conclude(self, model: nn.Module, device: Device, none: Steps, dense: Steps | None) -> None:
+    def _conclude(
+        self, model: nn.Module, cluster: Cluster, kernels: Mapping[str, Kernel], none: Steps, dense: Steps | None
+    ) -> None:
         """Fit the constants, predict, print and write."""
         config, size = self.config, self._job.size
-        cluster = doctor.cluster_of(self.out.stem, device, self.per_node, *fit_links(self.samples))
+        cluster = doctor.with_measured(replace(cluster, name=self.out.stem), kernels, self.samples)
         job = Job(
             config.model, model, self._profile, cluster, config.engine, size,
             config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra,
