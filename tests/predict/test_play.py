@@ -40,7 +40,7 @@ def step(forward=(), again=(), gradients=(), update=NOTHING, share=1.0, later=()
 
 def timeline(*steps: RecordedStep, group: Group = TWO, optimizer: float = 0.0) -> Timeline:
     return Timeline(
-        "a method", "ddp", group.size, group.per_node, dict.fromkeys("abc", 1), steps, Memory(1, 2, 3, 4), optimizer
+        "a method", group.size, group.per_node, dict.fromkeys("abc", 1), steps, Memory(1, 2, 3, 4), optimizer
     )
 
 

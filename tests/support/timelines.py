@@ -11,7 +11,7 @@ BITS = {"dense": 32, "bf16": 16, "int8": 8, "sign": 1}
 """Made-up methods -> bits per value. All but dense also have a kernel of 40 bytes per value."""
 
 
-def hand_made(model: nn.Module, method: str, *, ranks: int, per_node: int, engine: str = "ddp") -> Timeline:
+def hand_made(model: nn.Module, method: str, *, ranks: int, per_node: int) -> Timeline:
     """Make the timeline of a made-up method."""
     if method not in BITS:
         raise ThinwireError(f"unknown method '{method}'")
@@ -29,4 +29,4 @@ def hand_made(model: nn.Module, method: str, *, ranks: int, per_node: int, engin
     step = RecordedStep(1.0, (), (), tuple(buffers), Stretch((), ()))
     total = sum(numel.values())
     memory = Memory(4 * total, 4 * total, 8 * total, 0 if method == "dense" else 4 * total)
-    return Timeline(method, engine, ranks, per_node, numel, (step,), memory, 28 * total, ("padding is 3%",))
+    return Timeline(method, ranks, per_node, numel, (step,), memory, 28 * total, ("padding is 3%",))

@@ -55,7 +55,7 @@ def nbytes_of(*touched: Any) -> float:
     total = 0.0
     for value in touched:
         if isinstance(value, Tensor):
-            total += value.numel() * value.element_size()
+            total += value.nbytes
         elif isinstance(value, list | tuple):
             total += nbytes_of(*value)
     return total

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from thinwire.base.errors import ThinwireError
 from thinwire.predict.cluster import Cluster, Constant
-from thinwire.predict.profile import ModelProfile, ModuleProfile
+from thinwire.predict.profile import ModelProfile
 from thinwire.predict.timeline import RING, Message, Pass, RecordedStep, Stretch, Timeline
 
 DRAWS = 100
@@ -100,7 +100,12 @@ def play(
             f"name a cluster with per_node = {timeline.per_node}"
         )
     costs = Costs(cluster)
-    modules = [_Computing.on(costs, module, sequences) for module in profile.modules]
+    modules = [
+        _Computing(
+            m.parameters, costs.computing(sequences * m.forward_flops), costs.computing(sequences * m.backward_flops)
+        )
+        for m in profile.modules
+    ]
     optimizer = costs.kernel(Pass(OPTIMIZER, timeline.optimizer_bytes)) if timeline.optimizer_bytes else costs.zero
     computing = micro_batches * sum((module.forward + module.backward for module in modules), costs.zero)
     total, exposed, busy, spans, offset = optimizer, costs.zero, defaultdict[str, float](float), list[Span](), 0.0
@@ -218,14 +223,9 @@ class Costs:
 class _Computing(NamedTuple):
     """The computing of a module, and its parameters."""
 
-    parameters: frozenset[str]
+    parameters: tuple[str, ...]
     forward: Times
     backward: Times
-
-    @classmethod
-    def on(cls, costs: Costs, module: ModuleProfile, sequences: float) -> _Computing:
-        forward, backward = (costs.computing(sequences * f) for f in (module.forward_flops, module.backward_flops))
-        return cls(frozenset(module.parameters), forward, backward)
 
 
 class _Clock:

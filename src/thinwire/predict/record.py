@@ -132,7 +132,7 @@ class Recording(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The work of an engine around the method's exchange.
+    """The work of an engine around the method's exchange: its own kernels and messages, beside what was recorded.
 
     Attributes:
         per_node: ranks on a node of the job. guards: the groups on which ranks agree whether a step counts.
@@ -141,25 +141,60 @@ class Surroundings:
         stored, computed: dtypes of this rank's weights, and of gradients before they go to the engine's buffers.
     """
 
+    layout: Layout
+    road: Road
     per_node: int
-    guards: Sequence[Comm] = ()
-    broadcast: int = 0
-    reshards: bool = True
-    stored: torch.dtype = torch.float32
-    computed: torch.dtype = torch.float32
+    guards: Sequence[Comm]
+    broadcast: int
+    reshards: bool
+    stored: torch.dtype
+    computed: torch.dtype
+
+    def weights(self, recorded: Mapping[Names, tuple[Event, ...]]) -> list[Stretch]:
+        """Return a gather of each module, in the layout's order, the last module first."""
+        return [self._gather(shard, recorded.get(shard.names, ())) for shard in self.layout.shards]
+
+    def _gather(self, shard: Shard, recorded: tuple[Event, ...]) -> Stretch:
+        assert self.layout.comm is not None
+        group, itemsize = group_of(self.layout.comm, self.per_node), shard.dtype.itemsize
+        copy_in = Pass("engine.copy_in", shard.numel * (self.stored.itemsize + itemsize))
+        copy_out = Pass("engine.copy_out", 2 * group.size * shard.numel * itemsize)
+        plain = Message("all_gather", (group.size - 1) * shard.numel * itemsize, group)
+        encodes = self.road.last.method.card.encodes_weights
+        events = recorded if encodes else (plain,) if group.size > 1 else ()
+        return Stretch(shard.names, (copy_in, *events, copy_out))
+
+    def gradients(self, recorded: Mapping[Names, tuple[Event, ...]]) -> tuple[Stretch, ...]:
+        """Return the buffers, each with the copies of the gradients into it."""
+        stretches = []
+        for pieces, dtype in zip(self.layout.buffers, self.layout.dtypes, strict=True):
+            names, numel = tuple(piece.name for piece in pieces), sum(piece.numel for piece in pieces)
+            copy_in = Pass("engine.copy_in", numel * (self.computed.itemsize + dtype.itemsize))
+            stretches.append(Stretch(names, (copy_in, *recorded[names])))
+        return tuple(stretches)
+
+    def buffers(self) -> list[Stretch]:
+        """Return the module buffers that rank 0 sends to all."""
+        comm = self.road.last.exchange.comm if self.road.levels is None else self.road.levels.stock.comm
+        if not self.broadcast or comm.size == 1:
+            return []
+        message = Message("broadcast", self.broadcast, group_of(comm, self.per_node), comm.size - 1)
+        return [Stretch((), (message,))]
 
 
-def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Recording:
-    """Play the method of ``road`` in its steady state, and record the steps of its cycle.
+def record(run: Run, around: Surroundings) -> Recording:
+    """Play the method of ``around.road`` in its steady state, and record the steps of its cycle.
 
     Raises:
         ThinwireError: the method refuses one of the parameters. NotImplementedError: it reads values.
     """
-    recorder, steps, peak = Recorder(around.per_node), list[tuple[float, RecordedStep]](), 0
-    stage = GuardedStage if around.guards else Stage
-    play = Playback(layout, road, run, watch=recorder, guards=around.guards, double=recorder.double, stage=stage)
+    recorder, steps, peak, observer = Recorder(around.per_node), list[RecordedStep](), 0, Guard([])
+    play = Playback(
+        around.layout, around.road, run, watch=recorder, guards=around.guards, double=recorder.double,
+        stage=GuardedStage,
+    )  # fmt: skip
     play.mark = recorder.begin  # type: ignore[method-assign]
-    card, observer, engine = play.method.card, Guard([], bool(around.guards)), _Engine(layout, road, recorder, around)
+    card, across = play.method.card, around.road.last.exchange.comm
     numbers, stepped = steps_of(card), Counter[int]()
 
     def own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -171,25 +206,24 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
         play.open()
         for number in numbers:
             play.gather(number)
-            forward = engine.weights(recorder.take("weights"))
+            forward = around.weights(recorder.take("weights"))
             play.gather(number)
-            regathered = engine.weights(recorder.take("weights"))  # in the backward pass, and in further micro-batches
+            regathered = around.weights(recorder.take("weights"))  # in the backward pass, and in further micro-batches
             play.exchange(number)
             play.end_pass()
-            gradients = engine.gradients(recorder.take("gradients"))
+            gradients = around.gradients(recorder.take("gradients"))
             recorder.begin("update")
             observer.observe_all(weight.grad for weight in play.weights.values())
-            alone = road.last.exchange.comm if card.alone(number) else None
-            play.agree(comm for comm in around.guards if comm is not alone)
+            play.agree(comm for comm in around.guards if not (comm is across and card.alone(number)))
             play.step(number)
             observer.forget()
             update, beside = (Stretch((), recorder.take(what).get((), ())) for what in ("update", "beside"))
             share = card.steady_steps.get(number, 0.0)
-            opening = [*engine.broadcast(), *reversed(forward)]
-            steps.append((share, RecordedStep(
-                share, tuple(opening), (*regathered[-1:], *regathered[:-1]) if around.reshards else (), gradients,
+            steps.append(RecordedStep(
+                share, (*around.buffers(), *reversed(forward)),
+                (*regathered[-1:], *regathered[:-1]) if around.reshards else (), gradients,
                 update, beside, card.delay, tuple(reversed(regathered)),
-            )))  # fmt: skip
+            ))  # fmt: skip
             peak = max(peak, recorder.peak) if number >= card.steady else 0
             recorder.end_step(share)
             recorder.clear()
@@ -199,49 +233,9 @@ def record(layout: Layout, road: Road, run: Run, around: Surroundings) -> Record
     return Recording(_steady(steps), max(peak, recorder.peak), stepped[number], held)
 
 
-def _steady(steps: Sequence[tuple[float, RecordedStep]]) -> tuple[RecordedStep, ...]:
+def _steady(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
     """Return the steps with a share; where all are alike, the second, which finds memory ready."""
-    shares = [share for share, _ in steps]
+    shares = [step.share for step in steps]
     if 1.0 in shares:
-        return (replace(steps[min(shares.index(1.0) + 1, len(steps) - 1)][1], share=1.0),)
-    return tuple(step for share, step in steps if share)
-
-
-class _Engine:
-    """Adds the engine's own kernels and messages to what was recorded."""
-
-    def __init__(self, layout: Layout, road: Road, recorder: Recorder, around: Surroundings) -> None:
-        self._layout, self._road, self._around = layout, road, around
-        self._encodes = road.last.method.card.encodes_weights
-        self._group = None if layout.comm is None else group_of(layout.comm, around.per_node)
-
-    def weights(self, recorded: Mapping[Names, tuple[Event, ...]]) -> list[Stretch]:
-        """Return a gather of each module, in the layout's order, the last module first."""
-        return [self._gather(shard, recorded.get(shard.names, ())) for shard in self._layout.shards]
-
-    def _gather(self, shard: Shard, recorded: tuple[Event, ...]) -> Stretch:
-        assert self._group is not None
-        group, itemsize = self._group, shard.dtype.itemsize
-        copy_in = Pass("engine.copy_in", shard.numel * (self._around.stored.itemsize + itemsize))
-        copy_out = Pass("engine.copy_out", 2 * group.size * shard.numel * itemsize)
-        plain = Message("all_gather", (group.size - 1) * shard.numel * itemsize, group)
-        events = recorded if self._encodes else (plain,) if group.size > 1 else ()
-        return Stretch(shard.names, (copy_in, *events, copy_out))
-
-    def gradients(self, recorded: Mapping[Names, tuple[Event, ...]]) -> tuple[Stretch, ...]:
-        """Return the buffers, each with the copies of the gradients into it."""
-        stretches = []
-        for pieces, dtype in zip(self._layout.buffers, self._layout.dtypes, strict=True):
-            names, numel = tuple(piece.name for piece in pieces), sum(piece.numel for piece in pieces)
-            copy_in = Pass("engine.copy_in", numel * (self._around.computed.itemsize + dtype.itemsize))
-            stretches.append(Stretch(names, (copy_in, *recorded[names])))
-        return tuple(stretches)
-
-    def broadcast(self) -> list[Stretch]:
-        """Return the module buffers that rank 0 sends to all."""
-        comm, nbytes = self._road.last.exchange.comm, self._around.broadcast
-        comm = comm if self._road.levels is None else self._road.levels.stock.comm
-        if not nbytes or comm.size == 1:
-            return []
-        group = group_of(comm, self._around.per_node)
-        return [Stretch((), (Message("broadcast", nbytes, group, comm.size - 1),))]
+        return (replace(steps[min(shares.index(1.0) + 1, len(steps) - 1)], share=1.0),)
+    return tuple(step for step in steps if step.share)

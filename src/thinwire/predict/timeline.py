@@ -141,14 +141,13 @@ class Timeline:
     """The steady state of one rank: the steps of the method's cycle.
 
     Attributes:
-        method: with its knobs. engine: "ddp", "fsdp2" or "hsdp". ranks, per_node: of the job.
+        method: with its knobs. ranks, per_node: of the job.
         numel: values of each trained parameter, by name.
         optimizer_bytes: read and written by the optimizer's step on this rank.
         notes: sentences that a reader of a prediction should know (padding of dim 0, say).
     """
 
     method: str
-    engine: str
     ranks: int
     per_node: int
     numel: Mapping[str, int]
