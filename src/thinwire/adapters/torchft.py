@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from thinwire.adapters.transport import Transport, follow
-from thinwire.base.errors import FailedExchange, LostRank, ThinwireError, Unanswered, first_line
+from thinwire.base.errors import FailedExchange, LostRank, ThinwireError, Unanswered, first_line, refuse_any
 from thinwire.base.extras import load
 from thinwire.core.agreement import Agreement
 from thinwire.core.optimizers import unwrapped
@@ -138,9 +138,7 @@ def _check(torchft: Any, manager: Any, model: nn.Module, safety: Safety) -> None
         "with a torchft manager the weights must be on a CPU: gloo cannot send a GPU's memory":
             any(weight.device.type != "cpu" for weight in model.parameters()),
     }  # fmt: skip
-    for reason, applies in refused.items():
-        if applies:
-            raise ThinwireError(reason)
+    refuse_any(refused)
     for name in ("set_timeout", "abort", "parent", "_timeout", "_pg"):  # the parent is there once it has connected
         if not hasattr(type(manager._pg), name) and not hasattr(manager._pg, name):
             raise ThinwireError(f"ProcessGroupGloo has no {name} in this version: thinwire is made for torchft 0.2")

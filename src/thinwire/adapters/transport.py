@@ -136,8 +136,8 @@ class Offer:
         return tensors
 
 
-def _offer(url: str, path: str, name: str, timeout: float, *, plain: bool) -> Offer:
-    return Offer(url, name, _load(f"{url}{path}", timeout, plain=plain), timeout)
+def _offer(url: str, path: str, timeout: float, *, plain: bool) -> Offer:
+    return Offer(url, path.replace("/", "-"), _load(f"{url}{path}", timeout, plain=plain), timeout)
 
 
 def _load(url: str, timeout: float, *, plain: bool = True) -> Any:
@@ -187,8 +187,8 @@ class Transport:
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Return the state of the peer at ``metadata``; our part of it is an ``Offer``, still to be completed."""
-        kind = "hashed" if self.holds else "whole"
-        offer = _offer(metadata, f"state/{step}/{kind}", f"state-{step}-{kind}", timeout.total_seconds(), plain=False)
+        path = f"state/{step}/{'hashed' if self.holds else 'whole'}"
+        offer = _offer(metadata, path, timeout.total_seconds(), plain=False)
         user = offer.tree["user"]
         thinwire = Offer(metadata, offer.name, user["thinwire"], timeout.total_seconds())
         offer.tree = {**offer.tree, "user": {key: value for key, value in user.items() if key != "thinwire"}}
@@ -354,7 +354,7 @@ def follow(group_rank: int, timeout: float, inside: Sequence[Comm] = ()) -> Foll
         return None
     clock = 1 + len(inside) - fewest(inside, -clock)  # the same on all ranks, which are at most a step apart
     with _warning_if_gone():
-        offer = _offer(url, f"snapshot/{clock}", f"snapshot-{clock}", timeout, plain=True)
+        offer = _offer(url, f"snapshot/{clock}", timeout, plain=True)
         if offer.tree is None:  # it would save no time
             offer = None
         else:

@@ -23,7 +23,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ from thinwire.network.ledger import Ledger
 from thinwire.plan.dry_run import stand_in_run
 from thinwire.plan.measured import MeasuredLoss, read_measured
 from thinwire.predict.cluster import read_cluster
+from thinwire.predict.links import agree
 from thinwire.predict.play import WORTH, Prediction
 
 DENSE = "dense"
@@ -226,19 +227,14 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
     with Agreement([trials.comm]) as agreement:
         agreement.compare({"method": str(auto)})
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
-    on_rank_0 = trials.from_rank_0(lambda: [asdict(option) for option in candidates(auto, training, ranks)])
-    listed = [Option(**option) for option in on_rank_0]
+    listed = trials.options(lambda: candidates(auto, training, ranks))
     if all(option.reason for option in listed):  # a step of dense would be measured for nothing
         return Choice(DENSE, "no method can be taken", str(auto), tuple(listed))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     with _same_random_numbers(training.device):  # the model's own code runs once more, to be profiled
         predict = predictor(auto, training, trials, dense)
-    ranked = trials.from_rank_0(
-        lambda: [asdict(option) for option in _rank(listed, training, predict, dense, memory_left, ranks)]
-    )
-    options = [Option(**option) for option in ranked]
-    tried = 0
+    options, tried = trials.options(lambda: _rank(listed, training, predict, dense, memory_left, ranks)), 0
     for number, option in enumerate(options):
         if option.reason or tried == TRIALS:
             continue
@@ -392,8 +388,7 @@ class Trials:
                     note.remove()
         del wire
         gc.collect()  # an engine and its buckets are a circle
-        seconds = torch.tensor([_mean_over_cycle(card, times[opening:])], dtype=torch.float64, device=self.comm.device)
-        return float(self.comm.all_reduce(seconds, "max"))
+        return agree(self.comm, _mean_over_cycle(card, times[opening:]))
 
     def _time(self, wire: Any) -> float:
         began = time.perf_counter()
@@ -417,8 +412,11 @@ class Trials:
         else:
             free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
             free_bytes = 1024.0 * int(free[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else math.inf
-        lowest = torch.tensor([-free_bytes], dtype=torch.float64, device=self.comm.device)
-        return -float(self.comm.all_reduce(lowest, "max"))
+        return -agree(self.comm, -free_bytes)
+
+    def options(self, work: Callable[[], Iterable[Option]]) -> list[Option]:
+        """Return on all ranks the options that ``work`` returns on rank 0: see ``from_rank_0``. Collective."""
+        return [Option(**plain) for plain in self.from_rank_0(lambda: [asdict(option) for option in work()])]
 
     def from_rank_0(self, work: Callable[[], Any]) -> Any:
         """Return on all ranks what ``work`` returned on rank 0, which JSON can hold. Collective.
