@@ -14,7 +14,7 @@ from thinwire.predict.links import spread, timed
 
 TIMES = 5
 RATE, LATENCY = Constant(1.25e9, "assumed", 0.1, 10), Constant(5e-5, "assumed", 0.1, 10)
-"""Those of a link that these ranks could not measure: 10 Gbit/s, 50 us."""
+"""Rate and latency of a link that these ranks could not measure: 10 Gbit/s, 50 us."""
 
 
 def measure_device(job: GroupComm, dtype: torch.dtype, per_node: int) -> Cluster:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from thinwire.base.errors import ThinwireError
 from thinwire.predict.cluster import Cluster, Constant
-from thinwire.predict.profile import ModelProfile
+from thinwire.predict.profile import ModelProfile, ModuleProfile
 from thinwire.predict.timeline import RING, Message, Pass, RecordedStep, Stretch, Timeline
 
 DRAWS = 100
@@ -100,12 +100,7 @@ def play(
             f"name a cluster with per_node = {timeline.per_node}"
         )
     costs = Costs(cluster)
-    modules = [
-        _Computing(
-            m.parameters, costs.computing(sequences * m.forward_flops), costs.computing(sequences * m.backward_flops)
-        )
-        for m in profile.modules
-    ]
+    modules = [costs.module(module, sequences) for module in profile.modules]
     optimizer = costs.kernel(Pass(OPTIMIZER, timeline.optimizer_bytes)) if timeline.optimizer_bytes else costs.zero
     computing = micro_batches * sum((module.forward + module.backward for module in modules), costs.zero)
     total, exposed, busy, spans, offset = optimizer, costs.zero, defaultdict[str, float](float), list[Span](), 0.0
@@ -179,6 +174,10 @@ class Costs:
 
     def computing(self, flops: float) -> Times:
         return flops / (self["flops"] * self["compute_share"])
+
+    def module(self, module: ModuleProfile, sequences: float) -> _Computing:
+        passes = (self.computing(sequences * flops) for flops in (module.forward_flops, module.backward_flops))
+        return _Computing(module.parameters, *passes)
 
     def _kernel(self, event: Pass) -> Times:
         measured = self.cluster.kernels.get(event.kernel)

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from thinwire.core.bucket import Layout, Piece, Shard
+from thinwire.core.bucket import Layout, Shard
 from thinwire.core.method import Run
 from thinwire.core.optimizers import parameters
-from thinwire.core.outliers import OutlierClip
-from thinwire.core.road import Road, Send, Stage
+from thinwire.core.road import Road, Stage
 from thinwire.network.comm import Comm, CountingComm
 from thinwire.network.guard import Guard
 from thinwire.network.ledger import Ledger
@@ -102,14 +100,7 @@ class GuardedStage(Stage):
         super().__post_init__()
         self.guard = Guard([])
 
-    def carry(
-        self,
-        flat: Tensor,
-        pieces: tuple[Piece, ...],
-        out: Tensor,
-        send: Send | None = None,
-        bound: OutlierClip | None = None,
-    ) -> None:
+    def carry(self, flat, pieces, out, send=None, bound=None):
         if self.hides_what_is_not_finite:
             self.guard.observe(flat)
             self.guard.forget()
