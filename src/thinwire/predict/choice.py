@@ -256,13 +256,14 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
 def decide(auto: Auto, dense: float, options: Sequence[Option]) -> Choice:
     """Choose from what was measured. ``dense``: seconds of its step."""
     method, baseline, reason = DENSE, 1e3 * dense, "nothing could be tried"
-    best = min(options, key=lambda option: option.measured or math.inf, default=None)
-    if best is not None and best.measured:
-        gain = baseline / best.measured
+    times = {option.method: option.measured for option in options if option.measured}
+    if times:
+        best = min(times, key=times.__getitem__)
+        gain = baseline / times[best]
         if gain >= WORTH:
-            method, reason = best.method, f"{gain:.2f} times as fast as dense in {TRIAL_STEPS} steps"
+            method, reason = best, f"{gain:.2f} times as fast as dense in {TRIAL_STEPS} steps"
         else:
-            reason = f"nothing is {WORTH - 1:.0%} faster (the best is {gain:.2f} times as fast: {best.method})"
+            reason = f"nothing is {WORTH - 1:.0%} faster (the best is {gain:.2f} times as fast: {best})"
     final = [Option(DENSE, measured=baseline, reason="" if method == DENSE else "slower")]
     for option in options:
         fate = option.reason or ("slower" if option.measured else "not tried")
@@ -326,28 +327,24 @@ def _rank(
     ranks: int,
 ) -> list[Option]:
     """Predict the candidates ``listed``; return the fastest first, and behind them what cannot be taken."""
-    predicted, out = list[Option](), list[Option]()
-    for option in listed:
-        if option.reason:
-            out.append(option)
-            continue
+
+    def predicted(option: Option) -> Option:
         try:
             prediction = predict(option.method)
         except (ThinwireError, NotImplementedError) as error:
-            out.append(option.dropped(f"not predicted: {' '.join(str(error).split())}"))
-            continue
+            return option.dropped(f"not predicted: {' '.join(str(error).split())}")
         warm_up = training.warm_up(training.begun(option.method, ranks).card)
         predicted_ms, low, high = (
             1e3 * (warm_up * dense + (1 - warm_up) * seconds)
             for seconds in (prediction.seconds, prediction.low, prediction.high)
         )
-        option = replace(option, predicted=predicted_ms, low=low, high=high)
-        needed = prediction.memory.get("method", 0.0)
+        option, needed = replace(option, predicted=predicted_ms, low=low, high=high), prediction.memory["method"]
         if needed > memory_left:
-            out.append(option.dropped(f"needs {needed / 1e6:.0f} MB of memory, {memory_left / 1e6:.0f} MB are left"))
-        else:
-            predicted.append(option)
-    return [*sorted(predicted, key=lambda option: option.predicted or 0.0), *out]
+            return option.dropped(f"needs {needed / 1e6:.0f} MB of memory, {memory_left / 1e6:.0f} MB are left")
+        return option
+
+    options = [option if option.reason else predicted(option) for option in listed]
+    return sorted(options, key=lambda option: math.inf if option.reason else option.predicted or 0.0)
 
 
 class Trials:

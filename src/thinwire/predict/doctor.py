@@ -141,7 +141,7 @@ def verdict(parts: Mapping[str, float], hidden: float | None, simulation: Simula
     best, dense = simulation.best, simulation.dense.prediction
     step = best.prediction
     if best is simulation.dense:
-        rival = min(simulation.rivals, key=lambda outcome: outcome.prediction.seconds, default=None)
+        rival = simulation.rival
         rival_words = "" if rival is None else f"; {rival.method} would be {simulation.gain(rival)} as fast"
         return [
             bound, f"helps:    do not compress{rival_words}; rather {REMEDIES[first]}: up to {seconds(parts[first])}",

@@ -163,6 +163,11 @@ class Simulation:
         )  # fmt: skip
 
     @property
+    def rival(self) -> Outcome | None:
+        """The fastest of ``rivals``."""
+        return min(self.rivals, key=lambda outcome: outcome.prediction.seconds, default=None)
+
+    @property
     def rivals(self) -> list[Outcome]:
         """The methods beside dense that train, and fit."""
         return [o for o in self.outcomes[1:] if o.method != SILENT and self.fits(o) != "does not fit"]
@@ -178,8 +183,7 @@ class Simulation:
         )
         if best is not dense:
             yield f"gain:     {self.gain(best)} as fast as dense, {seconds(dense.prediction.seconds)}"
-        elif self.rivals:
-            rival = min(self.rivals, key=lambda outcome: outcome.prediction.seconds)
+        elif (rival := self.rival) is not None:
             yield f"gain:     do not compress: {rival.method} would be {self.gain(rival)} as fast as dense"
         else:
             yield "gain:     no other method was asked for that fits"
