@@ -338,7 +338,8 @@ def _rank(
             1e3 * (warm_up * dense + (1 - warm_up) * seconds)
             for seconds in (prediction.seconds, prediction.low, prediction.high)
         )
-        option, needed = replace(option, predicted=predicted_ms, low=low, high=high), prediction.memory["method"]
+        option = replace(option, predicted=predicted_ms, low=low, high=high)
+        needed = prediction.memory.get("method", 0.0)
         if needed > memory_left:
             return option.dropped(f"needs {needed / 1e6:.0f} MB of memory, {memory_left / 1e6:.0f} MB are left")
         return option

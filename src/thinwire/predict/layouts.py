@@ -79,13 +79,13 @@ class Virtual:
         ]
         return Road(stages, self.way.levels), run
 
-    def memory(self, recording: Recording, states: int) -> Memory:
+    def memory(self, recording: Recording, states: int, reshards: bool) -> Memory:
         """Return this rank's bytes. Two modules are gathered at once, that which computes and the next one."""
         ranks, shards = 1 if self.layout.comm is None else self.layout.comm.size, self.layout.shards
         gathered = sorted((ranks * shard.numel * shard.dtype.itemsize for shard in shards), reverse=True)
         reduced = max((4 * ranks * shard.numel for shard in shards), default=0)
         own_values = sum(map(math.prod, self.shapes.values()))
-        weights = self.held + sum(gathered[:2])
+        weights = self.held + sum(gathered[:2] if reshards else gathered)
         return Memory(weights, 4.0 * own_values + reduced, 4.0 * states * recording.held, recording.method_peak)
 
     def notes(self) -> tuple[str, ...]:
@@ -161,8 +161,9 @@ def virtual_of(
 
 def timeline_of(
     model: nn.Module, method: Method | str, *, engine: str, nodes: int, per_node: int, two_level: bool | None = None,
-    intra: Method | str | None = None, bucket_cap_mb: float | None = None, gather_dtype: torch.dtype | None = None,
-    wrap: Wrap | None = None, steps: int = 10_000, gloo: bool = False,
+    intra: Method | str | None = None, bucket_cap_mb: float | None = None, broadcast_buffers: bool = True,
+    gather_dtype: torch.dtype | None = None, reshard: bool = True, wrap: Wrap | None = None, steps: int = 10_000,
+    gloo: bool = False,
 ) -> Timeline:  # fmt: skip
     """Record the steady state of ``method`` on ``model``, on ``nodes`` of ``per_node`` ranks each.
 
@@ -170,8 +171,10 @@ def timeline_of(
         model: on the meta device. engine: "ddp", "fsdp2", or "hsdp", which shards inside a node.
         two_level, intra, steps: as for ``compress()``.
         bucket_cap_mb: of DDP's buckets; None: as suits the method, as in ``thinwire train``.
+        broadcast_buffers: does DDP broadcast the module buffers before each forward pass?
         gather_dtype: of weights and gradients in computing, on sharded engines; None: that of the parameters.
-        wrap: None: the members of the longest list of modules are FSDP modules, and the root.
+        reshard: gathered weights are freed after the forward pass. wrap: None: the members of the longest list of
+            modules are FSDP modules, and the root.
         gloo: the network is gloo's, whose reduce-scatter moves as many bytes as an all-reduce.
 
     Raises:
@@ -183,17 +186,17 @@ def timeline_of(
         gather_dtype=gather_dtype, wrap=wrap, gloo=gloo,
     )  # fmt: skip
     road, run = virtual.road(method, intra, steps)
-    stored, buffers = next(model.parameters()).dtype, model.buffers() if engine == "ddp" else ()
+    stored, buffers = next(model.parameters()).dtype, model.buffers() if engine == "ddp" and broadcast_buffers else ()
     around = Surroundings(
         virtual.layout, road, per_node, virtual.comms, sum(buffer.nbytes for buffer in buffers),
-        reshards=engine != "ddp", stored=stored,
+        reshards=reshard and engine != "ddp", stored=stored,
         computed=stored if gather_dtype is None or engine == "ddp" else gather_dtype,
     )  # fmt: skip
     recording = record(run, around)
     states = STATES.get(type(run.optimizers[0]).__name__, 2)
     return Timeline(
         str(method), nodes * per_node, per_node, {p.name: p.numel for p in run.parameters.values()},
-        recording.steps, virtual.memory(recording, states),
+        recording.steps, virtual.memory(recording, states, around.reshards),
         4.0 * (3 + 2 * states) * recording.stepped, virtual.notes(),
     )  # fmt: skip
 
