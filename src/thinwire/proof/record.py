@@ -15,8 +15,7 @@ from thinwire.base.knobs import knobs_of
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Method
-from thinwire.core.outliers import OutlierClip
-from thinwire.core.road import Pieces, Send, Stage
+from thinwire.core.road import Stage
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.network.ledger import Ledger
@@ -133,9 +132,7 @@ def values_of(bucket: Bucket) -> Tensor:
 class RecordedStage(Stage):
     """A stage that keeps its method's last input and mean."""
 
-    def carry(
-        self, flat: Tensor, pieces: Pieces, out: Tensor, send: Send | None = None, bound: OutlierClip | None = None
-    ) -> None:
+    def carry(self, flat, pieces, out, send=None, bound=None):
         entered, method = flat.clone(), self.method
         if method.card.promise.of == "updates":
             compress = method.compress  # type: ignore[attr-defined]

@@ -143,7 +143,9 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
                 )
         for kind in kinds:
             if kind in whole:
-                new[f"{kind}/{name}"] = _cut(whole[kind], form, kind, name, on_wire)
+                form_shape = form.shapes[f"{kind}/{name}"].shape
+                served = _is_served(form.header, form_shape[0], on_wire)
+                new[f"{kind}/{name}"] = _cut(whole[kind], form.header, name, form_shape, served)
     return new, math.sqrt(squares)
 
 
@@ -167,9 +169,7 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
         residual = f"{kind.removesuffix('server')}residual/{name}"
         target, share = (residual, old.hops[-1][1]) if entry.served else (key, 1)
         rows = 1 if (on_wire if entry.one_row is None else entry.one_row) else new.hops[-1][1]
-        size = new.parameters[name][1]
-        values_of_rank = whole[new.shard[0] * size :][:size]
-        span = share * torch.nn.functional.pad(values_of_rank, (0, -len(values_of_rank) % rows)).view(rows, -1)
+        span = share * _cut(whole, new, name, (rows, -(-new.parameters[name][1] // rows)), served=False)
         moved[target] = moved[target] + span if target in moved else span
     return moved
 
@@ -199,12 +199,11 @@ def _contribution(ranks: list[_Saved], kind: str, name: str, numel: int, on_wire
     return total[:numel]
 
 
-def _cut(whole: Tensor, form: Form, kind: str, name: str, on_wire: bool) -> Tensor:
-    """Cut ``whole`` (numel,) into the rows of ``form``'s rank: (R, span) float32."""
-    header, shape = form.header, form.shapes[f"{kind}/{name}"].shape
+def _cut(whole: Tensor, header: Header, name: str, shape: tuple[int, ...], served: bool) -> Tensor:
+    """Cut ``whole`` (numel,) into rows of ``shape`` (R, span), those of ``header``'s rank: float32."""
     padded = torch.nn.functional.pad(whole, (0, _length(header, name) - len(whole)))
-    values = torch.zeros(shape, dtype=torch.float32, device="cpu")
-    for row, start, count in _row_spans(header, name, shape, _is_served(header, shape[0], on_wire)):
+    values = torch.zeros(shape, dtype=torch.float32, device=whole.device)
+    for row, start, count in _row_spans(header, name, shape, served):
         values[row, :count] = padded[start : start + count]
     return values
 
