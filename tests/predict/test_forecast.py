@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -79,7 +80,10 @@ def _forecast(engine="ddp", model=None, inputs=None, steps=800):
     return Forecast(
         training,
         SimpleNamespace(
-            comm=SimpleNamespace(size=2, rank=0, reduce_scatter_is_all_reduce=True), inputs=inputs, micro_batches=1
+            comm=SimpleNamespace(size=2, rank=0),
+            network=SimpleNamespace(reduce_scatter_is_all_reduce=True),
+            inputs=inputs,
+            micro_batches=1,
         ),
     )
 
@@ -94,6 +98,30 @@ def test_the_constants_are_fitted_to_the_steps_that_were_measured():
     forecast.fit(_cluster(), silent=None, dense=0.5)  # as on engines that cannot be silent
     assert forecast("dense").seconds == pytest.approx(0.5, rel=0.01)
     assert forecast.cluster.inter_share == Constant(1.0)
+
+
+class _OnGpu(Training):
+    device = torch.device("cuda")
+
+
+def _by_backend(rank, world):
+    import torch.testing._internal.distributed.fake_pg  # which registers the backend "fake"
+
+    dist.group.WORLD = dist.new_group(backend="cpu:gloo,cuda:fake")
+    forecasts.timeline_of = lambda *args, **named: named["gloo"]
+    model = nn.Linear(4, 4)
+    settings = model, "ddp", [torch.optim.AdamW(model.parameters())], 800
+    found = []
+    for training in (Training(*settings), _OnGpu(*settings)):
+        trials = choices.Trials(Auto(print), training, print)
+        trials.inputs = (torch.zeros(1, 4, device="meta"),)
+        found.append(Forecast(training, trials).record("dense"))
+    return found
+
+
+def test_bytes_are_those_of_the_backend_that_carries_the_gradients():
+    """torch's own choice with GPUs is NCCL for these, and gloo for what ranks agree on beside them."""
+    assert ranks.run(_by_backend, 1) == [[True, False]]
 
 
 class _Reads(nn.Module):

@@ -352,12 +352,14 @@ class Trials:
     """Runs of a few steps on all ranks, each from the same weights, moments and random numbers.
 
     Attributes:
-        comm: all ranks, beside the training. inputs: of the model's last forward pass of dense, on the meta device.
+        comm: all ranks, beside the training; network: by the backend that carries the gradients.
+        inputs: of the model's last forward pass of dense, on the meta device.
     """
 
     def __init__(self, auto: Auto, training: Training, start: Start) -> None:
         assert dist.group.WORLD is not None
-        self.comm = GroupComm.aside(dist.group.WORLD, next(training.model.parameters()).device)
+        self.comm = GroupComm.aside(dist.group.WORLD, training.device)
+        self.network = GroupComm(dist.group.WORLD, Ledger(), device=training.device)
         self.inputs: tuple[Any, ...] = ()
         self._forwards = 0
         self._auto, self._training, self._start = auto, training, start

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
@@ -21,8 +20,7 @@ from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.names import clean_name
 from thinwire.engines.fsdp2 import param_groups, policy_of
 from thinwire.network.comm import GroupComm
-from thinwire.network.ledger import Ledger
-from thinwire.predict.choice import DENSE, Auto, Training, Trials, candidates
+from thinwire.predict.choice import Auto, Training, Trials, candidates
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
 from thinwire.predict.doctor import with_measured
 from thinwire.predict.kernels import kernels_of, time_each
@@ -31,9 +29,9 @@ from thinwire.predict.links import host_cost, solve, sweep
 from thinwire.predict.measure import measure_device
 from thinwire.predict.play import Prediction, play
 from thinwire.predict.profile import ModelProfile, ModuleProfile, profile_of
+from thinwire.predict.simulate import DENSE, SILENT
 from thinwire.predict.timeline import Timeline
 
-SILENT = "none"
 LINKS_S, KERNELS_S = 4.0, 60.0
 """Seconds in which the links and the candidates' kernels are measured, about."""
 
@@ -51,7 +49,7 @@ def predictor(auto: Auto, training: Training, trials: Trials, dense: float) -> C
     with suppress(ThinwireError):  # it takes neither sharded weights nor two levels
         silent = trials.run(SILENT) if training.engine == "ddp" else None
     forecast = Forecast(training, trials)
-    cluster = None if auto.cluster else measure(auto, forecast)
+    cluster = None if auto.cluster else measure(auto, forecast, trials.network)
     if trials.comm.rank == 0:
         forecast.fit(cluster or read_cluster(str(auto.cluster)), silent, dense)
     return forecast
@@ -96,7 +94,7 @@ class Forecast:
             per_node=self.per_node, two_level=training.two_level, intra=training.intra,
             bucket_cap_mb=training.bucket_cap_mb, steps=training.steps or 10_000,
             wrap=lambda name, module: id(module) in self._sharded, gather_dtype=self._gathers,
-            gloo=self._trials.comm.reduce_scatter_is_all_reduce,
+            gloo=self._trials.network.reduce_scatter_is_all_reduce,
         )  # fmt: skip
 
     def fit(self, cluster: Cluster, silent: float | None, dense: float) -> None:
@@ -123,11 +121,9 @@ class Forecast:
         return play(timeline, self._profile, cluster, sequences=self._sequences, micro_batches=count)
 
 
-def measure(auto: Auto, forecast: Forecast) -> Cluster:
+def measure(auto: Auto, forecast: Forecast, comm: GroupComm) -> Cluster:
     """Measure these ranks: links with the collectives themselves, the device, the candidates' kernels. Collective."""
     training, per_node = forecast.training, forecast.per_node
-    assert dist.group.WORLD is not None
-    comm = GroupComm(dist.group.WORLD, Ledger(), device=training.device)
     samples = sweep(comm, per_node, LINKS_S) if comm.size > 1 else []
     cluster = measure_device(comm, torch.float32, per_node)
     if cluster.codec_on_core and samples:
