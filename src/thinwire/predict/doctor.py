@@ -13,7 +13,7 @@ import numpy as np
 from thinwire.predict.cluster import Cluster, Kernel
 from thinwire.predict.links import Sample, fit, solve, spread
 from thinwire.predict.play import OPTIMIZER
-from thinwire.predict.simulate import DENSE, Job, Simulation, seconds
+from thinwire.predict.simulate import DENSE, SILENT, Job, Simulation, seconds
 
 SHOWS = 1.05
 """A dense step by a step that sends nothing, above which it says what the network carries beside training."""
@@ -77,7 +77,7 @@ def with_measured(cluster: Cluster, kernels: Mapping[str, Kernel], samples: Sequ
 def calibrated(job: Job, none: Steps, dense: Steps | None) -> Job:
     """Fit the two constants that only training shows: the share of the peak, and what exchanges have beside it."""
     silent = replace(job, engine="ddp")
-    timeline = silent.record("none")
+    timeline = silent.record(SILENT)
     if none.optimizer and timeline.optimizer_bytes:
         rate = timeline.optimizer_bytes / none.optimizer
         job = _with(job, kernels={**job.cluster.kernels, OPTIMIZER: Kernel(0.0, rate)})
@@ -134,23 +134,19 @@ def verdict(parts: Mapping[str, float], hidden: float | None, simulation: Simula
         f"bound by: {NAMES[first]}, {seconds(parts[first])} of a step of {seconds(sum(parts.values()))}; then "
         f"{NAMES[second]}, {seconds(parts[second])}"
     )
-    if simulation is None:
-        return [bound, f"helps:    {REMEDIES[first]}", f"type:     {command} {DENSE}"]
-    if hidden is not None:
-        bound += f"; {hidden:.0%} of the exchange is hidden"
-    best, dense = simulation.best, simulation.dense.prediction
-    step = best.prediction
-    if best is simulation.dense:
-        rival = simulation.rival
-        rival_words = "" if rival is None else f"; {rival.method} would be {simulation.gain(rival)} as fast"
-        return [
-            bound, f"helps:    do not compress{rival_words}; rather {REMEDIES[first]}: up to {seconds(parts[first])}",
-            f"type:     {command} {DENSE}",
-        ]  # fmt: skip
-    between = f"{seconds(step.low)} to {seconds(step.high)}"
-    return [
-        bound,
-        f"helps:    {best.method}: {seconds(step.seconds)} a step ({between}) in place of {seconds(dense.seconds)}, "
-        f"{simulation.gain(best)} as fast",
-        f"type:     {command} {shlex.quote(best.method)}",
-    ]
+    helps, method = REMEDIES[first], DENSE
+    if simulation is not None:
+        best, dense, step = simulation.best, simulation.dense, simulation.best.prediction
+        bound += "" if hidden is None else f"; {hidden:.0%} of the exchange is hidden"
+        method = best.method
+        if best is dense:
+            rival = simulation.rival
+            rival_words = "" if rival is None else f"; {rival.method} would be {simulation.gain(rival)} as fast"
+            helps = f"do not compress{rival_words}; rather {helps}: up to {seconds(parts[first])}"
+        else:
+            between = f"{seconds(step.low)} to {seconds(step.high)}"
+            helps = (
+                f"{method}: {seconds(step.seconds)} a step ({between}) in place of "
+                f"{seconds(dense.prediction.seconds)}, {simulation.gain(best)} as fast"
+            )
+    return [bound, f"helps:    {helps}", f"type:     {command} {shlex.quote(method)}"]

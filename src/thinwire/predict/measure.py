@@ -25,10 +25,8 @@ def measure_device(job: GroupComm, dtype: torch.dtype, per_node: int) -> Cluster
     device = job.device
     on_gpu = device.type == "cuda"
     side, length = (8192, 1 << 28) if on_gpu else (1024, 1 << 24)
-    matrix, product = (
-        torch.ones(side, side, dtype=dtype, device=device),
-        torch.empty(side, side, dtype=dtype, device=device),
-    )
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    product = torch.empty_like(matrix)
     source = torch.ones(length, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     small = torch.zeros(1, dtype=torch.float32, device=device)
