@@ -271,6 +271,19 @@ def test_a_cost_of_the_host_that_dense_steps_do_not_show_is_fitted_down(job: Job
     assert found.cluster.inter_share.value == 1.0 and found.cluster.host_seconds_per_byte.value < 5e-8
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_job_that_is_predicted_gathers_weights_as_often_as_the_run(job: Job, reshard: bool, monkeypatch) -> None:
+    monkeypatch.setattr(examination.doctor, "calibrated", lambda job, *steps: job)
+    monkeypatch.setattr(examination, "simulate", lambda job, methods: None)
+    doctor_of_one, jobs = object.__new__(examination.Examination), []
+    doctor_of_one.config, doctor_of_one.methods = Config(engine="fsdp2", reshard=reshard), ["dense"]
+    doctor_of_one.out, doctor_of_one.samples, doctor_of_one._job = Path("here.toml"), [], SimpleNamespace(size=2)
+    doctor_of_one._profile, doctor_of_one.dtype = job.profile, torch.float32
+    doctor_of_one._tell_and_write = lambda simulation, job, *steps: jobs.append(job)
+    doctor_of_one._conclude(job.model, job.cluster, {}, Steps([1.0]), None)
+    assert bool(jobs[0].record("dense").steps[0].again) == reshard
+
+
 def test_a_first_step_that_compiles_is_not_taken_for_a_step(monkeypatch):
     """On a GPU it takes tens of times as long: once it filled the time for all of them, and stood for them."""
     monkeypatch.setattr(examination, "slowest", lambda ranks, steps: list(steps))

@@ -124,6 +124,23 @@ def test_bytes_are_those_of_the_backend_that_carries_the_gradients():
     assert ranks.run(_by_backend, 1) == [[True, False]]
 
 
+def _gathered_again(rank, world):
+    again = []
+    for reshard in (True, False):
+        model = Decoder(PRESETS["tiny"])
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=reshard)
+        training = Training(model, "fsdp2", [torch.optim.AdamW(model.parameters())], 800)
+        trials = choices.Trials(Auto(print), training, print)
+        trials.inputs = tuple(torch.zeros(2, 1, 16, dtype=torch.int64, device="meta"))
+        again.append([len(step.again) for step in Forecast(training, trials).record("dense").steps])
+    return again
+
+
+def test_weights_that_stay_gathered_are_not_gathered_again():
+    assert ranks.run(_gathered_again, 2)[0] == [[1 + PRESETS["tiny"].layers], [0]]
+
+
 class _Reads(nn.Module):
     """A model that reads values: nobody can run it without them."""
 

@@ -69,8 +69,9 @@ class Forecast:
         self._sharded: set[int] = set()
         self.double = on_meta(training.model, self._sharded, {})
         self.per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trials.comm.size)
-        sharded = training.engine != "ddp"
-        self._gathers = policy_of(param_groups(training.model)[0][1]).param_dtype if sharded else None
+        groups = [group for _, group in param_groups(training.model)] if training.engine != "ddp" else []
+        self._gathers = policy_of(groups[0]).param_dtype if groups else None
+        self._reshards = any(group.post_forward_mesh_info is not None for group in groups)
         self._sequences, profile = 1.0, _by_size(self.double)
         try:
             profile = profile_of(self.double, trials.inputs, self._gathers)
@@ -93,7 +94,7 @@ class Forecast:
             self.double, method, engine=training.engine, nodes=self._trials.comm.size // self.per_node,
             per_node=self.per_node, two_level=training.two_level, intra=training.intra,
             bucket_cap_mb=training.bucket_cap_mb, steps=training.steps or 10_000,
-            wrap=lambda name, module: id(module) in self._sharded, gather_dtype=self._gathers,
+            wrap=lambda name, module: id(module) in self._sharded, gather_dtype=self._gathers, reshard=self._reshards,
             gloo=self._trials.network.reduce_scatter_is_all_reduce,
         )  # fmt: skip
 

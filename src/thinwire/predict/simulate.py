@@ -41,6 +41,7 @@ class Job:
         name: of the model. model: on the meta device.
         ranks: of all nodes. sequences: per rank and micro-batch. micro_batches: per step.
         dtype: of the computing, in which sharded weights are gathered. two_level, intra: as for ``compress()``.
+        reshard: gathered weights are freed after the forward pass.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Job:
     dtype: torch.dtype = torch.float32
     two_level: bool | None = None
     intra: str | None = None
+    reshard: bool = True
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -76,7 +78,7 @@ class Job:
         try:
             return timeline_of(
                 self.model, method, engine=self.engine, nodes=self.ranks // self.per_node, per_node=self.per_node,
-                two_level=self.two_level, intra=self.intra,
+                two_level=self.two_level, intra=self.intra, reshard=self.reshard,
                 gather_dtype=None if self.dtype == torch.float32 else self.dtype, gloo=self.cluster.codec_on_core,
             )  # fmt: skip
         except RuntimeError as error:  # NotImplementedError included

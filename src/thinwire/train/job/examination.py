@@ -145,7 +145,7 @@ class Examination:
         cluster = doctor.with_measured(replace(cluster, name=self.out.stem), kernels, self.samples)
         job = Job(
             config.model, model, self._profile, cluster, config.engine, size,
-            config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra,
+            config.batch_size, config.accumulate, self.dtype, config.two_level, config.intra, config.reshard,
         )  # fmt: skip
         job = doctor.calibrated(job, none, dense)
         self._tell_and_write(simulate(job, self.methods) if size > 1 else None, job, none, dense)
