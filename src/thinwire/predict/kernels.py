@@ -199,9 +199,10 @@ def _some(layout: Layout, run: Run) -> tuple[Layout, Run]:
 def kernels_of(times: Iterable[Times], memory_rate: float) -> dict[str, Kernel]:
     """Fit seconds per launch and bytes/s to each kernel; one too short to show a rate has the memory's."""
     joined: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, launches in ((name, pairs) for of_method in times for name, pairs in of_method.items()):
-        for nbytes, seconds in launches:
-            joined[name][nbytes].append(seconds)
+    for of_method in times:
+        for name, launches in of_method.items():
+            for nbytes, seconds in launches:
+                joined[name][nbytes].append(seconds)
     kernels = {}
     for name, by_size in joined.items():
         medians = {nbytes: statistics.median(seconds) for nbytes, seconds in by_size.items()}

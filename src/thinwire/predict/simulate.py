@@ -158,11 +158,8 @@ class Simulation:
     @cached_property
     def best(self) -> Outcome:
         """The fastest that fits, is worth it, and is faster than dense in its whole range; dense if there is none."""
-        gains = {outcome.method: self.gain(outcome) for outcome in self.rivals}
-        return min(
-            (o for o in self.rivals if gains[o.method].low > 1 and gains[o.method].middle >= WORTH),
-            key=lambda outcome: outcome.prediction.seconds, default=self.dense,
-        )  # fmt: skip
+        worth_it = [o for o in self.rivals if (gain := self.gain(o)).low > 1 and gain.middle >= WORTH]
+        return min(worth_it, key=lambda outcome: outcome.prediction.seconds, default=self.dense)
 
     @property
     def rival(self) -> Outcome | None:
