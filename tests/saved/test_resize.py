@@ -24,7 +24,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Method
 from thinwire.core.state import dump_state, load_state
-from thinwire.methods import TABLE, Trickle
+from thinwire.methods import TABLE, LocalSteps, Trickle
 from thinwire.plan.dry_run import largest_state
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Setup, gradient, small
@@ -44,18 +44,18 @@ TRIP = (
 WAIT = [cls for cls in TABLE if small(cls).card.keeps_state or cls.name == "int8"]
 
 
-def make(cls: type) -> Any:
+def make(cls: type, **knobs: Any) -> Any:
     more = {"feedback": "gradients"} if cls.name == "int8" else {}
     outer = {"outer": "topk(feedback='gradients', smallest=0, density=0.25)"} if cls.name == "local-steps" else {}
-    return small(cls, **more, **outer)
+    return small(cls, **{**more, **outer, **knobs})
 
 
 class Ranks:
     """All ranks of a place, each with a method that has begun."""
 
-    def __init__(self, cls: type, where: Setup) -> None:
+    def __init__(self, cls: type, where: Setup, **knobs: Any) -> None:
         self.where, self.world = where, Threads(where.size)
-        self.ranks = [Rank(partial(make, cls), where, self.world, number) for number in range(where.size)]
+        self.ranks = [Rank(partial(make, cls, **knobs), where, self.world, number) for number in range(where.size)]
         first = self.ranks[0]
         layout = Layout([first.engine.pieces], [torch.float32])
         shapes = largest_state(layout, first.road, first.method.run)  # all ranks' are
@@ -66,12 +66,12 @@ class Ranks:
             about = Header.of_run(number, where.size, kind, rank.run, method)
             self.forms.append(Form(about, {**COUNTS, **shapes}))
 
-    def train(self) -> None:
-        """Into the steady state, and to the end of a round."""
+    def train(self, steps: int | None = None) -> None:
+        """Take ``steps``; None: into the steady state, and to the end of a round."""
 
         def body(number: int) -> None:
             rank, step = self.ranks[number], 0
-            while step < rank.method.card.steady + 4 or not rank.method.rank_equal:
+            while step < (rank.method.card.steady + 4 if steps is None else steps) or not rank.method.rank_equal:
                 rank.exchange(step, gradient(number, step, rank.engine.numel))
                 rank.record(step)
                 step += 1
@@ -90,7 +90,7 @@ class Ranks:
             rank.method.state_changed()
         return lost
 
-    def delivered(self) -> tuple[dict[str, Tensor], float]:
+    def delivered(self, deliver: Any = Method.deliver) -> tuple[dict[str, Tensor], float]:
         """What a dense exchange of zeros brings, parameter by parameter, and the largest value that has waited."""
         rows = [of for key, of in self.saved().items() if "/=" not in key and of.is_floating_point()]
         most = max(float(of.abs().max()) for of in rows)
@@ -102,7 +102,7 @@ class Ranks:
             out = torch.zeros(engine.numel // engine.rows) if engine.owner else flat
             with torch.no_grad():
                 method = rank.road.last.method
-                rank.road.carry(flat, engine.pieces, out, partial(Method.deliver, method))
+                rank.road.carry(flat, engine.pieces, out, partial(deliver, method))
             rank.method.state.commit()
             return out
 
@@ -207,6 +207,31 @@ def test_what_waits_arrives_after_every_move(cls):
         here = Ranks(cls, where)
         here.load(state)
     assert waits or cls.name == "lhc", "nothing waited"  # its gradients are not sparse here: they go whole
+
+
+AVERAGES = (
+    "topk(feedback='gradients', smallest=0, density=0.25)", "tagc(feedback='gradients', smallest=0)",
+    "powersgd(feedback='gradients', smallest=0)", "sign(feedback='gradients', smallest=0)",
+    "int8(feedback='gradients', smallest=0)", "loco(smallest=0)",
+)  # fmt: skip
+"""Methods that keep errors in one row, in a row for each rank, or in an owner's."""
+
+
+@pytest.mark.parametrize("outer", AVERAGES[1::2])
+@pytest.mark.parametrize("starter", AVERAGES)
+def test_what_waits_in_a_start_arrives_after_every_move(starter, outer):
+    """Its rows are those of the method of the start, whatever the outer method's are."""
+    knobs = {"start": 20, "start_with": starter, "outer": outer}
+    here = Ranks(LocalSteps, Setup("all_reduce", 4), **knobs)
+    here.train(5)
+    state, (expected, most) = here.saved(), here.delivered(LocalSteps.deliver)
+    assert any(values.any() for values in expected.values())
+    for size in (2, 3):
+        there = Ranks(LocalSteps, Setup("all_reduce", size), **knobs)
+        there.load(state)
+        found, _ = there.delivered(LocalSteps.deliver)
+        for name, values in expected.items():
+            assert torch.allclose(found[name], values, rtol=0, atol=32 * U * most), (size, name)
 
 
 # On the engines.

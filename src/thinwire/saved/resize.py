@@ -120,14 +120,15 @@ def _usual_norms(ranks: list[_Saved], form: Form) -> dict[str, Tensor]:
 
 
 def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[dict[str, Tensor], float]:
-    on_wire, waits = carrier_of(method).card.summed_by_network, method.card.promise.waits
+    waits = method.card.promise.waits
     shapes = {key: like for key, like in form.shapes.items() if has_rows(key)}
     new = {key: torch.zeros(like.shape, dtype=like.dtype, device="cpu") for key, like in shapes.items()}
     squares = 0.0
     for name, (shape, _) in form.header.parameters.items():
         kinds = _kinds(form.shapes, name)
         whole = {
-            kind: _contribution(ranks, kind, name, math.prod(shape), on_wire) for kind in _kinds(ranks[0].keys, name)
+            kind: _contribution(ranks, kind, name, math.prod(shape), has_one_row(method, kind))
+            for kind in _kinds(ranks[0].keys, name)
         }
         for kind in [kind for kind in whole if kind in waits and (drop or kind not in kinds)]:
             waiting = whole.pop(kind)
@@ -144,7 +145,7 @@ def _rows(ranks: list[_Saved], form: Form, method: Method, drop: bool) -> tuple[
         for kind in kinds:
             if kind in whole:
                 form_shape = form.shapes[f"{kind}/{name}"].shape
-                served = _is_served(form.header, form_shape[0], on_wire)
+                served = _is_served(form.header, form_shape[0], has_one_row(method, kind))
                 new[f"{kind}/{name}"] = _cut(whole[kind], form.header, name, form_shape, served)
     return new, math.sqrt(squares)
 
@@ -154,11 +155,10 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
 
     Not collective. What the method finds anew among other ranks is left out.
     """
-    kinds, on_wire = method.card.state_kinds, carrier_of(method).card.summed_by_network
     moved: dict[str, Tensor] = {}
     for key, value in values.items():
         kind, _, name = key.removeprefix("=").partition("/")
-        entry = kind_of(kinds, kind)
+        entry = kind_of(method.card.state_kinds, kind)
         if not has_rows(key):
             if entry.resized != "anew":
                 moved[key] = value
@@ -168,7 +168,7 @@ def regroup(values: Mapping[str, Tensor], old: Header, new: Header, method: Meth
             whole[start : start + count] = value[row, :count]
         residual = f"{kind.removesuffix('server')}residual/{name}"
         target, share = (residual, old.hops[-1][1]) if entry.served else (key, 1)
-        rows = 1 if (on_wire if entry.one_row is None else entry.one_row) else new.hops[-1][1]
+        rows = 1 if has_one_row(method, kind) else new.hops[-1][1]
         span = share * _cut(whole, new, name, (rows, -(-new.parameters[name][1] // rows)), served=False)
         moved[target] = moved[target] + span if target in moved else span
     return moved
@@ -179,6 +179,12 @@ def kind_of(kinds: Mapping[str, StateKind], kind: str) -> StateKind:
     return next((entry for pattern, entry in kinds.items() if fnmatchcase(kind, pattern)), StateKind())
 
 
+def has_one_row(method: Method, kind: str) -> bool:
+    """Has ``kind`` one row, where each rank gets the whole mean? Else it has one for each rank, or its owner's."""
+    one_row = kind_of(method.card.state_kinds, kind).one_row
+    return carrier_of(method).card.summed_by_network if one_row is None else one_row
+
+
 def has_rows(key: str) -> bool:
     return "/" in key and not key.startswith(("=", "bound/"))
 
@@ -187,12 +193,12 @@ def _kinds(keys: Mapping[str, object], name: str) -> list[str]:
     return [key.partition("/")[0] for key in keys if has_rows(key) and key.partition("/")[2] == name]
 
 
-def _contribution(ranks: list[_Saved], kind: str, name: str, numel: int, on_wire: bool) -> Tensor:
+def _contribution(ranks: list[_Saved], kind: str, name: str, numel: int, one_row: bool) -> Tensor:
     """Return C of ``kind`` of parameter ``name``: (numel,) float64."""
     total = torch.zeros(_length(ranks[0].header, name), dtype=torch.float64, device="cpu")
     for saved in ranks:
         values = saved[f"{kind}/{name}"].double().cpu()
-        served = _is_served(saved.header, len(values), on_wire)
+        served = _is_served(saved.header, len(values), one_row)
         share = 1.0 if served else 1 / saved.header.hops[-1][1]
         for row, start, count in _row_spans(saved.header, name, values.shape, served):
             total[start : start + count] += share * values[row, :count]
@@ -208,10 +214,13 @@ def _cut(whole: Tensor, header: Header, name: str, shape: tuple[int, ...], serve
     return values
 
 
-def _is_served(header: Header, rows: int, on_wire: bool) -> bool:
-    """Tell whether a kind with ``rows`` rows has only its owner's row, while the bucket has one row for each rank."""
+def _is_served(header: Header, rows: int, one_row: bool) -> bool:
+    """Tell whether a kind with ``rows`` rows has only its owner's row, while the bucket has one row for each rank.
+
+    ``one_row``: see ``has_one_row``.
+    """
     _, ranks, owner = header.hops[-1]
-    return rows == 1 < ranks and (owner or not on_wire)
+    return rows == 1 < ranks and (owner or not one_row)
 
 
 def _length(header: Header, name: str) -> int:
