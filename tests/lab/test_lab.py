@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ import pytest
 import thinwire
 from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
-from thinwire.base.processes import interface_bytes
+from thinwire.base import processes
+from thinwire.base.processes import free_port, interface_bytes
 from thinwire.cli.lab import lab_main, split
 from thinwire.lab import framing
 from thinwire.lab.cluster import Cluster, NoNamespaces
@@ -120,6 +122,18 @@ def test_rates(text: str, rate: float | None) -> None:
 def test_bad_rates_are_named(text: str) -> None:
     with pytest.raises(ThinwireError, match="link"):
         Link.parse(text)
+
+
+def test_a_port_is_none_that_the_kernel_may_give_away_before_it_is_bound(monkeypatch) -> None:
+    with socket.socket() as listener, socket.socket() as client:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
+        client.connect(listener.getsockname())
+        assert client.getsockname()[1] not in processes.PORTS  # what the kernel gives by itself
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(processes, "PORTS", [taken])
+        with pytest.raises(ThinwireError, match=f"no port from {taken} "):
+            free_port()
 
 
 def test_bad_sizes_are_refused() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import random
 import re
 import signal
 import socket
@@ -19,6 +20,8 @@ from thinwire.base.errors import ThinwireError
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
+PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to clients, and where nobody asks for a certain one (ip_local_port_range)."""
 
 
 class Bytes(NamedTuple):
@@ -49,10 +52,15 @@ def interface_bytes(interface: str | None = None, pid: int | str = "self") -> By
 
 
 def free_port() -> int:
-    """Return a port that is free on this machine's loopback now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that is free on this machine's loopback now, and that the kernel gives to nobody by itself.
+
+    Of those that it gives, other runs' connections and listeners may take one before a rank binds it.
+    """
+    for port in random.SystemRandom().sample(PORTS, min(len(PORTS), 100)):  # no seed may make two runs draw alike
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ThinwireError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on 127.0.0.1, of 100 that were tried")
 
 
 def processor() -> str:
