@@ -19,8 +19,8 @@ import pytest
 
 import thinwire
 from patience import PATIENCE
-from thinwire.base.errors import ThinwireError
 from thinwire.base import processes
+from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port, interface_bytes
 from thinwire.cli.lab import lab_main, split
 from thinwire.lab import framing
