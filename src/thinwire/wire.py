@@ -732,7 +732,8 @@ class Wire:
 
     def memory_bytes(self) -> int:
         """Count the bytes that this rank holds now for the method: state, workspaces of buckets and codecs, weights."""
-        return resident_bytes(self._device, self._road, getattr(self.engine, "replicas", None))
+        own = self._run.weights, [optimizer.state for optimizer in self._run.optimizers]  # which a state may show
+        return resident_bytes(self._device, self._road, getattr(self.engine, "replicas", None), without=own)
 
     def last_step(self) -> dict:
         """Return ``stats`` of the last optimizer step alone."""

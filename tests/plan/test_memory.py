@@ -56,6 +56,8 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
         weights = {storage_of(local(weight)) for weight in model.parameters()}
         assert weights.isdisjoint(map(storage_of, held)), f"{name} counts the model's own weights"
         found[name] = wire.plan.dry_run.memory.resident, wire.plan.dry_run.memory.peak, wire.memory_bytes()
+        wire.state_dict()
+        assert wire.memory_bytes() == pytest.approx(found[name][2], abs=2048), f"{name}, whose state was saved"
         wire.close()
     return found
 
@@ -66,7 +68,7 @@ def test_the_plan_knows_what_every_method_holds(kind, world):
     if kind == "hsdp":
         names = ["local-steps", START, *spread(2, FEW)]
     for found in run(foretold_and_held, world, kind, names):
-        assert len(found) >= len(names) - 2
+        assert len(found) >= len(names) - 3
         for name, (planned, peak, now) in found.items():
             assert now == pytest.approx(planned, rel=0.05, abs=2048), name
             assert peak >= planned, name

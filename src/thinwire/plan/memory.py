@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from thinwire.core.method import Method, Run
-from thinwire.network.comm import Comm
+from thinwire.network.comm import Comm, local
 from thinwire.network.ledger import Ledger
 from thinwire.ops.moments import Moments
 
 
-def resident_bytes(device: torch.device, *roots: object) -> int:
+def resident_bytes(device: torch.device, *roots: object, without: object = ()) -> int:
     """Add up the bytes of all tensors on ``device`` that can be reached from ``roots`` by attributes and containers.
 
-    Each storage counts once. Models, optimizers and process groups are left out.
+    Each storage counts once, and none that can be reached from ``without``. Models, optimizers and process groups are
+    left out.
     """
     storages = [tensor.untyped_storage() for tensor in _tensors(roots, set()) if tensor.device == device]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    others = {local(tensor).untyped_storage()._cdata for tensor in _tensors(without, set())}
+    return sum({of._cdata: of.nbytes() for of in storages if of._cdata not in others}.values())
 
 
 def _tensors(owner: object, visited: set[int]) -> Iterator[Tensor]:
