@@ -585,7 +585,7 @@ class Wire:
         if self._step_maker is None:
             return
         weights, stepped = self._step_loop.weights, self._stepped
-        stay = [name for name, weight in weights.items() if not (weight.requires_grad and name in stepped)]
+        stay = {name for name, weight in weights.items() if not (weight.requires_grad and name in stepped)}
         with torch.no_grad():
             for name, change in self._means(functools.partial(Method.deliver, self.method)):
                 if name not in stay:

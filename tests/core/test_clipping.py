@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import ranks
 import thinwire
 from breadth import dealt
-from engines import build
+from engines import build, refusal
 from models import flat, loss_of
 from thinwire.optim import AdamS
 from user_programs import METHODS, ONLY
@@ -73,11 +73,7 @@ def _saved_and_loaded(rank, world, kind, methods):
             wire.clip_grad_norm_(0.25)
             optimizer.step()
             optimizer.zero_grad()
-        try:
-            wire.load_state_dict(wire.state_dict())
-            said[method] = ""
-        except thinwire.ThinwireError as error:
-            said[method] = str(error)
+        said[method] = refusal(wire.load_state_dict, wire.state_dict())
         wire.close()
     return said
 

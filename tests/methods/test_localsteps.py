@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ranks
 import thinwire
 from breadth import dealt
-from engines import build, same_on_all_ranks, train
+from engines import build, refusal, same_on_all_ranks, train
 from models import flat, loss_of
 from papers.local_steps import LS1, AdamW, DiLoCo, StreamingDiLoCo
 from thinwire import methods
@@ -262,11 +262,7 @@ def _patched(rank: int, world: int) -> list[str]:
         optimizer.load_state_dict(saved)
         if "wire" in what:
             wire.load_state_dict(state)
-        try:
-            train(model, optimizer, rank, [4], wire)
-            said.append("")
-        except ThinwireError as error:
-            said.append(str(error))
+        said.append(refusal(train, model, optimizer, rank, [4], wire))
         wire.close()
     return said
 
@@ -915,11 +911,7 @@ def _loads_the_optimizer_last(rank: int, world: int) -> list[str]:
         wire.load_state_dict(saved)
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
-        try:
-            train(model, optimizer, rank, range(6, 8), wire)
-            said.append("")
-        except ThinwireError as error:
-            said.append(str(error))
+        said.append(refusal(train, model, optimizer, rank, range(6, 8), wire))
         wire.close()
     return said
 
