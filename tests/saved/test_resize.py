@@ -24,7 +24,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Method
 from thinwire.core.state import dump_state, load_state
-from thinwire.methods import TABLE, LocalSteps, Trickle
+from thinwire.methods import TABLE, LocalSteps, OneBitAdam, Trickle
 from thinwire.plan.dry_run import largest_state
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Setup, gradient, small
@@ -232,6 +232,27 @@ def test_what_waits_in_a_start_arrives_after_every_move(starter, outer):
         found, _ = there.delivered(LocalSteps.deliver)
         for name, values in expected.items():
             assert torch.allclose(found[name], values, rtol=0, atol=32 * U * most), (size, name)
+
+
+@pytest.mark.parametrize("clips", [(0.5, 0.5), (0.5, 0.05), (0.5, 1.0), (1.0, 0.1)], ids=str)
+@pytest.mark.parametrize("where", [Setup("all_reduce", 4), Setup("reduce_scatter", 3)], ids=str)
+def test_a_moment_moves_whole_whatever_the_last_clip(where, clips):
+    """1-bit Adam's, which travels in the optimizer's state: after a last clip tighter than the warm-up's, too."""
+    here, there = Ranks(OneBitAdam, where), Ranks(OneBitAdam, where)
+
+    def body(number: int) -> None:
+        rank = here.ranks[number]
+        for step in range(rank.method.card.steady + 4):
+            rank.exchange(step, gradient(number, step, rank.engine.numel))
+            rank.finish(step, torch.tensor(clips[step == rank.method.card.steady + 3]))
+        there.ranks[number].optimizer.load_state_dict(rank.optimizer.state_dict())
+        there.ranks[number].road.step = step
+
+    here.world.run(body)
+    there.load(here.saved())
+    (expected, most), (found, _) = (side.delivered(OneBitAdam.deliver) for side in (here, there))
+    for name, values in expected.items():
+        assert torch.allclose(found[name], values, rtol=0, atol=64 * U * most), name
 
 
 # On the engines.

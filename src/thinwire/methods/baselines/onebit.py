@@ -63,8 +63,8 @@ class OneBitAdam(Method):
     The optimizer must be ``torch.optim.Adam`` without weight decay, or ``AdamW``. After the warm-up the method takes
     its steps on the compressed parameters: the engine's ``grad`` is then the new momentum. As the frozen v is of
     clipped gradients, no more is left of it than ``wire.clip_grad_norm_`` left of the last of these, and less where its
-    own norm, which is smaller than theirs, asks for less; what is kept of it is whole. ``exp_avg`` follows it,
-    ``exp_avg_sq`` and ``step`` do not change. Dense parameters keep their Adam.
+    own norm, which is smaller than theirs, asks for less; what is kept of it is whole. So is ``exp_avg``, in the unit
+    of v; ``exp_avg_sq`` and ``step`` do not change. Dense parameters keep their Adam.
 
     Args:
         warmup: length of the warm-up with dense Adam: below 1 a share of the run, else a number of optimizer steps, at
@@ -179,10 +179,10 @@ class OneBitAdam(Method):
             gradient = local(weight.grad)  # type: ignore[arg-type]
             alike.setdefault((id(held.group), moments["step"].device, alone), []).append((name, weight, gradient, held))
 
-        clip, factor = self.state.get("clip", ""), step.clip_factor
+        clip = self.state.get("clip", "")
         scale: Tensor | float = 1.0 if clip is None else clip
-        if factor is not None:  # it is in weight.grad
-            scale = torch.clamp(scale / factor, max=1.0)
+        if step.clip_factor is not None:  # it is in weight.grad
+            scale = scale / step.clip_factor.clamp(min=TINY)
         self._steps.take(step, self.run, collect)
         for members in alike.values():
             names, weights, gradients, (held, *_) = zip(*members, strict=True)
@@ -268,10 +268,11 @@ def _frozen_steps(
     weights: list[Tensor], moments: Sequence[Tensor], averages: Sequence[Tensor], variances: Sequence[Tensor],
     steps: Sequence[Tensor], frozen: Sequence[Tensor], group: dict[str, Any], scale: Tensor | float,
 ) -> None:  # fmt: skip
-    """Set w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), m^ = ``scale`` m / (1 - b1^step), v^ = v / (1 - b2^frozen).
+    """Set w = (1 - lr decay) w - lr m^ / (sqrt(v^) + eps), v^ = v / (1 - b2^frozen).
 
-    Where v is 0, m does nothing. The averages become ``scale`` m (1 - b1^frozen) / (1 - b1^step); before that, in
-    float32, they hold the denominators. ``steps`` and ``frozen`` are 0-dim; the host does not read them.
+    m^ is m / (1 - b1^step), times ``scale`` if that is less than 1. Where v is 0, m does nothing. The averages become
+    ``scale`` m (1 - b1^frozen) / (1 - b1^step), whole where a clip has left less of the step; before that, in float32,
+    they hold the denominators. ``steps`` and ``frozen`` are 0-dim; the host does not read them.
     """
     beta1, beta2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), group["weight_decay"]
@@ -280,6 +281,7 @@ def _frozen_steps(
     if isinstance(scale, Tensor):  # counts are on the CPU, unless the optimizer is fused or capturable
         scale, counted, shares = scale.double(), _move(counted, scale.device), _move(shares, scale.device)
     shares = list(torch._foreach_mul(shares, scale))
+    scale = scale.clamp(max=1) if isinstance(scale, Tensor) else min(scale, 1.0)
     # Of a parameter that has rested through the warm-up, v and the correction are 0.
     each = zip(variances, torch._foreach_clamp_min(_corrections(beta2, frozen), TINY), own, strict=True)
     denominators = [torch.div(variance.float(), correction, out=out) for variance, correction, out in each]
