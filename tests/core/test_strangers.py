@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import ranks
 import thinwire
 from breadth import dealt
-from engines import build, made
+from engines import build, made, refusal
 from models import flat, loss_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
@@ -34,13 +34,14 @@ WORLDS = [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]
 STEPS = 8
 
 
-def begun(kind, world, name, *, model=None, optimizer=None, **knobs):
+def begun(kind, world, name, *, model=None, optimizer=None, check_every=None, **knobs):
     """A model, its optimizer as the method wants it, and the wire."""
     method = small(BY_NAME[name], **knobs)
     model = build(kind, world) if model is None else model
     if optimizer is None:
         optimizer = made(type(method).OPTIMIZER, model)
-    return model, optimizer, thinwire.compress(model, optimizer, method, steps=100)
+    safety = thinwire.Safety(check_every=check_every)
+    return model, optimizer, thinwire.compress(model, optimizer, method, steps=100, safety=safety)
 
 
 def advance(model, optimizer, wire, rank, step):
@@ -312,6 +313,44 @@ def _dropped(rank, world, kind):
 @pytest.mark.parametrize(("kind", "world"), WORLDS)
 def test_after_a_reset_nothing_waits(kind, world):
     for broken in ranks.run(_dropped, world, kind):
+        assert not broken
+
+
+def grown(model):
+    """A parameter that joins ``model`` now; its gradient differs by rank."""
+    head = next(module for name, module in model.named_modules() if name.endswith("head"))
+    head.late = nn.Parameter(torch.zeros(head.out_features))
+    head.register_forward_hook(lambda module, inputs, output: output + module.late)
+    return head.late
+
+
+def _newcomer(rank, world, kind):
+    """A parameter joins the model in mid-run (an adapter, say), and its optimizer or another one."""
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name):
+            continue
+        for holder in ("group", "new group", "optimizer"):
+            model, optimizer, wire = begun(kind, world, name, check_every=0)
+            advance(model, optimizer, wire, rank, 0)
+            late = grown(model)
+            if holder == "group":
+                optimizer.param_groups[0]["params"].append(late)
+            elif holder == "new group":
+                optimizer.add_param_group({"params": [late]})
+            stepped = torch.optim.SGD([late], lr=0.1) if holder == "optimizer" else optimizer
+            loss_of(model, 1, rank).backward()
+            said = refusal(stepped.step)
+            if "head.late joined the model after compress()" not in said or bool(late.any()):
+                broken.append(f"{name} on {kind}, {holder}: {said}")
+            wire.close()
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_a_parameter_that_joins_the_model_is_refused_by_name(kind, world):
+    for broken in ranks.run(_newcomer, world, kind):
         assert not broken
 
 

@@ -531,6 +531,15 @@ def _refusals(rank, world):
         model = nn.parallel.DistributedDataParallel(net, **late, param_to_hook_all_reduce=net.embedding.weight)
         return model, adamw(model), ("int8",)
 
+    def thawed():
+        model = build("ddp", world, prepare=lambda net: net.head.weight.requires_grad_(False))
+        return model.requires_grad_(), adamw(model), ("int8",)
+
+    def frozen():
+        model = build("ddp", world, find_unused_parameters=True)
+        model.module.head.weight.requires_grad_(False)
+        return model, adamw(model), ("dense",)
+
     def whole():
         model = build("fsdp2", world)
         model.head.weight = Net(layers=1).head.weight
@@ -574,7 +583,7 @@ def _refusals(rank, world):
         return model, adamw(model), ("int8",)
 
     cases = (hooked, half, imaginary, unused, sparse, replicated, bare, stranger, silent, unknown, knob, weightless,
-             shared, ignored, delayed, whole, tied)  # fmt: skip
+             shared, ignored, delayed, thawed, frozen, whole, tied)  # fmt: skip
     return {make.__name__: refusal(make) for make in cases}
 
 
@@ -588,6 +597,8 @@ def test_what_cannot_be_carried_is_refused_by_name_with_the_alternative():
         "unknown": "there are: dense", "knob": "it has: dense, send", "weightless": "call to_empty(device=...)",
         "shared": "with a GPU for each rank; or DDP",
         "ignored": "head.weight is trained, but", "delayed": "head.weight is trained, but",
+        "thawed": "8 parameters are trained, and DDP exchanges 7",
+        "frozen": "7 parameters are trained, and DDP exchanges 8",
         "whole": "another tensor has replaced", "tied": "tied after fully_shard(): tie them before",
     }  # fmt: skip
     for case, words in expected.items():

@@ -624,7 +624,7 @@ class StepLoop:
                 "backward pass of a step must not be inside no_sync() or accumulate(last=False)"
                 + (f"; and {_MISSING.format(name=missing)}" if missing else "")
             )
-        return self.engine.missed() or self.parameter_watch.thawed() or self._unexchanged(self.weights.values())
+        return self.engine.missed() or self.parameter_watch.unserved() or self._unexchanged(self.weights.values())
 
     def _unexchanged(self, weights: Iterable[Tensor]) -> str | None:
         """Explain that this rank alone has the gradient of one of ``weights``, which all have exchanged before; None if

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.card import StepMaker
@@ -18,6 +19,10 @@ from thinwire.core.run import Run
 _LATE = (
     "{name} was frozen when compress() was called, and has a gradient now: unfreeze it before, or wrap the model "
     "anew and call compress() again"
+)
+_JOINED = (
+    "{name} joined the model after compress(), so Thinwire does not exchange its gradients: wrap the model anew, and "
+    "call compress() again"
 )
 _STRANGER = (
     "{kind} updates {name}, and compress() was not told of it: its steps would be neither guarded nor agreed on by the "
@@ -34,11 +39,13 @@ class ParameterWatch:
     """Knows the parameters as they were at compress(): trained or frozen, by which optimizers, of which kind."""
 
     def __init__(self, engine: Engine, run: Run) -> None:
-        self._optimizers, self._weights = run.optimizers, run.weights
+        self._model, self._optimizers, self._weights = engine.model, run.optimizers, run.weights
         named = engine.model.named_parameters()
         self._frozen = {bare_name(name): weight for name, weight in named if id(weight) not in engine.parameters}
         self._thawed: dict[int, str] = {}  # of those, by id, that the last backward pass differentiated
         self._names = {id(weight): name for name, weight in self._weights.items()}
+        self._known = {*self._names, *map(id, self._frozen.values())}
+        self._elsewhere = WeakIdKeyDictionary()  # parameters of other models, as keys
         self._kinds = {name: _kind(weight) for name, weight in self._weights.items()}
 
     def name_of(self, weight: Tensor) -> str | None:
@@ -58,10 +65,13 @@ class ParameterWatch:
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check any ``optimizer`` of this process before it steps.
 
-        Raise ThinwireError if compress() was not told of it, and a trained or thawed parameter in it has a gradient.
+        Raise ThinwireError if compress() was not told of it, and a trained, thawed or new parameter of the model in it
+        has a gradient.
         """
         if any(inner in self._optimizers for inner in unwrapped(optimizer)):
             return
+        if (reason := self._joined(optimizer)) is not None:
+            raise ThinwireError(reason)
         known = self._names | self._thawed
         members = (weight for weight in parameters(optimizer) if weight.grad is not None and id(weight) in known)
         if (weight := next(members, None)) is not None and not makes_state(optimizer):
@@ -77,8 +87,9 @@ class ParameterWatch:
                 return f"{name} was {former} at compress() and is {now} now: convert the model before you wrap it"
         return None
 
-    def thawed(self) -> str | None:
-        """Explain that an optimizer would step a parameter that was frozen at compress(); None: it would not.
+    def unserved(self) -> str | None:
+        """Explain that an optimizer would step a parameter that was frozen at compress(), or was not there; None: it
+        would not.
 
         DDP does not exchange parameters that were frozen when it was made: each rank would go its own way.
         """
@@ -86,6 +97,18 @@ class ParameterWatch:
             thawed = weight.requires_grad and weight.grad is not None
             if thawed and any(weight is member for optimizer in self._optimizers for member in parameters(optimizer)):
                 return _LATE.format(name=name)
+        return next(filter(None, map(self._joined, self._optimizers)), None)
+
+    def _joined(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Explain that ``optimizer`` would step a parameter that the model did not have at compress()."""
+        unknown = [weight for weight in parameters(optimizer) if id(weight) not in self._known]
+        stepped = {id(weight) for weight in unknown if weight.grad is not None and weight not in self._elsewhere}
+        if not stepped:
+            return None
+        for name, weight in self._model.named_parameters():
+            if id(weight) in stepped:
+                return _JOINED.format(name=bare_name(name))
+        self._elsewhere.update((weight, None) for weight in unknown if id(weight) in stepped)
         return None
 
 

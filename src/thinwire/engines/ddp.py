@@ -138,6 +138,13 @@ class DDP(Engine):
         for name, weight in model.module.named_parameters():
             if weight.requires_grad and name in model.parameters_to_ignore:
                 raise ThinwireError(LEFT_OUT.format(name=name))
+        exchanged = model._get_ddp_logging_data().get("num_parameter_tensors")
+        trained = sum(weight.requires_grad for weight in model.module.parameters())
+        if exchanged not in (None, trained):
+            raise ThinwireError(
+                f"{trained} parameters are trained, and DDP exchanges {exchanged}: freeze, unfreeze and add parameters "
+                "before DDP wraps the model"
+            )
         if model.mixed_precision is not None:
             raise ThinwireError(
                 "DDP(mixed_precision=...) uses the communication hook that Thinwire needs: use torch.autocast, or a "
