@@ -20,6 +20,8 @@ from thinwire.plan.memory import _tensors, resident_bytes
 from threaded import reduce_on_threads
 
 START = "local-steps(start=3,start_with='loco(beta=0,reset=0,smallest=256)')"
+LONG = "scape(warmup=20,density=0.01)"
+"""Sends all in its first steps, and little in the steady state."""
 MORE = ("int8(feedback='gradients')", "scape(refresh=2)", "separate:paper", "sdp4bit:qw", START)
 CPU = torch.device("cpu")
 FEW = ("dense", "int8", "loco", "radius", "sdp4bit", "onebit-adam")
@@ -51,7 +53,7 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
         optimizer = thinwire.AdamS(model.parameters(), lr=1e-3) if method.name == "scape" else adamw(model)
         wire = thinwire.compress(model, optimizer, method)
         assert wire.memory_bytes() < 16384, name
-        train(model, optimizer, rank, range(6), wire)
+        train(model, optimizer, rank, range(max(6, wire.method.card.steady + 2)), wire)
         held = _tensors([wire._road, getattr(wire.engine, "replicas", None)], set())
         weights = {storage_of(local(weight)) for weight in model.parameters()}
         assert weights.isdisjoint(map(storage_of, held)), f"{name} counts the model's own weights"
@@ -64,9 +66,9 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_the_plan_knows_what_every_method_holds(kind, world):
-    names = dealt([method.name for method in TABLE] + list(MORE), kind, ("ddp", "fsdp2"))
+    names = [LONG, *dealt([method.name for method in TABLE] + list(MORE), kind, ("ddp", "fsdp2"))]
     if kind == "hsdp":
-        names = ["local-steps", START, *spread(2, FEW)]
+        names = [LONG, "local-steps", START, *spread(2, FEW)]
     for found in run(foretold_and_held, world, kind, names):
         assert len(found) >= len(names) - 3
         for name, (planned, peak, now) in found.items():

@@ -77,6 +77,10 @@ class Stage:
         """Forget all buckets, whose rows depend on the ranks that take part, and what methods cached with them."""
         self._buckets = _Compositions()
 
+    def free_scratch(self) -> None:
+        """Free the memory in which buckets take turns: the next ones take what they need."""
+        self._buckets.arena.clear()
+
     def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor) -> None:
         """Average ``flat`` (1-D, the parameters of ``pieces``) over the ranks of this hop.
 
@@ -247,6 +251,8 @@ class Road:
     @step.setter
     def step(self, number: int) -> None:
         for stage in self.stages:
+            if stage.step < stage.method.card.steady <= number:
+                stage.free_scratch()  # a start or warm-up sends most in its first steps
             stage.step = number
 
     def reduce(self, flat: Tensor, pieces: Pieces, out: Tensor | None = None) -> Tensor:

@@ -42,9 +42,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank's device in the steady state, without those of engine, model and optimizer.
+    """Bytes on one rank's device, without those of engine, model and optimizer.
 
-    ``resident``: bytes that stay from step to step. ``peak``: the most bytes at one time, temporary ones included.
+    ``resident``: bytes that stay from step to step in the steady state. ``peak``: the most bytes at one time, temporary
+    ones included, also in the first steps.
     """
 
     resident: int
@@ -91,7 +92,8 @@ def dry_run(
     with torch.no_grad(), watch or nullcontext():
         play.open()
         ledger.current = weights = Account()
-        for number in steps_of(card, watched=watch is not None):
+        first = range(min(card.steady, 3) if watch is not None else 0)  # in which a warm-up sends most
+        for number in sorted({*first, *steps_of(card, watched=watch is not None)}):
             play.gather(number)
             ledger.current = gradients = Account()
             sent_by_parameter = Counter[str](play.exchange(number))  # type: ignore[arg-type]
@@ -105,7 +107,7 @@ def dry_run(
             _add(collectives, gradients.calls, share)
             weight_bytes = sum(weights.bytes.values())  # the first step gathers everything, so the last one counts
             if watch is not None:
-                peak = max(peak, watch.peak) if number >= card.steady else 0
+                peak = max(peak, watch.peak)
                 watch.end_step(share)
             ledger.current = weights = Account()
             play.sender.begin(number + 1)

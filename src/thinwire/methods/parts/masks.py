@@ -168,7 +168,7 @@ class Masks:
         slots, length = self._slots_of(step)
         scores, listed = self._scores, self._schedule.listed(step)
         assert scores is not None
-        if self._message is None or len(self._message) < length:
+        if self._message is None or len(self._message) != length:
             self._message = torch.zeros(length, dtype=torch.uint8, device=scores.device)
         segments = sorted(
             sparse.ListSegment(
@@ -181,17 +181,17 @@ class Masks:
             if self._exchange.rank in range(choosers.start, choosers.stop)
         )
         if not segments:
-            return self._message[:length]
+            return self._message
         rows = scores[: segments[-1].start + segments[-1].width].view(1, -1)
         if not listed:
             sparse.marked(rows, tuple(segments), self._message[: rows.shape[1] // 8].view(torch.int64).view(1, -1))
-            return self._message[:length]
+            return self._message
         ends = [*(segment.list_start for segment in segments[1:]), segments[-1].list_start + padded(segments[-1].k, 2)]
         positions = self._message[: 4 * ends[-1]].view(torch.int32).view(1, -1)
         sparse.largest(rows, None, tuple(segments), None, positions, torch.empty_like(positions, dtype=torch.float32))
         # Positions count from their chunk's start; the padding, which travels and is saved, is 0.
         positions.sub_(_first_columns(tuple(segments), tuple(ends), scores.device)).clamp_(min=0)
-        return self._message[:length]
+        return self._message
 
     def refreshes(self, step: int) -> bool:
         """Are masks for ``step`` chosen anew?"""
