@@ -27,7 +27,7 @@ from thinwire.core.state import dump_state, load_state
 from thinwire.methods import TABLE, LocalSteps, OneBitAdam, Trickle
 from thinwire.plan.dry_run import largest_state
 from thinwire.proof.ranks import Threads
-from thinwire.proof.record import Rank, Setup, gradient, small
+from thinwire.proof.record import Rank, Setup, common, gradient, small
 from thinwire.saved import resize
 from thinwire.saved.format import Form, Header, from_dcp
 from thinwire.saved.resize import move
@@ -253,6 +253,33 @@ def test_a_moment_moves_whole_whatever_the_last_clip(where, clips):
     (expected, most), (found, _) = (side.delivered(OneBitAdam.deliver) for side in (here, there))
     for name, values in expected.items():
         assert torch.allclose(found[name], values, rtol=0, atol=64 * U * most), name
+
+
+def alike_and_second(there: Ranks) -> tuple[float, float]:
+    """r, and the mean over values and ranks of v, in proportion; steps are as 1 / sqrt(r v)."""
+    state = there.saved()
+    second = torch.cat([values.flatten() for key, values in state.items() if "/second/" in key])
+    return float(there.ranks[0].method.state.get("alike", "")), float(second[second > 0].mean())
+
+
+BEFORE = *TRIP[:2], *TRIP[5:8]
+AFTER = Setup("all_reduce", 4), Setup("hsdp", 4, 2), Setup("reduce_scatter", 4)
+
+
+@pytest.mark.parametrize(("before", "after", "signal"), spread(3, BEFORE, AFTER, (0.0, 0.3, 1.0)))
+def test_steps_are_as_long_on_other_ranks_as_if_the_run_had_begun_there(before, after, signal, monkeypatch):
+    """v is of a node's gradients, whose noise falls with its ranks, and r tells how much of v the mean over nodes has.
+
+    r follows what it measures in ten steps, but v in a thousand.
+    """
+    drawn = gradient
+    monkeypatch.setitem(globals(), "gradient", lambda *at: drawn(*at) + (signal - 1) * common(at[-1]))
+    here, there, begun_there = (Ranks(Trickle, where, start=0) for where in (before, after, after))
+    here.train(40)
+    begun_there.train(40)
+    there.load(here.saved())
+    for moved, expected in zip(alike_and_second(there), alike_and_second(begun_there), strict=True):
+        assert 0.75 < moved / expected < 1.33
 
 
 # On the engines.

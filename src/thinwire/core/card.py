@@ -110,6 +110,8 @@ class Card:
         steady: the first optimizer step of the steady state, after start and warm-up.
         cycle: steps, counted from ``steady``, that represent the steady state -> each one's share in a plan's average.
         state_kinds: properties by kind of state. The first name or pattern that fits a kind counts.
+        move: (a state by key, ranks per node and nodes that saved it, those that go on) -> changes in the state what
+            depends on them, once the rest has moved. None: nothing does.
         step_maker: turns this rank's gradients into steps of the weights, if the method exchanges such steps, and knows
             which parameters' "gradients" in the engine's buffer are steps already. None: there are never any.
         intra: the ``Method`` of the hop inside a node, if there are two hops; None: dense.
@@ -137,6 +139,7 @@ class Card:
     steady: int = 0
     cycle: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})
     state_kinds: Mapping[str, StateKind] = field(default_factory=lambda: dict(_SHARED_KINDS))
+    move: Callable[[dict[str, Tensor], tuple[int, int], tuple[int, int]], None] | None = None
     step_maker: StepMaker | None = None
     intra: Any = None
     carrier: Any = None

@@ -16,6 +16,7 @@ loads in place, as ``torch.distributed.checkpoint`` does, finds every key in a f
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,6 +91,11 @@ class Header:
         """(index, number) of the shard that a hop inside the node leaves; (0, 1) if there is none or ranks own rows."""
         rank, rows, _ = self.hops[0]
         return (0, 1) if len(self.hops) == 1 or self.hops[-1][2] else (rank, rows)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """(ranks whose gradients a node averages first, nodes); without nodes (1, ranks)."""
+        return math.prod(rows for _, rows, _ in self.hops[:-1]), self.hops[-1][1]
 
     @property
     def prefix(self) -> str:

@@ -65,7 +65,10 @@ def move(state: Mapping[str, Tensor], form: Form, method: Method, *, drop: bool)
     ranks = _read(state, form, alone=method.card.alone_from is not None)
     rows, lost = _rows(ranks, form, method, drop)
     counts = {key: ranks[0][key] for key in _COUNTS}
-    return {**counts, **_usual_norms(ranks, form), **rows, **_rowless(ranks, form, method)}, lost
+    values = {**counts, **_usual_norms(ranks, form), **rows, **_rowless(ranks, form, method)}
+    if method.card.move is not None:
+        method.card.move(values, ranks[0].header.nodes, form.header.nodes)
+    return values, lost
 
 
 def _read(state: Mapping[str, Tensor], form: Form, *, alone: bool) -> list[_Saved]:

@@ -19,7 +19,7 @@ from thinwire.core.method import MATRIX, SMALL, Method, Smallest, Start, exempt_
 from thinwire.core.promise import CONSERVES, Promise, Rounding
 from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import keep_dense
-from thinwire.methods.parts.updates import UpdateSpace
+from thinwire.methods.parts.updates import UpdateSpace, move_moments
 
 _OF_UPDATE_SPACE = {
     "seen": EQUAL, "turned": EQUAL, "alike": EQUAL, "first": StateKind(apart=True), "second": StateKind(apart=True),
@@ -162,7 +162,7 @@ class Lossy(Method):
         return replace(
             card, promise=self._promise(), native=False, keeps_state=self.feedback is not None,
             adds_up=self.updates is None, steady=self.first, step_maker=self.update_space,
-            state_kinds={**card.state_kinds, **_OF_UPDATE_SPACE},
+            state_kinds={**card.state_kinds, **_OF_UPDATE_SPACE}, move=None if self.updates is None else move_moments,
         )  # fmt: skip
 
     def _promise(self) -> Promise:

@@ -442,6 +442,26 @@ class UpdateSpace:
         return torch.cat(positions).to(bucket.device)
 
 
+def move_moments(values: dict[str, Tensor], old: tuple[int, int], new: tuple[int, int]) -> None:
+    """Change v and r in ``values``, a state by key, from those of a run on ``old`` ranks to those of one on ``new``.
+
+    Of a signal s and a rank's noise n, v is s^2 + n^2 / k on nodes of k ranks, and r v is s^2 + n^2 / (k N): r and v
+    tell s and n. (On one node they do not: then r is taken to become that of a first step.)
+
+    Args:
+        old, new: k, the ranks of which a node averages the gradients, and N, the nodes.
+    """
+    (former_inside, former_nodes), (inside, nodes) = old, new
+    r = float(values.get("=alike/", former_nodes**-0.5))
+    signal = (former_nodes * r - 1) / (former_nodes - 1) if former_nodes > 1 else 1 / (math.sqrt(nodes) + 1)
+    signal = min(max(signal, 0.0), 1.0)
+    noise = (1 - signal) * former_inside / inside
+    for name in [key.removeprefix("=seen/") for key in values if key.startswith("=seen/")]:
+        values[f"second/{name}"] *= signal + noise
+    if "=alike/" in values:
+        values["=alike/"] = torch.full_like(values["=alike/"], (signal + noise / nodes) / (signal + noise))
+
+
 def rests(group: Mapping[str, Any]) -> bool:
     """Is the lr of an optimizer's ``group`` 0, as for frozen weights or at the end of a schedule?"""
     return float(group["lr"]) == 0
