@@ -24,7 +24,8 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout
 from thinwire.core.method import Method
 from thinwire.core.state import dump_state, load_state
-from thinwire.methods import TABLE, LocalSteps, OneBitAdam, Trickle
+from thinwire.methods import TABLE, LocalSteps, OneBitAdam, PowerSGD, Trickle
+from thinwire.methods.parts.updates import move_moments
 from thinwire.plan.dry_run import largest_state
 from thinwire.proof.ranks import Threads
 from thinwire.proof.record import Rank, Setup, common, gradient, small
@@ -232,6 +233,29 @@ def test_what_waits_in_a_start_arrives_after_every_move(starter, outer):
         found, _ = there.delivered(LocalSteps.deliver)
         for name, values in expected.items():
             assert torch.allclose(found[name], values, rtol=0, atol=32 * U * most), (size, name)
+
+
+@pytest.mark.parametrize(("cls", "where"), [
+    (PowerSGD, Setup("hsdp", 4, 2)), (PowerSGD, Setup("two_level", 4, 2)),
+    (Trickle, Setup("hsdp", 4, 2)), (Trickle, Setup("two_level_owner", 4, 2)),
+], ids=str)  # fmt: skip
+def test_each_shard_keeps_its_own_measures_on_another_number_of_nodes(cls, where):
+    """What ranks across nodes have in common: how alike they are, PowerSGD's Q. Shards, or ranks of a node, differ."""
+    here, there = Ranks(cls, where), Ranks(cls, where._replace(size=6))
+    here.train()
+    there.load(here.saved())
+
+    def common(rank: Rank) -> dict[str, Tensor]:
+        values = dump_state(rank.method.state)
+        return {key: of for key, of in values.items() if key.startswith(("=alike/", "=q/"))}
+
+    pairs = [common(rank) for rank in here.ranks[:2]]
+    assert pairs[0] and all(not torch.equal(of, pairs[1][key]) for key, of in pairs[0].items())
+    for values in pairs:
+        move_moments(values, (2, 2), (2, 3))
+    for number, rank in enumerate(there.ranks):
+        moved = common(rank)
+        assert moved and all(torch.equal(of, pairs[number % 2][key]) for key, of in moved.items()), number
 
 
 @pytest.mark.parametrize("clips", [(0.5, 0.5), (0.5, 0.05), (0.5, 1.0), (1.0, 0.1)], ids=str)

@@ -17,10 +17,10 @@ class StateKind:
 
     Attributes:
         resized: how a tensor that was ``put`` into the state moves to other ranks. "equal": it is the same on all ranks
-            and is kept. "shard": it is the same on all ranks that hold the same shard; there must be as many shards as
-            before. "mean": it becomes its mean over those ranks. "anew": the method finds it anew. None: such a state
-            is refused. State with rows needs no rule: it becomes its mean over the ranks that held it, which
-            contributes as much to the next mean as before.
+            that the exchange connects, and is kept, or that of the nearest shard. "shard": the same, but there must be
+            as many shards as before. "mean": it becomes its mean over those ranks. "anew": the method finds it anew.
+            None: such a state is refused. State with rows needs no rule: it becomes its mean over the ranks that held
+            it, which contributes as much to the next mean as before.
         rank_equal: it is the same on all ranks that the exchange connects (no pattern; kinds that begin so).
         offloaded: it lives in CPU memory (no pattern).
         of_weights: it belongs to the present weights and is dropped with what waits if they are replaced (no pattern).

@@ -13,7 +13,8 @@ The whole parameter, with its values in the order of their indices, connects the
 dim 0, the last ones padded with zeros, so that all rows in order are the parameter and then padding. DDP's rows are
 equal parts of the same values. HSDP's shard is one of FSDP2's chunks.
 
-State without rows (a mask, a low-rank basis, a counter) moves as the method says: ``StateKind.resized``.
+State without rows (a mask, a low-rank basis, a counter) moves as the method says: ``StateKind.resized``. Of what the
+ranks across nodes have in common, each shard has its own, and goes on with that of the nearest old one.
 
 Where replicas come and go (:func:`regroup`) each rank cuts its own rows anew in memory, and keeps all of e_n, so that
 their *sum* over the ranks that stay is conserved. An owner's row s, N s in that sum, joins what waits on its rank.
@@ -229,15 +230,19 @@ def _is_served(header: Header, rows: int, one_row: bool) -> bool:
 def _length(header: Header, name: str) -> int:
     """Count the parameter's values in all shards or rows, padding included."""
     _, ranks, owner = header.hops[-1]
-    shards = header.hops[0][1] if len(header.hops) == 2 else 1
-    return header.parameters[name][1] * shards * (ranks if owner else 1)
+    return header.parameters[name][1] * _inside(header)[1] * (ranks if owner else 1)
+
+
+def _inside(header: Header) -> tuple[int, int]:
+    """Return the rank's number in its node, and of how many; (0, 1) where there is one hop."""
+    return header.hops[0][:2] if len(header.hops) == 2 else (0, 1)
 
 
 def _row_spans(header: Header, name: str, shape: tuple[int, ...], served: bool) -> Iterator[tuple[int, int, int]]:
     """Yield (row, start in the padded whole, number of values) for a kind of ``shape`` (R, span) on one rank."""
     (rows, span), local = shape, header.parameters[name][1]
     rank, _, owner = header.hops[-1]
-    inside, shards = header.hops[0][:2] if len(header.hops) == 2 else (0, 1)
+    inside, shards = _inside(header)
     for row in range(rows):
         number = rank if served else row
         if owner:  # the row of the rank in node ``number`` with this rank's place in its node
@@ -251,6 +256,7 @@ def _row_spans(header: Header, name: str, shape: tuple[int, ...], served: bool) 
 
 def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tensor]:
     small = [key for key in ranks[0].keys if key.startswith("=") or key == "lengths"]
+    nearest = _nearest(ranks, form)
     by_rank = [trim({key: saved[key] for key in small}) for saved in ranks]
     moved = {}
     for key in by_rank[0]:
@@ -260,7 +266,7 @@ def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tenso
             raise ThinwireError(f"{method.name} does not say what becomes of its state '{kind}' on other ranks")
         if rule == "anew" or (rule == "equal" and key not in form.shapes):
             continue
-        value = by_rank[0][key]
+        value = by_rank[nearest][key]
         if rule in ("shard", "mean"):
             values = [by_rank[rank][key] for rank in _same_shard(ranks, form, kind)]
             if rule == "shard" and not all(torch.equal(shard, values[0]) for shard in values):
@@ -274,6 +280,13 @@ def _rowless(ranks: list[_Saved], form: Form, method: Method) -> dict[str, Tenso
                                 f"{form.header.engine} with its shape {tuple(value.shape)}")  # fmt: skip
         moved[key] = value
     return moved
+
+
+def _nearest(ranks: list[_Saved], form: Form) -> int:
+    """Return the first of the saved ranks whose shard has the middle of that of ``form``'s rank."""
+    (inside, shards), saved_shards = _inside(form.header), _inside(ranks[0].header)[1]
+    nearest = (2 * inside + 1) * saved_shards // (2 * shards)
+    return next(rank for rank, saved in enumerate(ranks) if _inside(saved.header)[0] == nearest)
 
 
 def _same_shard(ranks: list[_Saved], form: Form, kind: str) -> list[int]:

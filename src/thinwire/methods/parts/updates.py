@@ -3,12 +3,13 @@
 On rank n (on two levels: node n), for each compressed tensor, at step t:
 
     v_n = b2 v_n + (1-b2) g_n^2                                         this rank's own, nothing is sent
-    r   = .9 r + .1 sum_S (mean_n g_n)^2 / sum_S mean_n g_n^2           S: a few coordinates, the same on all ranks
+    r   = .9 r + .1 sum_S (mean_n g_n)^2 / sum_S mean_n g_n^2           S: a few coordinates, the same on all N
     u_n = lr g_n / (sqrt(r v_n / (1 - b2^t)) + eps)
     the method exchanges u_n, with its own error feedback:  c = what it makes of mean_n u_n
     w   = (1 - lr decay) w - c                                          at lr = 0: w = w, and c goes on waiting
 
-r is the average up to the step before, and 1 / sqrt(N) in the very first, half way from noise to equal gradients.
+r is the average up to the step before, and 1 / sqrt(N) in the very first, half way from noise to equal gradients. On
+two levels each shard measures its own.
 
 Why. With the residual in front of Adam, a value that has waited k steps arrives as k gradients at once. It is divided
 by a sqrt(v) that was measured from such sums meanwhile, so its scale is stale. And Adam's momentum adds a delay of nine
