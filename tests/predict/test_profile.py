@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +150,50 @@ def test_what_the_model_computes_again_is_counted_backward() -> None:
     profile = profile_of(meta(Checkpointed), inputs, torch.float64)
     assert [module.forward_flops for module in profile.modules] == [2 * WIDTH * WIDTH] * 6
     assert sum(module.backward_flops for module in profile.modules) == (6 * 4 + 3 * 2) * WIDTH * WIDTH
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+class Calling(nn.Module):
+    """Two layers; the second one is called through ``through``."""
+
+    def __init__(self, through: Callable[[Any], Any] = lambda call: call) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(2))
+        self.call = through(lambda module, x: module(x).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layers[1], self.layers[0](x))
+
+
+@pytest.mark.parametrize("how", ["model.compile()", "torch.compile(model)", "layer.compile()", "a function", "no"])
+def test_a_compiled_model_is_profiled_as_it_was_written_and_stays_compiled(how: str) -> None:
+    """Dynamo gives up for good what it meets under a counter of operations: Auto counts before its trials."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return lambda *inputs: graphs.append(how) or graph.forward(*inputs)  # type: ignore[func-returns-value]
+
+    compiled = functools.partial(torch.compile, backend=backend)
+    torch._dynamo.reset()
+    model: Any = Calling(compiled) if how == "a function" else Calling()
+    if how == "torch.compile(model)":
+        model = compiled(model)
+    for module in {"model.compile()": [model], "layer.compile()": model.layers}.get(how, []):
+        module.compile(backend=backend)
+
+    def count() -> int:
+        before = len(graphs)
+        model(torch.zeros(BATCH, WIDTH)).sum().backward()
+        return len(graphs) - before
+
+    before = count()
+    profile = profile_of(on_meta(model, set(), {}), (torch.zeros(BATCH, WIDTH, device="meta"),))
+    assert (before > 0, count()) == (how != "no", before)
+    assert profile == profile_of(meta(Calling), (torch.zeros(BATCH, WIDTH, device="meta"),))
 
 
 class Reader(nn.Linear):

@@ -140,11 +140,12 @@ def measure(auto: Auto, forecast: Forecast, comm: GroupComm) -> Cluster:
 
 
 def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> Any:
-    """Make a double of ``module`` without storage, hooks and engine.
+    """Make a double of ``module`` without storage, hooks, engine and compiled code.
 
     Args:
         sharded: gets the ids of the doubles of FSDP's modules. doubles: of tensors and modules, by id: some are shared.
     """
+    module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper
     if id(module) in doubles:
         return doubles[id(module)]
     kind: Any = type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
@@ -153,6 +154,8 @@ def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> An
         sharded.add(id(double))
     for name, value in vars(module).items():
         double.__dict__[name] = OrderedDict() if isinstance(value, OrderedDict) and "hooks" in name else value
+
+    double.__dict__.pop("_compiled_call_impl", None)  # of ``module.compile()``, which would call ``module`` itself
 
     def empty(tensor: torch.Tensor | None) -> Any:
         if tensor is not None and id(tensor) not in doubles:

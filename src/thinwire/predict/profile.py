@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,8 @@ class _Count(TorchFunctionMode):
             if name and module._parameters:  # the model itself begins with the first call
                 self._stack.callback(module.register_forward_pre_hook(self._begin(name)).remove)
                 self._stack.callback(module.register_forward_hook(self._await_gradient).remove)
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled; it would never again compile what it meets here
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.enter_context(self._flops)
         self._stack.enter_context(saved_tensors_hooks(self._keep, lambda tensor: tensor))
         return super().__enter__()
