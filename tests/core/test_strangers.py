@@ -354,6 +354,34 @@ def test_a_parameter_that_joins_the_model_is_refused_by_name(kind, world):
         assert not broken
 
 
+class Scaled(nn.Module):
+    def forward(self, weight):
+        return 1.0 * weight
+
+
+def _another_weight(rank, world, kind):
+    """After compress() a weight is set anew, or computed of one of another name."""
+    said = {}
+    for how in ("set anew", "parametrized") if kind == "ddp" else ("set anew",):
+        model = build(kind, world)
+        optimizer = made(torch.optim.AdamW, model)
+        wire = thinwire.compress(model, optimizer, "int8(smallest=100)")
+        head = next(module for name, module in model.named_modules() if name.endswith("head"))
+        if how == "parametrized":
+            nn.utils.parametrize.register_parametrization(head, "weight", Scaled())
+        else:
+            head.weight = nn.Parameter(head.weight.detach().clone())
+        said[how] = refusal(advance, model, optimizer, wire, rank, 0)
+        wire.close()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_a_weight_that_is_another_one_after_compress_is_named(kind, world):
+    for said in ranks.run(_another_weight, world, kind):
+        assert all("head.weight" in line and "another object now" in line for line in said.values()), said
+
+
 def _reset_where_nothing_waits(rank, world, resets):
     model = given("ddp", world, (16, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

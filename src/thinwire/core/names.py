@@ -14,6 +14,10 @@ LEFT_OUT = (
     "{name} is trained, but DDP or FSDP2 was told to leave it out, or another tensor has replaced its shard since: "
     "wrap the model without that (set and tie weights before), or freeze {name}"
 )
+REPLACED = (
+    "{name} is another object now than at compress(), or has another name (it was set anew, or parametrized): wrap the "
+    "model anew, and call compress() again"
+)
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 

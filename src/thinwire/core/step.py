@@ -444,7 +444,8 @@ class StepLoop:
     def _begin(self, optimizer: torch.optim.Optimizer) -> bool:
         """Agree with all ranks that take the step whether it counts, before any optimizer or state changes."""
         if self.engine.cut_short():  # no agreement: the other ranks may be waiting for this one in the exchange
-            raise ThinwireError(_MISSING.format(name=self.engine.missing() or "a parameter"))
+            missing = _MISSING.format(name=self.engine.missing() or "a parameter")
+            raise ThinwireError(self.parameter_watch.changed() or missing)
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, ())
         trouble = None if self.engine.void else self._trouble()
@@ -617,8 +618,8 @@ class StepLoop:
         has_gradients = any(gradient is not None for gradient in self.engine.gradients()) or self.engine.accumulated()
         if has_gradients and not self._exchanged and self.engine.exchanges:
             missing = self.engine.missing()
-            if (converted := self.parameter_watch.converted()) is not None:
-                return converted
+            if (changed := self.parameter_watch.changed()) is not None:
+                return changed
             return (
                 "optimizer.step() was called before gradients were exchanged, so each rank has its own: the last "
                 "backward pass of a step must not be inside no_sync() or accumulate(last=False)"

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
-from thinwire.core.names import bare_name
+from thinwire.core.names import REPLACED, bare_name, clean_name
 from thinwire.core.optimizers import makes_state, parameters, unwrapped
 from thinwire.core.run import Run
 
@@ -78,13 +78,16 @@ class ParameterWatch:
             reason = _LATE if id(weight) in self._thawed else _STRANGER
             raise ThinwireError(reason.format(kind=type(optimizer).__name__, name=known[id(weight)]))
 
-    def converted(self) -> str | None:
-        """Explain that a parameter is of another dtype or on another device than at compress(); DDP's hooks are on what
-        it was before. None: there is no such parameter."""
+    def changed(self) -> str | None:
+        """Explain that a parameter is of another dtype, on another device or another object than at compress(); DDP's
+        hooks are on what it was before. None: there is no such parameter."""
+        present = {id(weight): clean_name(name) for name, weight in self._model.named_parameters()}
         for name, weight in self._weights.items():
             former, now = self._kinds[name], _kind(weight)
             if now != former:
                 return f"{name} was {former} at compress() and is {now} now: convert the model before you wrap it"
+            if present.get(id(weight)) not in (name, f"module.{name}"):  # DDP's prefix
+                return REPLACED.format(name=name)
         return None
 
     def unserved(self) -> str | None:

@@ -20,7 +20,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Piece, Shard
 from thinwire.core.engine import Engine
 from thinwire.core.method import Method
-from thinwire.core.names import clean_name
+from thinwire.core.names import REPLACED, clean_name
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.step import StepLoop
 from thinwire.core.weights import EarlySender, Replica, agree
@@ -369,10 +369,7 @@ class GroupLink:
             if id(fsdp_param.sharded_param) in self.engine.parameters:
                 trained.append(piece)
             elif fsdp_param.sharded_param.requires_grad:
-                raise ThinwireError(
-                    f"{piece.name} was frozen when compress() was called, or is another object now "
-                    "(load_state_dict(assign=True)): unfreeze or load it before compress()"
-                )
+                raise ThinwireError(f"{piece.name} was frozen when compress() was called: unfreeze it before")
             else:
                 frozen.append(piece)
         return Shard(tuple(trained), tuple(frozen), sum(piece.numel for piece in pieces), dtype)
@@ -380,7 +377,13 @@ class GroupLink:
     def name(self, fsdp_param: Any) -> str:
         """Return the parameter's name in the user's model."""
         name = self.engine.names.get(id(fsdp_param.sharded_param))
-        return clean_name(fsdp_param._param_fqn) if name is None else name  # torch's name if the object was replaced
+        if name is None:  # torch has no name either for what was replaced before the first forward pass
+            owner, last = fsdp_param._module_info.module, fsdp_param._module_info.param_name
+            prefix = next(prefix for prefix, module in self.engine.model.named_modules() if module is owner)
+            name = clean_name(f"{prefix}.{last}").removeprefix(".")
+            if fsdp_param.sharded_param.requires_grad:
+                raise ThinwireError(REPLACED.format(name=name))
+        return name
 
     def verify(self, flat: Tensor, divisor: float = 1.0) -> tuple[Piece, ...]:
         """Return the pieces of ``flat``. For a set of parameters that is new, check where the values lie.
