@@ -126,19 +126,41 @@ def test_bytes_are_those_of_the_backend_that_carries_the_gradients():
 
 def _gathered_again(rank, world):
     again = []
-    for reshard in (True, False):
+    for reshard in (True, False, None):
         model = Decoder(PRESETS["tiny"])
         for block in (*model.blocks, model):
             fully_shard(block, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=reshard)
         training = Training(model, "fsdp2", [torch.optim.AdamW(model.parameters())], 800)
         trials = choices.Trials(Auto(print), training, print)
         trials.inputs = tuple(torch.zeros(2, 1, 16, dtype=torch.int64, device="meta"))
-        again.append([len(step.again) for step in Forecast(training, trials).record("dense").steps])
+        model(*torch.zeros(2, 1, 16, dtype=torch.int64))  # as a trial of dense has done
+        timeline = Forecast(training, trials).record("dense")
+        again.append((len(timeline.steps[0].again), timeline.memory.weights))
     return again
 
 
 def test_weights_that_stay_gathered_are_not_gathered_again():
-    assert ranks.run(_gathered_again, 2)[0] == [[1 + PRESETS["tiny"].layers], [0]]
+    """Those of the root stay by default, if the user does not say."""
+    (every, least), (none, most), (blocks, between) = ranks.run(_gathered_again, 2)[0]
+    assert (every, none, blocks) == (1 + PRESETS["tiny"].layers, 0, PRESETS["tiny"].layers)
+    assert least < between == most  # two blocks and the root are all
+
+
+def _broadcast(rank, world):
+    sent = []
+    for kept in (True, False):
+        model = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(64), broadcast_buffers=kept)
+        options = {"two_level": None, "intra": None}
+        training = Training.of(model, [torch.optim.AdamW(model.parameters())], 800, options)
+        trials = choices.Trials(Auto(print), training, print)
+        trials.inputs = (torch.zeros(8, 64, device="meta"),)
+        forward = Forecast(training, trials).record("dense").steps[0].forward
+        sent.append([message.nbytes for stretch in forward for message in stretch.messages])
+    return sent
+
+
+def test_buffers_that_stay_where_they_are_take_no_time():
+    assert ranks.run(_broadcast, 2)[0] == [[2 * 64 * 4 + 8], []]
 
 
 class _Reads(nn.Module):

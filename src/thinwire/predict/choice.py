@@ -172,6 +172,7 @@ class Training:
     Attributes:
         engine: "ddp", "fsdp2" or "hsdp". bucket_cap_mb: DDP's; None: as suits each method.
         steps: of the whole run, if known. two_level, intra: as for ``compress()``.
+        broadcast_buffers: DDP sends the module buffers before each forward pass.
     """
 
     model: nn.Module
@@ -181,6 +182,7 @@ class Training:
     two_level: bool | None = None
     intra: str | None = None
     bucket_cap_mb: float | None = None
+    broadcast_buffers: bool = True
 
     @classmethod
     def of(
@@ -189,7 +191,8 @@ class Training:
         """Describe the training of a wrapped ``model``. ``options``: of ``compress()``."""
         hops = options["two_level"], None if options["intra"] is None else str(options["intra"])
         if isinstance(model, DistributedDataParallel):
-            return cls(model.module, "ddp", optimizers, steps, *hops, model.bucket_bytes_cap / 2**20)
+            cap = model.bucket_bytes_cap / 2**20
+            return cls(model.module, "ddp", optimizers, steps, *hops, cap, model.broadcast_buffers)
         engine = "fsdp2" if len(FSDP2.process_groups(model)) == 1 else "hsdp"
         return cls(model, engine, optimizers, steps, *hops)
 

@@ -71,7 +71,8 @@ class Forecast:
         self.per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trials.comm.size)
         groups = [group for _, group in param_groups(training.model)] if training.engine != "ddp" else []
         self._gathers = policy_of(groups[0]).param_dtype if groups else None
-        self._reshards = any(group.post_forward_mesh_info is not None for group in groups)
+        frees = [group.post_forward_mesh_info is not None for group in groups]
+        self._reshards, self._keeps_root = any(frees), bool(frees) and not frees[0]  # by default the root's own stay
         self._sequences, profile = 1.0, _by_size(self.double)
         try:
             profile = profile_of(self.double, trials.inputs, self._gathers)
@@ -95,6 +96,7 @@ class Forecast:
             per_node=self.per_node, two_level=training.two_level, intra=training.intra,
             bucket_cap_mb=training.bucket_cap_mb, steps=training.steps or 10_000,
             wrap=lambda name, module: id(module) in self._sharded, gather_dtype=self._gathers, reshard=self._reshards,
+            keep_root=self._keeps_root, broadcast_buffers=training.broadcast_buffers,
             gloo=self._trials.network.reduce_scatter_is_all_reduce,
         )  # fmt: skip
 

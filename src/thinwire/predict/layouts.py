@@ -79,13 +79,14 @@ class Virtual:
         ]
         return Road(stages, self.way.levels), run
 
-    def memory(self, recording: Recording, states: int, reshards: bool) -> Memory:
+    def memory(self, recording: Recording, states: int, around: Surroundings) -> Memory:
         """Return this rank's bytes. Two modules are gathered at once, that which computes and the next one."""
         ranks, shards = 1 if self.layout.comm is None else self.layout.comm.size, self.layout.shards
-        gathered = sorted((ranks * shard.numel * shard.dtype.itemsize for shard in shards), reverse=True)
+        gathered = [ranks * shard.numel * shard.dtype.itemsize for shard in shards]  # the root's comes last
+        freed = gathered[: len(gathered) - around.keeps_root] if around.reshards else []
         reduced = max((4 * ranks * shard.numel for shard in shards), default=0)
         own_values = sum(map(math.prod, self.shapes.values()))
-        weights = self.held + sum(gathered[:2] if reshards else gathered)
+        weights = self.held + sum(sorted(freed)[-2:]) + sum(gathered[len(freed) :])
         return Memory(weights, 4.0 * own_values + reduced, 4.0 * states * recording.held, recording.method_peak)
 
     def notes(self) -> tuple[str, ...]:
@@ -162,8 +163,8 @@ def virtual_of(
 def timeline_of(
     model: nn.Module, method: Method | str, *, engine: str, nodes: int, per_node: int, two_level: bool | None = None,
     intra: Method | str | None = None, bucket_cap_mb: float | None = None, broadcast_buffers: bool = True,
-    gather_dtype: torch.dtype | None = None, reshard: bool = True, wrap: Wrap | None = None, steps: int = 10_000,
-    gloo: bool = False,
+    gather_dtype: torch.dtype | None = None, reshard: bool = True, keep_root: bool = False, wrap: Wrap | None = None,
+    steps: int = 10_000, gloo: bool = False,
 ) -> Timeline:  # fmt: skip
     """Record the steady state of ``method`` on ``model``, on ``nodes`` of ``per_node`` ranks each.
 
@@ -173,8 +174,8 @@ def timeline_of(
         bucket_cap_mb: of DDP's buckets; None: as suits the method, as in ``thinwire train``.
         broadcast_buffers: does DDP broadcast the module buffers before each forward pass?
         gather_dtype: of weights and gradients in computing, on sharded engines; None: that of the parameters.
-        reshard: gathered weights are freed after the forward pass. wrap: None: the members of the longest list of
-            modules are FSDP modules, and the root.
+        reshard: gathered weights are freed after the forward pass. keep_root: but for the root module's own.
+        wrap: None: the members of the longest list of modules are FSDP modules, and the root.
         gloo: the network is gloo's, whose reduce-scatter moves as many bytes as an all-reduce.
 
     Raises:
@@ -189,14 +190,14 @@ def timeline_of(
     stored, buffers = next(model.parameters()).dtype, model.buffers() if engine == "ddp" and broadcast_buffers else ()
     around = Surroundings(
         virtual.layout, road, per_node, virtual.comms, sum(buffer.nbytes for buffer in buffers),
-        reshards=reshard and engine != "ddp", stored=stored,
+        reshards=reshard and engine != "ddp", keeps_root=keep_root, stored=stored,
         computed=stored if gather_dtype is None or engine == "ddp" else gather_dtype,
     )  # fmt: skip
     recording = record(run, around)
     states = STATES.get(type(run.optimizers[0]).__name__, 2)
     return Timeline(
         str(method), nodes * per_node, per_node, {p.name: p.numel for p in run.parameters.values()},
-        recording.steps, virtual.memory(recording, states, around.reshards),
+        recording.steps, virtual.memory(recording, states, around),
         4.0 * (3 + 2 * states) * recording.stepped, virtual.notes(),
     )  # fmt: skip
 

@@ -128,7 +128,7 @@ class Surroundings:
     Attributes:
         per_node: ranks on a node of the job. guards: the groups on which ranks agree whether a step counts.
         broadcast: bytes of module buffers that rank 0 sends before each forward pass (DDP).
-        reshards: weights are gathered again in the backward pass.
+        reshards: weights are gathered again in the backward pass. keeps_root: but for the root module's.
         stored, computed: dtypes of this rank's weights, and of gradients before they go to the engine's buffers.
     """
 
@@ -138,6 +138,7 @@ class Surroundings:
     guards: Sequence[Comm]
     broadcast: int
     reshards: bool
+    keeps_root: bool
     stored: torch.dtype
     computed: torch.dtype
 
@@ -210,9 +211,10 @@ def record(run: Run, around: Surroundings) -> Recording:
             observer.forget()
             update, beside = (Stretch((), recorder.take(what).get((), ())) for what in ("update", "beside"))
             share = card.steady_steps.get(number, 0.0)
+            again = *(() if around.keeps_root else regathered[-1:]), *regathered[:-1]
             steps.append(RecordedStep(
                 share, (*around.buffers(), *reversed(forward)),
-                (*regathered[-1:], *regathered[:-1]) if around.reshards else (), gradients,
+                again if around.reshards else (), gradients,
                 update, beside, card.delay, tuple(reversed(regathered)),
             ))  # fmt: skip
             peak = max(peak, recorder.peak) if number >= card.steady else 0
