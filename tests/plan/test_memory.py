@@ -77,6 +77,28 @@ def test_the_plan_knows_what_every_method_holds(kind, world):
             assert (now > 0) == (name not in ("dense", "none")), name
 
 
+def beside_rounds(rank: int, world: int) -> list[tuple[bool, int]]:
+    """After each step: is a round under way, and the memory held."""
+    model = build("ddp", world, net=net)
+    optimizer = adamw(model)
+    method = resolve("local-steps(every=4,delay=2,start=0)")
+    wire = thinwire.compress(model, optimizer, method)
+    found = []
+    for step in range(14):
+        train(model, optimizer, rank, [step], wire)
+        found.append((wire.method._journey is not None, wire.memory_bytes()))
+    wire.close()
+    return found
+
+
+def test_a_round_under_way_is_held():
+    """From the second round on, with the outer momentum."""
+    values = sum(weight.numel() for weight in net().parameters())
+    for found in run(beside_rounds, 2):
+        under_way, others = ({nbytes for beside, nbytes in found[6:] if beside == flag} for flag in (True, False))
+        assert min(under_way) - max(others) == pytest.approx(4 * values, abs=2048), found
+
+
 def two_levels(rank: int, world: int) -> tuple[int, int]:
     model = build("ddp", world, net=net, bucket_cap_mb=0.2)
     optimizer = adamw(model)

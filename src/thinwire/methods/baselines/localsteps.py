@@ -84,12 +84,14 @@ class Averaged(NamedTuple):
 class Journey(NamedTuple):
     """The round ``number`` of a ``fragment``, under way on another thread over the group ``twin``.
 
-    ``norm``: of what this rank sends. ``mean``: a future. ``agree``: ``agree_inside`` of the step that sent it.
+    ``moved``: what this rank sends, of this ``norm``; the ``mean``, a future, takes its place. ``agree``:
+    ``agree_inside`` of the step that sent it.
     """
 
     fragment: Fragment
     number: int
     twin: Comm
+    moved: Tensor
     norm: Tensor
     mean: torch.futures.Future[Tensor]
     agree: Callable[..., bool]
@@ -482,7 +484,7 @@ class LocalSteps(Method):
         fragment.state.leave(OWN_KINDS, self._outer.card.offloaded_kinds)
         average = partial(fragment.average_and_agree, moved, norm, rounds, on_comm(exchange, twin))
         future = self._worker.submit(average, moved.device, last=False)
-        self._journey = Journey(fragment, rounds, twin, norm, future, step.agree_inside)
+        self._journey = Journey(fragment, rounds, twin, moved, norm, future, step.agree_inside)
 
     def _land(self, *, forget: bool = False) -> None:
         """Wait for the round under way, if any, and take its outer step, or ``forget`` what it brings. Collective."""
