@@ -586,7 +586,7 @@ class Wire:
             return
         weights, stepped = self._step_loop.weights, self._stepped
         stay = {name for name, weight in weights.items() if not (weight.requires_grad and name in stepped)}
-        with torch.no_grad():
+        with torch.no_grad(), self.ledger.aside():
             for name, change in self._means(functools.partial(Method.deliver, self.method)):
                 if name not in stay:
                     local(weights[name].detach()).sub_(change)
@@ -667,7 +667,7 @@ class Wire:
         self._step_loop.compare_start()
         self.method.finish()
         if self.method.card.alone(self._road.step):
-            with torch.no_grad(), self._step_loop.inside("wire.reset()"):
+            with torch.no_grad(), self.ledger.aside(), self._step_loop.inside("wire.reset()"):
                 self._meet("wire.reset()")
         drop_waiting(self.method)
         self._stage.flush_at, self._step_loop.in_a_row = None, 0
@@ -723,7 +723,8 @@ class Wire:
         """Return the report as a dict: steps, skipped, wire_bytes_per_step {link: B}, weight_bytes_per_step (of those,
         for weights), dense_bytes_per_step, encode_ms, ... (without the first two steps of more than four); memory_bytes
         held, memory_planned_bytes at the peak; lost
-        (name, step, norm): what waited on each replica that left."""
+        (name, step, norm): what waited on each replica that left. What is exchanged between two steps (evaluations,
+        checks, ``flush()``, ``hand_over()``, ``reset()``) is in none of these bytes."""
         memory = {"memory_bytes": self.memory_bytes(), "memory_planned_bytes": self.plan.memory_bytes}
         cut = {} if self._stage.bound is None else self._stage.bound.facts()
         lost = [] if self.turnover is None else [loss._asdict() for loss in self.turnover.losses.values()]

@@ -354,6 +354,36 @@ def test_a_parameter_that_joins_the_model_is_refused_by_name(kind, world):
         assert not broken
 
 
+def _bytes_of_steps(rank, world, kind):
+    """The steps of a run sent other bytes of gradients, because something was exchanged between two of them."""
+    warnings.simplefilter("ignore")
+    broken = []
+    for name in dealt(NAMES, kind):
+        if not runs(kind, name) or small(BY_NAME[name]).card.bytes_follow_data:
+            continue
+        expected = None
+        for call in ("", "flush", "hand_over", "reset"):
+            model, optimizer, wire = begun(kind, world, name)
+            sent = []
+            for step in range(STEPS):
+                if step == 6 and call and refusal(getattr(wire, call)):
+                    break  # it has nothing that could be delivered between steps
+                advance(model, optimizer, wire, rank, step)
+                last = wire.last_step()
+                sent.append(sum(last["wire_bytes_per_step"].values()) - last["weight_bytes_per_step"])
+            wire.close()
+            expected = expected or sent
+            if sent != expected[: len(sent)]:
+                broken.append(f"{name} on {kind}, {call}: {sent}, not {expected}")
+    return broken
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_what_is_exchanged_between_two_steps_is_no_steps(kind, world):
+    for broken in ranks.run(_bytes_of_steps, world, kind):
+        assert not broken, "\n".join(broken)
+
+
 class Scaled(nn.Module):
     def forward(self, weight):
         return 1.0 * weight
