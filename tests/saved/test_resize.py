@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import ranks
 import thinwire
@@ -317,8 +318,8 @@ METHODS = (
 )  # fmt: skip
 
 
-def start(spec: str, kind: str, world: int) -> tuple[Any, Any, Any]:
-    model = build(kind, world, net=shorter)
+def start(spec: str, kind: str, world: int, **options: Any) -> tuple[Any, Any, Any]:
+    model = build(kind, world, net=shorter, **options)
     make = thinwire.AdamS if spec.startswith("scape") else None
     optimizer = adamw(model) if make is None else make(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     return model, optimizer, thinwire.compress(model, optimizer, spec, steps=50)
@@ -459,3 +460,27 @@ def test_a_run_goes_on_with_other_ranks(before, after, specs):
         ranks.run(_save, before[1], before[0], chosen, folder)
         for wrong in ranks.run(_resized, after[1], after[0], before[0], chosen, folder):
             assert not wrong, "\n".join(wrong)
+
+
+def _reordered(rank: int, world: int, specs: list[str]) -> list[str]:
+    """The nodes of an HSDP mesh are made of other ranks: each goes on with the state of the rank that had its place."""
+    wrong, states = [], [None] * world
+    for spec in specs:
+        model, optimizer, wire = start(spec, "hsdp", world)
+        train(model, optimizer, rank, range(4), wire)
+        dist.all_gather_object(states, wire.state_dict())
+        wire.close()
+        mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("replicate", "shard"))
+        model, optimizer, wire = start(spec, "hsdp", world, mesh=mesh)
+        wire.load_state_dict({key: value for state in states for key, value in state.items()}, resize="redistribute")
+        former, now = entries(states[[0, 2, 1, 3][rank]]), entries(wire.state_dict())
+        unlike = [key for key, value in now.items() if key != "about" and not torch.equal(value, former[key])]
+        if unlike or not any(values.any() for values in waiting(wire).values()):
+            wrong.append(f"{spec}: {unlike}")
+        wire.close()
+    return wrong
+
+
+def test_on_a_mesh_of_other_order_each_rank_has_the_state_of_its_place():
+    for wrong in ranks.run(_reordered, 4, [spec for spec in METHODS if supported(spec, "hsdp")]):
+        assert not wrong, "\n".join(wrong)

@@ -34,11 +34,12 @@ def build(
     root: MixedPrecisionPolicy | None = None,
     prepare: Callable[[nn.Module], object] = lambda model: None,
     device: str = "cpu",
+    mesh: DeviceMesh | None = None,
     **options,
 ) -> nn.Module:
     """The same initial weights on every rank, wrapped for ``kind``: ddp, fsdp2, fsdp2-keep (no resharding), hsdp.
 
-    ``policy``: of all modules; ``root``: of the root module, if another.
+    ``policy``: of all modules; ``root``: of the root module, if another. ``mesh``: not the usual one.
     """
     torch.default_generator.manual_seed(0)  # torch.manual_seed seeds devices that are not there, which takes longer
     model = net() if device == "cpu" else net().to(device)
@@ -46,7 +47,7 @@ def build(
     if kind == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
     shape = {"hsdp": (2, world // 2), "hsdp-1": (world, 1)}.get(kind, (world,))
-    mesh = _mesh(dist.group.WORLD, device, shape)
+    mesh = mesh or _mesh(dist.group.WORLD, device, shape)
     options.setdefault("reshard_after_forward", kind != "fsdp2-keep")
     if policy is not None:
         options["mp_policy"] = policy

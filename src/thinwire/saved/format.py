@@ -307,12 +307,19 @@ def split(state: Iterable[str]) -> dict[tuple[int, int], dict[str, str]]:
 
 
 def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | None:
-    """Return the entries of ``header``'s rank in ``state``; None if other ranks or another engine saved it."""
-    own_keys = split(state).get((header.rank, header.ranks), {})
-    header_key = own_keys.get("about")
-    if header_key is None or header.unlike_place(Header.load(header_key, state[header_key])):
-        return None
-    return {key: state[key] for key in own_keys.values()}
+    """Return the entries in ``state`` of the rank that had the place of ``header``'s, by the keys of ``header``'s rank;
+    None if other ranks or another engine saved it.
+
+    It is the same rank, unless a mesh has the ranks in another order now.
+    """
+    owners, this_rank = split(state), (header.rank, header.ranks)
+    alone = header.nodes[0] * header.nodes[1] == header.ranks  # else ranks with other parts have the same place
+    others = [owner for owner in owners if alone and owner != this_rank and owner[1] == header.ranks]
+    for owner in [this_rank, *others] if this_rank in owners else []:
+        keys = owners[owner]
+        if "about" in keys and not header.unlike_place(Header.load(keys["about"], state[keys["about"]])):
+            return {f"{header.prefix}/{key}": state[full] for key, full in keys.items()}
+    return None
 
 
 def any_header(state: Mapping[str, Tensor]) -> Header | None:
