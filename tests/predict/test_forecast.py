@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import ranks
-from thinwire.base.errors import ThinwireWarning
+from engines import refusal
+from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.names import describe
 from thinwire.predict import choice as choices
 from thinwire.predict import forecast as forecasts
@@ -161,6 +162,24 @@ def _broadcast(rank, world):
 
 def test_buffers_that_stay_where_they_are_take_no_time():
     assert ranks.run(_broadcast, 2)[0] == [[2 * 64 * 4 + 8], []]
+
+
+def _no_prediction(rank, world):
+    def fit(*_):
+        raise ThinwireError("no such model")
+
+    forecasts.Forecast.fit = fit
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    optimizers, auto = [torch.optim.AdamW(model.parameters())], Auto(print, cluster="l40s-1g")
+    training = Training.of(model, optimizers, 8, {"two_level": None, "intra": None})
+    trials = choices.Trials(auto, training, print)
+    trials.inputs, trials.run = (torch.zeros(1, 4, device="meta"),), lambda method: 0.1
+    return refusal(forecasts.predictor, auto, training, trials, 0.2)
+
+
+def test_a_prediction_that_fails_on_rank_0_is_raised_on_all_ranks():
+    first, other = ranks.run(_no_prediction, 2)
+    assert (first, other) == ("no such model", f"rank 0 could not choose a method: ThinwireError: {first}")
 
 
 class _Reads(nn.Module):

@@ -20,6 +20,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
 from thinwire.methods import TABLE, Int8, names
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
+from thinwire.predict.forecast import by_size
 from thinwire.predict.profile import profile_of
 from thinwire.predict.simulate import SILENT, Job, at_rates, at_scale, bits, pays_below, seconds, simulate
 from thinwire.train.model.decoder import Decoder
@@ -35,6 +36,25 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     with torch.device("meta"):
         model, tokens = Decoder(PRESETS["net20m"]), torch.zeros(1, 64, dtype=torch.long)
     return Job("net20m", model, profile_of(model, (tokens, tokens)), read_cluster("l40s-1g"), "ddp", 4, 32)
+
+
+FROZEN = ("embedding", "blocks.0.", "blocks.1.attention", "blocks.", "")
+"""Beginnings of the names that are frozen: an embedding, a block, a part of one, a tower; "": all matrices."""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_a_model_of_which_parts_are_frozen_is_simulated(frozen: str, engine: str) -> None:
+    """Sharded engines gather what nobody trains."""
+    with torch.device("meta"):
+        model, tokens = Decoder(PRESETS["tiny"]), torch.zeros(1, 64, dtype=torch.long)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not (name.startswith(frozen) if frozen else weight.ndim > 1))
+    cluster = read_cluster("l40s-1g")
+    for profile in (profile_of(model, (tokens, tokens)), by_size(model)):
+        job = Job("tiny", model, profile, cluster, engine, 2 * cluster.per_node, 32)
+        outcomes = simulate(job, ["int8(smallest=0)"]).outcomes
+        assert len(outcomes) == 2 and all(0 < outcome.prediction.seconds < math.inf for outcome in outcomes)
 
 
 def certain(**changes: Constant) -> Cluster:

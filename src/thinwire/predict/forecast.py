@@ -50,8 +50,7 @@ def predictor(auto: Auto, training: Training, trials: Trials, dense: float) -> C
         silent = trials.run(SILENT) if training.engine == "ddp" else None
     forecast = Forecast(training, trials)
     cluster = None if auto.cluster else measure(auto, forecast, trials.network)
-    if trials.comm.rank == 0:
-        forecast.fit(cluster or read_cluster(str(auto.cluster)), silent, dense)
+    trials.from_rank_0(lambda: forecast.fit(cluster or read_cluster(str(auto.cluster)), silent, dense))
     return forecast
 
 
@@ -73,7 +72,7 @@ class Forecast:
         self._gathers = policy_of(groups[0]).param_dtype if groups else None
         frees = [group.post_forward_mesh_info is not None for group in groups]
         self._reshards, self._keeps_root = any(frees), bool(frees) and not frees[0]  # by default the root's own stay
-        self._sequences, profile = 1.0, _by_size(self.double)
+        self._sequences, profile = 1.0, by_size(self.double)
         try:
             profile = profile_of(self.double, trials.inputs, self._gathers)
         except ThinwireError as error:
@@ -175,13 +174,13 @@ def on_meta(module: nn.Module, sharded: set[int], doubles: dict[int, Any]) -> An
     return double
 
 
-def _by_size(model: nn.Module) -> ModelProfile:
+def by_size(model: nn.Module) -> ModelProfile:
     """Profile a model that cannot be run on the meta device: FLOPs in proportion to parameters."""
     modules = []
     for name, module in model.named_modules():
         owned = {f"{name}.{key}" if name else key: p for key, p in module._parameters.items() if p is not None}
-        if any(parameter.requires_grad for parameter in owned.values()):
+        if owned:
             numel = float(sum(parameter.numel() for parameter in owned.values()))
-            names = tuple(key for key, parameter in owned.items() if parameter.requires_grad)
-            modules.append(ModuleProfile(name, names, 2 * numel, 4 * numel, 0.0, 0.0))
+            trained = float(sum(parameter.numel() for parameter in owned.values() if parameter.requires_grad))
+            modules.append(ModuleProfile(name, tuple(owned), 2 * numel, 2 * numel + 2 * trained, 0.0, 0.0))
     return ModelProfile(tuple(modules), sum(p.numel() for p in model.parameters()))

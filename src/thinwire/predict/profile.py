@@ -37,7 +37,7 @@ class ModuleProfile:
     """A call of a module that owns parameters, with all that is computed until the next call of such a module.
 
     Attributes:
-        parameters: their names in the model.
+        parameters: their names in the model, frozen ones among them: sharded engines gather those, too.
         forward_flops, backward_flops: per sequence; an addition and a multiplication are two.
         input_bytes: of its input, per sequence. activation_bytes: kept from its forward to its backward pass.
     """
@@ -107,7 +107,7 @@ def profile_of(model: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | 
             raise ThinwireError(
                 f"cannot profile {name} on the meta device (it must not read values): {reason}"
             ) from None
-    parameters = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {id(p): name for name, p in model.named_parameters()}
     return ModelProfile(
         tuple(count.profiles(parameters, sequences)),
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
