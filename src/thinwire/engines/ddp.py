@@ -100,6 +100,7 @@ class DDP(Engine):
         self.model = model
         self._check(model, method)
         meet()
+        self._check_reducer(model)
         # Our own group: the worker's collectives must not mix with DDP's (buffer broadcasts) on one group.
         comm = GroupComm(model.process_group, ledger, device=next(model.parameters()).device).twin()
         self.comms = [comm]
@@ -138,13 +139,6 @@ class DDP(Engine):
         for name, weight in model.module.named_parameters():
             if weight.requires_grad and name in model.parameters_to_ignore:
                 raise ThinwireError(LEFT_OUT.format(name=name))
-        exchanged = model._get_ddp_logging_data().get("num_parameter_tensors")
-        trained = sum(weight.requires_grad for weight in model.module.parameters())
-        if exchanged not in (None, trained):
-            raise ThinwireError(
-                f"{trained} parameters are trained, and DDP exchanges {exchanged}: freeze, unfreeze and add parameters "
-                "before DDP wraps the model"
-            )
         if model.mixed_precision is not None:
             raise ThinwireError(
                 "DDP(mixed_precision=...) uses the communication hook that Thinwire needs: use torch.autocast, or a "
@@ -167,6 +161,17 @@ class DDP(Engine):
         if torch._dynamo.config.optimize_ddp == "python_reducer":
             raise ThinwireError(
                 "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets: set it to True"
+            )
+
+    @staticmethod
+    def _check_reducer(model: DistributedDataParallel) -> None:
+        """Refuse a model of which parameters were frozen, unfrozen or added after DDP wrapped it, as on all ranks."""
+        exchanged = model._get_ddp_logging_data().get("num_parameter_tensors")
+        trained = sum(weight.requires_grad for weight in model.module.parameters())
+        if exchanged not in (None, trained):
+            raise ThinwireError(
+                f"{trained} parameters are trained, and DDP exchanges {exchanged}: freeze, unfreeze and add parameters "
+                "before DDP wraps the model"
             )
 
     def attach(self, step_loop: StepLoop, road: Road) -> None:
