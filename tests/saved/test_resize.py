@@ -246,16 +246,16 @@ def test_each_shard_keeps_its_own_measures_on_another_number_of_nodes(cls, where
     here.train()
     there.load(here.saved())
 
-    def common(rank: Rank) -> dict[str, Tensor]:
+    def measures(rank: Rank) -> dict[str, Tensor]:
         values = dump_state(rank.method.state)
         return {key: of for key, of in values.items() if key.startswith(("=alike/", "=q/"))}
 
-    pairs = [common(rank) for rank in here.ranks[:2]]
+    pairs = [measures(rank) for rank in here.ranks[:2]]
     assert pairs[0] and all(not torch.equal(of, pairs[1][key]) for key, of in pairs[0].items())
     for values in pairs:
         move_moments(values, (2, 2), (2, 3))
     for number, rank in enumerate(there.ranks):
-        moved = common(rank)
+        moved = measures(rank)
         assert moved and all(torch.equal(of, pairs[number % 2][key]) for key, of in moved.items()), number
 
 

@@ -313,7 +313,7 @@ def own_of(state: Mapping[str, Tensor], header: Header) -> dict[str, Tensor] | N
     It is the same rank, unless a mesh has the ranks in another order now.
     """
     owners, this_rank = split(state), (header.rank, header.ranks)
-    alone = header.nodes[0] * header.nodes[1] == header.ranks  # else ranks with other parts have the same place
+    alone = math.prod(header.nodes) == header.ranks  # else ranks with other parts have the same place
     others = [owner for owner in owners if alone and owner != this_rank and owner[1] == header.ranks]
     for owner in [this_rank, *others] if this_rank in owners else []:
         keys = owners[owner]

@@ -94,7 +94,7 @@ def _read(state: Mapping[str, Tensor], form: Form, *, alone: bool) -> list[_Save
         unlike = form.header.unlike_run(header)
         if unlike:
             raise ThinwireError(f"the state does not fit this run: {unlike}")
-        if math.prod(rows for _, rows, _ in header.hops) != header.ranks:
+        if math.prod(header.nodes) != header.ranks:
             raise ThinwireError("resize is for data parallelism alone, not beside tensor or pipeline parallelism")
         if header.across:
             raise ThinwireError(f"resize: {header.across[0]} is not sharded along its first dimension, as it must be")
@@ -230,7 +230,7 @@ def _is_served(header: Header, rows: int, one_row: bool) -> bool:
 def _length(header: Header, name: str) -> int:
     """Count the parameter's values in all shards or rows, padding included."""
     _, ranks, owner = header.hops[-1]
-    return header.parameters[name][1] * _inside(header)[1] * (ranks if owner else 1)
+    return header.parameters[name][1] * header.nodes[0] * (ranks if owner else 1)
 
 
 def _inside(header: Header) -> tuple[int, int]:
