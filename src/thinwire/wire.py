@@ -348,21 +348,23 @@ def _weights(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dic
     return weights
 
 
-def _hook_on_all_optimizers(step_loop: StepLoop) -> RemovableHandle:
-    """Show ``step_loop`` every optimizer of this process that is about to step.
+_step_loops: weakref.WeakSet[StepLoop] = weakref.WeakSet()  # of all wires of this process
 
-    torch's hook lives as long as the process. It must not keep the model alive, and is removed with it.
+
+@torch._disable_dynamo
+def _show_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    for step_loop in list(_step_loops):
+        step_loop.stranger(optimizer)
+
+
+@functools.cache
+def _hook_on_all_optimizers() -> None:
+    """Show every optimizer of this process that is about to step to all wires.
+
+    Once, for good: torch walks through its hooks while they run, and a hook that went away with its wire, whenever that
+    is collected, would end the step of another model.
     """
-    reference = weakref.ref(step_loop)
-
-    @torch._disable_dynamo
-    def check_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        if (alive := reference()) is not None:
-            alive.stranger(optimizer)
-
-    handle = register_optimizer_step_pre_hook(check_optimizer)
-    weakref.finalize(step_loop, handle.remove)
-    return handle
+    register_optimizer_step_pre_hook(_show_optimizer)
 
 
 _BESIDE = (
@@ -444,7 +446,8 @@ class Wire:
                 optimizer.register_load_state_dict_post_hook(self._step_loop.weight_watch.optimizer_was_loaded),
                 optimizer.register_state_dict_post_hook(self._add_moments),
             ]
-        self._hooks.append(_hook_on_all_optimizers(self._step_loop))
+        _hook_on_all_optimizers()
+        _step_loops.add(self._step_loop)
         self.engine.attach(self._step_loop, self._road)
 
     @property
@@ -488,14 +491,17 @@ class Wire:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients down to ``max_norm``, on any engine. Returns the norm before, 0-dim.
 
-        If a gradient is not finite, neither is the norm, and the guard skips the step. Gradients that a method has
-        already turned into steps of the weights (feedback="updates") are not scaled, since those steps do not depend on
-        their size. They do count in the norm, so that ``max_norm`` means what it means without a method: with r the
-        share of the ranks' gradients that they have in common, r mean_n |g_n|^2 stands for |mean_n g_n|^2.
+        If a gradient is not finite, or ``max_norm`` NaN, the guard skips the step. Gradients that became steps of the
+        weights already (feedback="updates") are not scaled, since those steps do not depend on their size.
+        They do count in the norm, so that ``max_norm`` means what it means without a method: with r the share of the
+        ranks' gradients that they have in common, r mean_n |g_n|^2 stands for |mean_n g_n|^2.
 
         Raises:
-            ThinwireError: ``norm_type`` is not 2 and some gradients are steps already: their 2-norm alone is known.
+            ThinwireError: ``max_norm`` is negative, or ``norm_type`` is not 2 and some gradients are steps already:
+                their 2-norm alone is known.
         """
+        if max_norm < 0:
+            raise ThinwireError(f"max_norm must be 0 or more, got {max_norm}: gradients would be turned round")
         self._step_loop.exchange()
         if self.turnover is not None:
             self.turnover.note_clip(max_norm, norm_type)
@@ -531,7 +537,7 @@ class Wire:
             with torch.no_grad():
                 torch._foreach_mul_([p.grad for p in weights if p.grad is not None], factor)  # type: ignore[arg-type]
         self._step_loop.gradient_watch.note()  # which may share memory, and its count, with what was clipped
-        self._step_loop.norm = None if steps else norm  # of all that the optimizers will see, or of none
+        self._step_loop.clip = None if steps else (norm, factor)  # of all that the optimizers will see, or of none
         self._step_loop.clip_factor = factor.float() if former is None else former * factor
         return norm
 

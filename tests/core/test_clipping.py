@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 import ranks
 import thinwire
 from breadth import dealt
-from engines import build, refusal
+from engines import build, made, refusal, same_on_all_ranks
 from models import flat, loss_of
+from thinwire.methods import resolve
 from thinwire.optim import AdamS
 from user_programs import METHODS, ONLY
 
@@ -94,3 +97,37 @@ def test_a_clipped_run_does_not_feel_the_size_of_the_loss(place):
     for found in ranks.run(_drifts, 2, place, sorted(methods)):
         assert len(found) > 1
         assert all(drift < 0.4 for drifts in found.values() for drift in drifts), found
+
+
+def _without_limit(rank, world, kind, methods):
+    """What is wrong after a step that rank 1 clips at NaN, as an adaptive limit does after a bad batch."""
+    wrong: dict[str, list[str]] = {}
+    for method in methods:
+        name = method.split("(")[0]
+        model = build(kind, world)
+        optimizer = made(type(resolve(method)).OPTIMIZER, model)
+        wire = thinwire.compress(model, optimizer, method, steps=STEPS)
+        alone, said = name in ("none", "local-steps"), wrong.setdefault(method, [])
+        skips = not alone or rank == 1 or (kind == "hsdp" and rank == 0)  # ranks of a node skip together
+        said += ["a negative limit is taken"] * ("max_norm" not in refusal(wire.clip_grad_norm_, -1.0))
+        for step in range(3):
+            loss_of(model, step, rank).backward()
+            wire.clip_grad_norm_(math.nan if step == 1 and rank == 1 else 1.0)
+            before = flat(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = not torch.equal(flat(model), before)
+            said += [f"step {step} moved {moved}"] * (moved == (step == 1) and not alone)
+        said += ["weights are not finite"] * (not flat(model).isfinite().all())
+        said += [f"{wire.skipped} steps are skipped"] * (wire.skipped != skips)
+        said += ["ranks drift apart"] * (not alone and not same_on_all_ranks(model))
+        wire.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_a_limit_of_nan_skips_the_step(kind, world):
+    methods = dealt(sorted({*METHODS, "none", "dense"}), kind)
+    methods = [method for method in methods if kind in resolve(method).engines]
+    for wrong in ranks.run(_without_limit, world, kind, methods):
+        assert len(wrong) > 3 and not any(wrong.values()), wrong

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ranks
 import thinwire
@@ -1122,3 +1123,20 @@ def test_a_layer_that_begins_anew_is_warned_of_once(kind, world):
         assert said
         for name, told in said.items():
             assert told == {"little": 0, "reset": 0, "back": 0, "decay": 0, "anew": 1, "again": 0}, (name, told)
+
+
+def _hooks_on_all(rank, world):
+    """torch's hooks on all optimizers, as wires come, are closed and are forgotten."""
+    seen = []
+    for name in NAMES[:3]:
+        wire = begun("ddp", world, name)[2]
+        seen.append(list(_global_optimizer_pre_hooks))
+        wire.close()
+        seen.append(list(_global_optimizer_pre_hooks))
+    return seen
+
+
+def test_hooks_on_all_optimizers_do_not_change_once_they_are_there():
+    """torch walks through them while an optimizer steps: of another model, too, while this one's wire is collected."""
+    for seen in ranks.run(_hooks_on_all, 2):
+        assert len(seen[0]) == 1 and seen == [seen[0]] * len(seen)

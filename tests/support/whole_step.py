@@ -75,23 +75,24 @@ class WholePlayback(Playback):
             self._clipped = True
             for name, weight in self.weights.items():
                 weight.grad = self.gradients[name]
-            norm = self._clip()
-            guard.observe_all(self.gradients.values() if norm is None else [norm])
+            clip = self._clip()
+            guard.observe_all(self.gradients.values() if clip is None else clip)
         for stage in self._road.stages[:-1]:  # in a run they share one guard
             guard._residues += stage.guard._residues
             stage.guard.forget()
         guard.agree(self._device, comms=[self._comm(comm) for comm in comms])
 
-    def _clip(self) -> Tensor | None:
-        """Clip what is no step; return the norm, if it is that of all gradients."""
+    def _clip(self) -> tuple[Tensor, Tensor] | None:
+        """Clip what is no step; return norm and factor, if they are of all gradients."""
         step_maker = self.method.card.step_maker
         steps, power = ((), None) if step_maker is None else (set(step_maker.names), step_maker.power())
         clipped = [weight for name, weight in self.weights.items() if name not in steps]
         norms = [get_total_norm([weight.grad for weight in clipped if weight.grad is not None])] if clipped else []
         norms += [] if power is None else [power.sqrt()]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        torch._foreach_mul_([weight.grad for weight in clipped], (CLIP / (norm + 1e-6)).clamp(max=1.0))
-        return None if steps else norm
+        factor = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([weight.grad for weight in clipped], factor)
+        return None if steps else (norm, factor)
 
     def own_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()

@@ -90,7 +90,7 @@ class StepLoop:
         # Elastic replicas may be lost in a comparison, and one that joins gets the weights of the others.
         fixed = isinstance(comm, GroupComm) and not comm.elastic
         self._replica_check = ReplicaCheck(engine, road, self.weights, every) if fixed else None
-        self.norm: Tensor | None = None
+        self.clip: tuple[Tensor, Tensor] | None = None  # norm and factor of the last one, if of all gradients
         self.clip_factor: Tensor | None = None
         self.closed = self.ended = self.step_was_skipped = False
         self._hooks: dict[torch.optim.Optimizer, int] = {}  # ``before``'s numbers among the optimizers' own
@@ -177,7 +177,7 @@ class StepLoop:
                 at_end = torch.autograd.Variable._execution_engine.queue_callback
                 at_end(lambda: at_end(self.gradient_watch.note))  # behind the engine's own last callback
         self._waiting.clear()
-        self.norm = self.clip_factor = None
+        self.clip = self.clip_factor = None
         self._exchanged.update(dict.fromkeys(names))
         for name in names if self._own else ():
             self._own.pop(name, None)
@@ -449,7 +449,7 @@ class StepLoop:
         if self._replica_check is not None:
             self._replica_check.look_at_names(self.number, ())
         trouble = None if self.engine.void else self._trouble()
-        self.guard.observe_all(self.engine.gradients() if self.norm is None else [self.norm])
+        self.guard.observe_all(self.engine.gradients() if self.clip is None else self.clip)
         with self.inside("optimizer.step()"):
             finite, somewhere = self.engine.agree(self.guard, self._device, trouble is not None, self._deciding)
         if somewhere:
@@ -603,7 +603,7 @@ class StepLoop:
         self._exchanged.clear()
         self._own.clear()
         self._waiting.clear()
-        self._open = self._part = self.norm = self.clip_factor = None
+        self._open = self._part = self.clip = self.clip_factor = None
         self.gradient_watch.step_is_over()
         self.scaler_watch.step_is_over()
         self.engine.end_step()
