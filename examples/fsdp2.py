@@ -20,7 +20,8 @@ def main(method: str = "int8") -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    # Shard inside the node and replicate across nodes (HSDP)? init_device_mesh(device.type, (nodes, ranks_per_node)).
+    # Shard inside the node and replicate across nodes (HSDP)?
+    # init_device_mesh(device.type, (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(0)
     layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY)]
