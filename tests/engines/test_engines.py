@@ -66,11 +66,10 @@ def _methods(rank, world, kind):
         wire = thinwire.compress(model, optimizer, method)
         losses = train(model, optimizer, rank, range(8), wire)
         stats = stats_of(wire)
-        gathers = stats["weight_bytes_per_step"]
         found[method] = {
             "apart": max(abs(a - b) for a, b in zip(losses, reference, strict=True)),
             "equal": same_on_all_ranks(model),
-            "surprise": sum(stats["wire_bytes_per_step"].values()) - gathers - wire.plan.wire_bytes,
+            "surprise": sum(stats["wire_bytes_per_step"].values()) - wire.plan.wire_bytes - wire.plan.weight_bytes,
             "share": wire.plan.wire_bytes / wire.plan.dense_bytes,
             "exposed": stats["exposed_ms"],
         }
@@ -250,7 +249,7 @@ def _unlike_policies(rank, world, kind):
     alike = [cls for cls, card in cards if card.steady == 0 and len(card.cycle) == 1]
     cases = itertools.product(alike, ((default, wide), (wide, narrow), (narrow, MixedPrecisionPolicy())))
     for cls, (blocks, root) in dealt(cases, kind, ("fsdp2", "hsdp", "")):
-        model = build(kind, world, policy=blocks, root=root, reshard_after_forward=False)
+        model = build(kind, world, policy=blocks, root=root, reshard_after_forward=None)
         optimizer = made(cls.OPTIMIZER, model)
         wire = thinwire.compress(model, optimizer, small(cls), steps=60)
         handed = {}
@@ -265,7 +264,7 @@ def _unlike_policies(rank, world, kind):
             train(model, optimizer, rank, [1, 2], wire)
         plan, layout, stats = wire.plan, wire.engine.layout(), wire.ledger.stats()
         laid = {p.name: dtype for pieces, dtype in zip(layout.buffers, layout.dtypes, strict=True) for p in pieces}
-        sent = sum(stats["wire_bytes_per_step"].values()) - stats["weight_bytes_per_step"]
+        sent = sum(stats["wire_bytes_per_step"].values()) - plan.weight_bytes
         more = sent - plan.wire_bytes, stats["dense_bytes_per_step"] - plan.dense_weight_bytes - plan.dense_bytes
         dtypes = 1 if blocks is default and hasattr(FSDPParam, "unsharded_grad_dtype") else 2
         found.append((cls.name, *more, laid == handed, len({*laid.values()}) == dtypes))

@@ -421,12 +421,13 @@ def _halves(rank, world):
             optimizer = _optimizer(method, model)
             wire = thinwire.compress(model, optimizer, method)
             losses.append(train(model, optimizer, rank, range(4), wire))
+            assert wire.ledger.last.weight_bytes == wire.plan.weight_bytes, (method, reshard)
             wire.close()
         found[method] = losses
     return found
 
 
-def test_resharding_to_fewer_ranks_changes_nothing():
+def test_resharding_to_fewer_ranks_changes_nothing_but_the_planned_bytes():
     for found in ranks.run(_halves, 4):
         for method, (whole, halves) in found.items():
             assert whole == halves, method

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -11,13 +13,14 @@ from launches import LaunchWatch
 from thinwire.core.bucket import Layout, Piece, Shard
 from thinwire.core.exchange import AllReduce, Exchange, ReduceScatter
 from thinwire.core.method import Parameter
+from thinwire.engines import ddp
 from thinwire.methods import TABLE, Method, resolve
 from thinwire.network.comm import CountingComm
 from thinwire.network.ledger import Ledger
 from thinwire.ops import quant
 from thinwire.plan.doubles import Watch, optimizer_like, step_once
 from thinwire.plan.dry_run import DryRun, compile_kernels, dry_run, separate_buffers, stand_in_run
-from thinwire.plan.plan import plan_of, road_of
+from thinwire.plan.plan import MB, Plan, plan_of, road_of
 from thinwire.proof.ranks import parameters_for
 
 SHAPES = {"a": (512, 256), "b": (384, 512), "c": (64,)}
@@ -98,8 +101,21 @@ def test_buckets_are_as_small_as_messages_allow():
     assert small.bucket_cap_mb == 0.1  # 0 would be a bucket for each tensor
     large = parameters_for(exchange, {"a": (16384, 16384)})
     plan = plan_of(resolve("int8"), large.values(), exchange)
-    assert plan.bucket_cap_mb == 25 and "bucket_cap_mb" not in str(plan)  # torch's own
-    assert "begin earlier: DistributedDataParallel(model, bucket_cap_mb=0.1)" in str(small)
+    assert plan.bucket_cap_mb == 25  # torch's own
+
+
+def test_smaller_buckets_are_advised_only_where_they_split_one():
+    """DDP closes a bucket once it has as many bytes, so each holds up to one tensor more."""
+    exchange = exchange_of("ddp", 2)
+    method, net = resolve("int8(smallest=0)"), parameters_for(exchange, dict.fromkeys("abcdefgh", (256, 512))).values()
+    run, road = stand_in_run(method, net, exchange), road_of(method, net, exchange)
+    weights = [torch.empty(parameter.shape) for parameter in net]
+    described = {id(weight): parameter for weight, parameter in zip(weights, net, strict=True)}
+    advised, line = [], "begin earlier: DistributedDataParallel(model, bucket_cap_mb=1.8)"
+    for cap in (None, 4, 2, 1.8, 0.5):  # in megabytes; each tensor has half of one
+        buckets = functools.partial(ddp.buckets, weights, described, cap and int(cap * MB))
+        advised.append(line in str(Plan(road, run, layout=buckets)))
+    assert advised == [True, True, False, False, False]
 
 
 def test_links_and_collectives_of_int8():

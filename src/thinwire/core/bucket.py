@@ -147,6 +147,7 @@ class Layout:
     Attributes:
         buffers: the places of the parameters in each flat buffer of a backward pass, in order. dtypes: of the buffers.
         shards: one for each sharded module. comm: the ranks that the weights are sharded over.
+        regathers: for each shard, among how many of them the backward pass gathers it again; 0: it stays gathered.
         held: bytes of buffers that the engine keeps because of us, beyond what the method keeps.
     """
 
@@ -155,6 +156,7 @@ class Layout:
     shards: Sequence[Shard] = ()
     comm: Comm | None = None
     held: int = 0
+    regathers: Sequence[int] = ()
 
 
 class Bucket:

@@ -242,17 +242,21 @@ class FSDP2(ShardedEngine):
 
     def layout(self) -> Layout:
         """Return a buffer and a shard per FSDP module, the last module first, as if every parameter had a gradient."""
-        buffers, dtypes, shards = [], [], []
-        for link in reversed(self.links):
+        buffers, dtypes, shards, regathers = [], [], [], []
+        root = self.model._get_fsdp_state()
+        for (module, group), link in zip(reversed(self.groups), reversed(self.links), strict=True):
             params = link.in_order()
             if trained := [param for param in params if id(param.sharded_param) in self.parameters]:
                 buffers.append(link.pieces_of(trained))
                 dtypes.append(self.parameters[id(trained[0].sharded_param)].dtype)
             dtype = policy_of(link.group).param_dtype or params[0].sharded_param.dtype
             shards.append(link.shard(dtype))
+            stays = root._auto_reshard_after_forward and module._get_fsdp_state() is root  # from its first pass on
+            regathers.append(0 if stays else getattr(group.post_forward_mesh_info, "shard_mesh_size", 0))
         sizes = [sum(of.numel for of in pieces) * dtype.itemsize for pieces, dtype in zip(buffers, dtypes, strict=True)]
         held = (self._inputs - 1) * max(sizes, default=0)
-        return Layout(buffers, dtypes, shards, self.comm(self.groups[0][1].mesh_info.shard_process_group), held)
+        comm = self.comm(self.groups[0][1].mesh_info.shard_process_group)
+        return Layout(buffers, dtypes, shards, comm, held, regathers)
 
     @property
     def _inputs(self) -> int:

@@ -59,7 +59,8 @@ class DryRun:
     Attributes:
         sent: bytes by link ("inter", "intra") of gradients and what goes with them (masks, the guard's flag).
         parameters: the same bytes by parameter; bytes of no single parameter are divided by size.
-        weights: bytes sent for one gathering of the weights, if the engine shards them. Exact with a ``watch`` only.
+        weights: bytes sent to gather the weights in a forward and a backward pass, if the engine shards them. Exact
+            with a ``watch`` only.
         collectives: calls by kind, without calls for the weights.
         memory: None without a ``watch``.
     """
@@ -95,6 +96,7 @@ def dry_run(
         first = range(min(card.steady, 3) if watch is not None else 0)  # in which a warm-up sends most
         for number in sorted({*first, *steps_of(card, watched=watch is not None)}):
             play.gather(number)
+            play.gather_again(number)
             ledger.current = gradients = Account()
             sent_by_parameter = Counter[str](play.exchange(number))  # type: ignore[arg-type]
             _add(sent_by_parameter, play.end_pass(), 1.0)
@@ -335,6 +337,16 @@ class Playback:
             self.sender.asks(replica, functools.partial(self._send, replica, out))
             replica.gather(out, number)
             self.sender.go_on()
+
+    def gather_again(self, number: int) -> None:
+        """Gather the weights that a backward pass gathers; those among fewer ranks travel whole."""
+        for (replica, out), ranks in zip(self._gathers, self._layout.regathers, strict=False):
+            if ranks == replica.comm.size:
+                replica.gather(out, number)
+            elif ranks:
+                first, comm = replica.comm.rank // ranks * ranks, replica.comm
+                fewer = CountingComm(comm.rank - first, comm.nodes[first : first + ranks], self.ledger)
+                fewer.all_gather(out, out[: out.numel() // ranks])
 
     def mark(self, what: str, names: Sequence[str]) -> None:
         """Called before what follows is done: "weights" of a module, a buffer of "gradients"."""

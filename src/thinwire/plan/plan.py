@@ -68,8 +68,9 @@ class Plan:
     Attributes:
         wire_bytes: bytes sent per step and rank, for gradients and what goes with them.
         dense_bytes: the same for the engine's own dense exchange.
-        weight_bytes: bytes sent per rank for one gathering of the weights, if the engine shards them.
-        dense_weight_bytes: the same for the engine's own gathering.
+        weight_bytes: bytes sent per step and rank to gather the weights, if the engine shards them, with one
+            micro-batch in a step.
+        dense_weight_bytes: the same for the engine's own gathers.
         compressed: share of the trained values that the method compresses, 0 to 1; None for dense, fp32 and none. On
             HSDP with such a method across nodes: the share that the method inside the node compresses.
         measured: one line on the loss of the nearest measured runs, if any; "" if nothing is compressed.
@@ -141,6 +142,15 @@ class Plan:
         minimum = MIN_SENT * gradients / self.wire_bytes if self.wire_bytes else math.inf
         return max(round(min(max(gradients / BUCKETS, minimum) / MB, MAX_MB), 1), 0.1)
 
+    @property
+    def _splits(self) -> bool:
+        """Whether ``bucket_cap_mb`` would split a bucket of DDP's: torch closes one once it has as many bytes."""
+        if self.bucket_cap_mb is None or self._layout is None:
+            return False
+        layout, cap = self._layout(), self.bucket_cap_mb * MB
+        sizes = (sum(piece.numel for piece in pieces[:-1]) for pieces in layout.buffers)
+        return any(size * dtype.itemsize >= cap for size, dtype in zip(sizes, layout.dtypes, strict=True))
+
     @functools.cached_property
     def weight_bytes(self) -> float:
         if self._layout is None:
@@ -152,7 +162,11 @@ class Plan:
         layout = None if self._layout is None else self._layout()
         if layout is None or layout.comm is None:
             return 0.0
-        return sum((layout.comm.size - 1) * numel * dtype.itemsize for _, _, numel, dtype in layout.shards)
+        size = layout.comm.size
+        return sum(
+            (size - 1 + (size - size / ranks if ranks else 0)) * shard.numel * shard.dtype.itemsize
+            for shard, ranks in zip(layout.shards, layout.regathers, strict=True)
+        )
 
     @functools.cached_property
     def dry_run(self) -> DryRun:
@@ -272,10 +286,10 @@ class Plan:
         """Yield the lines below the table; None or "" for no line."""
         share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
         totals = f"{human(self.wire_bytes)} of {human(self.dense_bytes)} ({share:.1%}) for gradients"
-        if self.weight_bytes < self.dense_weight_bytes:
+        if self.dense_weight_bytes:
             weights, dense_weights = human(self.weight_bytes), human(self.dense_weight_bytes)
             share = self.weight_bytes / self.dense_weight_bytes
-            totals += f", {weights} of {dense_weights} ({share:.1%}) to gather the weights"
+            totals += f", {weights} of {dense_weights} ({share:.1%}) to gather weights, with one micro-batch"
         if self.compressed is not None and self._little is None:
             totals += f"; {self.compressed:.1%} of the values compressed"
         if self.memory_bytes is not None:
@@ -283,7 +297,7 @@ class Plan:
         yield totals
         yield self.lost
         yield self.measured
-        if self.bucket_cap_mb is not None and self.bucket_cap_mb < MAX_MB:
+        if self._splits:
             cap = f"DistributedDataParallel(model, bucket_cap_mb={self.bucket_cap_mb:g})"
             yield f"smaller buckets let the exchange begin earlier: {cap}"
         yield self._grows
