@@ -126,7 +126,8 @@ def test_dense_stays_on_a_fast_link(tmp_path, text):
 def test_where_no_method_can_be_taken_nothing_is_tried(tmp_path, text):
     words = [word for word in COMMON if word not in ("--max-loss", "any")]  # six steps are like no measured run
     (_, said, tried), _ = train(*words, "--corpus", str(text), "--method", "auto", "--out", f"{tmp_path}/run")
-    assert not tried and "dense: no method can be taken" in said
+    assert not tried and "dense: no method can be taken: its loss was not measured in runs of this length" in said
+    assert "--max-loss any" in said
     choice = json.loads((tmp_path / "run/summary.json").read_text())["choice"]
     assert choice["method"] == "dense" and choice["options"] and all(option["reason"] for option in choice["options"])
     assert "not measured in runs of this length" in (tmp_path / "run/plan.txt").read_text()

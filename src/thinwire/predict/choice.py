@@ -22,7 +22,7 @@ import random
 import re
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -232,7 +232,7 @@ def choose(auto: Auto, training: Training, start: Start, predictor: Predictor) -
     trials.from_rank_0(lambda: auto.cluster and read_cluster(auto.cluster).name)  # before anything takes time
     listed = trials.options(lambda: candidates(auto, training, ranks))
     if all(option.reason for option in listed):  # a step of dense would be measured for nothing
-        return Choice(DENSE, "no method can be taken", str(auto), tuple(listed))
+        return Choice(DENSE, f"no method can be taken: {_in_short(auto, listed)}", str(auto), tuple(listed))
     dense = trials.run(DENSE)
     memory_left = trials.memory_left()
     with _same_random_numbers(training.device):  # the model's own code runs once more, to be profiled
@@ -319,6 +319,13 @@ def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: T
     except ThinwireError as error:
         return str(error)
     return ""
+
+
+def _in_short(auto: Auto, listed: Sequence[Option]) -> str:
+    """Say why most of ``listed`` were not chosen, and what helps."""
+    ((reason, count),) = Counter(option.reason for option in listed).most_common(1) or [("none was measured", 0)]
+    remedy = "; --max-loss any (max_loss=inf) takes methods of any loss" if math.isfinite(auto.max_loss) else ""
+    return f"{reason} ({count} of {len(listed)}){remedy}"
 
 
 def _rank(
