@@ -129,7 +129,7 @@ def test_compare(tmp_path: Path, program: tuple[str, ...], extra: list[str], sou
 
 def test_a_distant_link_is_told(tmp_path: Path, program: tuple[str, ...]) -> None:
     out = tmp_path / "out"
-    assert module.compare(comparison(["dense"], 2, delay="2ms", loss="0.5%", out=out, program=program)) == 0
+    assert module.compare(comparison(["dense"], 5, delay="2ms", loss="0.5%", out=out, program=program)) == 0
     report = json.loads((out / "report.json").read_text())
     assert (report["delay_s"], report["jitter_s"], report["loss_share"], report["reorder_share"]) == (
         0.002,
@@ -145,7 +145,8 @@ def test_a_distant_link_is_told(tmp_path: Path, program: tuple[str, ...]) -> Non
 
 def test_loopback_is_recorded(tmp_path: Path, program: tuple[str, ...]) -> None:
     out = tmp_path / "out"
-    assert module.compare(comparison(["dense"], 3, link="loopback", out=out, program=program)) == 0
+    settings = comparison(["dense"], 5, link="loopback", extra=("--noted", "yes"), out=out, program=program)
+    assert module.compare(settings) == 0
     report = json.loads((out / "report.json").read_text())
     assert report["emulated_network"] is False
     assert report["runs"][1]["bytes_per_step"]["kernel"] is None
@@ -159,7 +160,7 @@ def test_a_failing_method_has_a_row_and_the_others_go_on(
     out = tmp_path / "out"
     methods = ["dense", "bf16", "int8 --lr 1e-3", "int8 --off 0.1", "sign --nan 1", "scape"]
     assert module.compare(comparison(
-        methods, 3, link="loopback", seeds=2, first_seed=4, extra=("--crash", "bf16"), program=program, out=out,
+        methods, 5, link="loopback", seeds=2, first_seed=4, extra=("--crash", "bf16"), program=program, out=out,
         fail_if_loss_worse_than="5%", command="thinwire compare <here>",
     )) == 1  # fmt: skip
     said = capsys.readouterr()
@@ -195,7 +196,7 @@ def test_a_disk_that_is_full_for_one_run_s_log_ends_no_other_run(log, tmp_path, 
     """What a full disk does not take of a log is lost, and not the run; without a log its method has failed."""
     log_of, out = module.log_of, tmp_path / "out"
     monkeypatch.setattr(module, "log_of", lambda run: tmp_path / log if run.name == "dense" else log_of(run))
-    status = module.compare(comparison(["dense", "bf16"], 3, link="loopback", out=out, program=program))
+    status = module.compare(comparison(["dense", "bf16"], 5, link="loopback", out=out, program=program))
     runs = {run["method"]: run for run in json.loads((out / "report.json").read_text())["runs"]}
     said = capsys.readouterr().err
     assert list(runs) == ["none", "dense", "bf16"] and not runs["none"]["failed"] and not runs["bf16"]["failed"]
@@ -220,7 +221,7 @@ def test_a_full_disk_takes_files_or_the_table_and_not_both(full, tmp_path, progr
     if full == "standard output":
         monkeypatch.setattr(module, "say", lambda line: None)
     with pytest.raises(OSError, match="No space left on device"):
-        module.compare(comparison(["dense"], 3, link="loopback", out=out, program=program))
+        module.compare(comparison(["dense"], 5, link="loopback", out=out, program=program))
     said = capsys.readouterr().out
     if full == "standard output":
         assert (out / "report.html").exists() and (out / "step_time.svg").exists()
@@ -233,7 +234,7 @@ def test_a_full_disk_below_standard_error_ends_no_run(tmp_path, program, monkeyp
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         run = comparison(
-            ["dense", "bf16"], 3, link="loopback", extra=("--crash", "bf16"), out=tmp_path / "out", program=program
+            ["dense", "bf16"], 5, link="loopback", extra=("--crash", "bf16"), out=tmp_path / "out", program=program
         )
         assert module.compare(run) == 1
         monkeypatch.undo()
@@ -246,7 +247,7 @@ def test_a_full_disk_below_standard_error_ends_no_run(tmp_path, program, monkeyp
 def test_of_two_that_begin_at_once_one_has_the_folder(tmp_path, program, monkeypatch):
     """The second finds it empty as well: the first is still making its network."""
     open_cluster, out = module.open_cluster, tmp_path / "out"
-    settings = comparison(["dense"], 3, link="loopback", out=out, program=program)
+    settings = comparison(["dense"], 5, link="loopback", out=out, program=program)
 
     def open_slowly(*given: object) -> object:
         monkeypatch.undo()
@@ -265,12 +266,12 @@ def test_a_package_that_the_report_needs_is_asked_for_before_the_runs(package, t
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ThinwireError, match=f"the package '{package}' is not installed"):
-        module.compare(comparison(["dense"], 3, link="loopback", out=tmp_path / "out", program=program))
+        module.compare(comparison(["dense"], 5, link="loopback", out=tmp_path / "out", program=program))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_comparison_that_ended_before_its_first_run_leaves_its_folder_free(tmp_path, program, monkeypatch):
-    settings = comparison(["dense"], 3, link="loopback", out=tmp_path / "out", program=program)
+    settings = comparison(["dense"], 5, link="loopback", out=tmp_path / "out", program=program)
     monkeypatch.setattr(module, "open_cluster", no_space)
     with pytest.raises(OSError, match="No space"):
         module.compare(settings)

@@ -59,7 +59,7 @@ def test_the_kernel_s_bytes_are_compared_with_those_of_the_same_steps():
         for step, row in enumerate(run["rows"]):
             row |= {"node_bytes": 1448 if step else 50_000, "link_tx_bytes": 90_000 + 1514 * step, "link_rx_bytes": 0}
         runs.append(joined(Entry(name), (), [run], None))
-    found = report(dense=[(50.0, 2.0)]) | {"runs": runs}
+    found = report(dense=[(50.0, 2.0)]) | {"emulated_network": True, "runs": runs}
     measure(found)
     assert found["runs"][1]["bytes_per_step"]["kernel_to_framed"] == pytest.approx(1)
 
@@ -78,7 +78,7 @@ def test_kernel_and_link_use_of_rounds_are_those_of_whole_rounds(every, steps):
         run["summary"] |= {"round_steps": every, "wire_ms": row["wire_ms"] / every}
         runs.append(joined(Entry(name), (), [run], None))
     measured = report(dense=[(50.0, 2.0)]) | {"runs": runs, "rate_bits_per_s": 1e6, "steps": steps}
-    measure(measured)
+    measure(measured | {"emulated_network": True})
     counts = runs[1]["bytes_per_step"]
     assert counts["kernel"] == pytest.approx({"tx": 1514 / every, "rx": 1514 / every}, abs=1)  # whole bytes
     assert (counts["kernel_to_framed"], runs[1]["link_use"]) == pytest.approx((1, 1), rel=1e-3)
@@ -306,6 +306,7 @@ def test_the_run_that_exchanges_nothing_takes_the_flags_of_all_engines(extra):
     [
         (["--methods", "int8 --lr nan"], "lr"), (["--methods", "int8 --seed 3"], "same seeds"),
         (["--methods", "int8 --steps 3"], "--steps of int8"), (["--methods", "int8 --corpus 'a"], "quotation"),
+        (["--steps", "4"], "--steps is 5"), (["--batch-size", "3"], "write options of thinwire train after --"),
         (["--seeds", "0"], "--seeds"), (["--fail-if-loss-worse-than", "x"], "1%"),
         (["--methods", "int8", "--fail-if-loss-worse-than", "1%"], "add it to --methods"),
         (["--methods", "dense,int8 --batch-size 2", "--", "--batch-size", "8"], "--batch-size of int8: .* after --"),

@@ -44,12 +44,15 @@ def read_options(
         with contextlib.redirect_stderr(printed):
             return cli(kind, args=arguments, prog=program, add_help=False, **defaults)
     except SystemExit:
-        line = explain(printed.getvalue(), kind, program)
+        line = explain(printed.getvalue(), kind, program, after)
         raise ThinwireError((f"{source}: " if source else "") + line) from None
 
 
-def explain(printed: str, kind: type, program: str) -> str:
-    """Turn what tyro ``printed``, a box, into one line on what is wrong with the words for ``kind``."""
+def explain(printed: str, kind: type, program: str, after: str = "") -> str:
+    """Turn what tyro ``printed``, a box, into one line on what is wrong with the words for ``kind``.
+
+    ``after``: as for ``read_options``.
+    """
     rows = [row for line in _COLOURS.sub("", printed).splitlines() if (row := line.strip("│╭╮╰╯ "))]
     rules = [number for number, row in enumerate(rows) if not row.strip("─-")]
     begin = 2 if 1 in rules else 1  # below the title, which has a rule where the terminal has no lines to draw
@@ -62,11 +65,13 @@ def explain(printed: str, kind: type, program: str) -> str:
     if match := re.match(r"Unrecognized options: ([^\s,]+)", message):
         flags = [flag for option in options for flag in re.findall(r"--[\w-]+", option.typed)]
         near = difflib.get_close_matches(match[1].partition("=")[0], flags, 1)
-        return f"{program} does not know '{match[1]}': " + (f"did you mean {near[0]}?" if near else "see its --help")
+        advice = f"write {after.strip('[-] ')} after --" if after.startswith("[--") else "see its --help"
+        return f"{program} does not know '{match[1]}': " + (f"did you mean {near[0]}?" if near else advice)
     if match := re.match(r"Missing value for argument '(.*?)'. Expected (\d+)", message):
         return f"{match[1]} needs {'a value' if match[2] == '1' else match[2] + ' values'}"
     if match := _NO_NUMBER.search(message):
         return f"{match[1]} is a {'' if match[2] else 'whole '}number, got {match[3]}"
     if match := re.match(r"invalid choice (.*) for argument '(.*)'. Expected one of \((.*?),?\)", message):
-        return f"{match[2]} is one of {match[3].replace(chr(39), '')}, got {match[1]}"
+        typed = next((option.typed for option in options if option.typed.startswith(f"{match[2]} {{")), match[3])
+        return f"{match[2]} is one of {typed.partition('{')[2].rstrip('}').replace(',', ', ')}, got {match[1]}"
     return message or "the command line cannot be read"

@@ -55,8 +55,7 @@ class Comparison(Network):
     """The model; see thinwire train --help. Default: that of a --config after --, or net20m (in tiny and small, most
     tensors are too small to be worth compressing)."""
     steps: int = 20
-    """Optimizer steps of every run. The first two are not timed, so take at least 5. For local-steps, take whole
-    rounds."""
+    """Optimizer steps of every run. 5 or more: the first two are not timed. For local-steps, take whole rounds."""
     seeds: int = 1
     """Runs of each method, with the seeds S, S + 1, ... (S: --seed after --, or 0). With 2 or more, losses and speeds
     have error bars."""
@@ -102,7 +101,7 @@ class Comparison(Network):
             if entry.method != AUTO:
                 resolve(entry.method)
         refuse_any({
-            f"{self.steps} steps cannot be compared: choose 1 or more (5 for usable times)": self.steps < 1,
+            f"--steps is 5 or more, as the first two are not timed, got {self.steps}": self.steps < 5,
             f"--seeds is the number of runs of each method, 1 or more, got {self.seeds}": self.seeds < 1,
             f"--limit-minutes must be above 0, got {self.limit_minutes:g}": not 0 < self.limit_minutes < math.inf,
             "--fail-if-loss-worse-than compares with dense: add it to --methods":
@@ -354,7 +353,9 @@ def measure(report: dict[str, Any]) -> None:
         run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
         payload = run["rows"][-1]["sent"] / len(run["rows"])
         exchanges = run is not silent and payload > 0  # the silent run sends only a flag of a few bytes
-        kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])
+        kernel, source = None, "no interface of its own"
+        if report["emulated_network"]:
+            kernel, source = kernel_bytes(run["parts"][0], silent and silent["parts"][0], report["steps"])
         rows = run["parts"][0]["rows"][source == NOTED :]  # the kernel is first asked at the end of the first step
         counted = statistics.fmean(row["node_bytes"] for row in rows)
         ratio = kernel.tx / counted if kernel and exchanges and counted else None
