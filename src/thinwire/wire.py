@@ -781,6 +781,8 @@ class Wire:
         """
         if resize not in (None, "flush", "redistribute", "reset"):
             raise ThinwireError(f"resize is 'flush', 'redistribute' or 'reset', got '{resize}'")
+        if not isinstance(state, Mapping):
+            raise ThinwireError(f"a state maps names to tensors, as wire.state_dict() does, got {type(state).__name__}")
         own_state, former = state if resize is None else own_of(state, self._about), self._about.steps
         try:
             if header := any_header(state):

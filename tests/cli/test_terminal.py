@@ -55,6 +55,7 @@ WRONG = [
     ["train", "--steps", "many"], ["train", "--steps"], ["train", "--preset", "huge"], ["train", "--method", "int7"],
     ["train", "--method", "int8(group=x)"], ["train", "--config"], ["train", "--config", "nowhere.yaml"],
     ["train", "--lora", "8"], ["train", "--engine", "horovod"], ["train", "--betas", "0.9"],
+    ["train", "--ranks", "3", "--engine", "hsdp", "--shard-size", "2"],
     ["compare", "--link", "fast"], ["compare", "--methods", ""], ["compare", "--", "--out", "x"],
     ["doctor", "--seconds", "1"], ["doctor", "--", "--method", "int8"],
     ["simulate"], ["simulate", "--cluster", "moon"], ["simulate", "--cluster", "l40s-10g", "--nodes", "0"],
@@ -392,6 +393,7 @@ def test_an_early_ctrl_c_leaves_one_clean_line(tmp_path: Path, text: str, second
         (Config, "--stpes 3", "thinwire x does not know '--stpes': did you mean --steps?"),
         (Config, "--steps 3 4", "thinwire x does not know '4': see its --help"),
         (Config, "--engine pipe", "--engine is one of ddp, fsdp2, hsdp, got 'pipe'"),
+        (Config, "--two-level maybe", "--two-level is one of True, False, got 'maybe'"),
         (EvalOptions, "run", "thinwire x needs --tasks TEXT ...: Names of tasks or of groups of tasks, or files "
          "(.yaml) that describe a task."),
         (ExportOptions, "run", "thinwire x needs FOLDER: The folder to write."),

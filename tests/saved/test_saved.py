@@ -111,7 +111,7 @@ def _refused(rank: int, world: int) -> dict[str, tuple[str, bool]]:
         "without about": {name: of for name, of in mine.items() if name != key + "about"},
         "of no step": {**mine, key + "step": torch.tensor(-3)},
         "of any step": {**mine, key + "step": torch.tensor(2**62)},
-        "damaged": {**mine, key + "about": torch.zeros(4096, dtype=torch.uint8)},
+        "damaged": {**mine, key + "about": torch.zeros(4096, dtype=torch.uint8)}, "of no kind": None,
     }  # fmt: skip
     found = {}
     for name, state in cases.items():
@@ -155,6 +155,7 @@ SAID = {
     "of no step": "topk: the saved state is damaged: step=-3",
     "of any step": "damaged: step=4611686018427387904",
     "damaged": "'rank-000{rank}-of-0002/about' is damaged",
+    "of no kind": "a state maps names to tensors, as wire.state_dict() does, got NoneType",
     "another method": "it was saved with method topk, this run has trickle",
     "another knob": "it was saved with density=0.1 of topk, this run has density=0.2",
     "another default": "it was saved with feedback=gradients of topk, this run has feedback=updates",

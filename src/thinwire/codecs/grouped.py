@@ -30,8 +30,7 @@ class GroupedBytes(Codec):
         group, minimum = self.group, self.smallest_group
         if not isinstance(group, int) or not minimum <= group <= 4096 or group & (group - 1):
             raise ThinwireError(
-                f"{type(self).__name__}: group must be a power of two from {minimum} to 4096 elements, got {group}; "
-                f"use {type(self).group}"
+                f"group must be a power of two from {minimum} to 4096 elements, got {group}; use {type(self).group}"
             )
 
     @property

@@ -54,6 +54,7 @@ def run_ranks(command: list[str], config: Config, work: Callable[[], int | None]
         per_node = config.ranks_per_node or ranks
         if ranks % per_node:
             raise ThinwireError(f"--ranks-per-node {per_node} does not divide the {ranks} ranks")
+        config.check_shards(ranks, per_node)
         note(f"starting {counted(ranks, 'rank')} on this machine")
         return start_ranks(command, ranks, per_node)
     warnings.formatwarning = _one_line
@@ -193,7 +194,8 @@ def _wait(children: Children) -> int:
         return 128 + children.number
     for rank, process in enumerate(processes):
         if (state := process.poll()) is not None and state < 0:
-            say(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}", sys.stderr)
+            killed = " (by the kernel, where memory ran out: dmesg)" if -state == signal.SIGKILL else ""
+            say(f"thinwire: rank {rank} was ended by {signal.Signals(-state).name}{killed}", sys.stderr)
     # The other ranks notice by themselves and may say why; then they are ended.
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):

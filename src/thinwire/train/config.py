@@ -64,7 +64,8 @@ class Config:
 
     preset: str = "small"
     """Shape of the model: tiny, small, laptop, net20m, llama-tiny, llama-small, gpt-125m, gpt-345m, gpt-355m, gpt-1.3b,
-    gpt-2.0b, llama-500m, llama-1.8b. The next seven options override it."""
+    gpt-2.0b, gpt-2.7b, gpt-6.7b, gpt-13b, llama-500m, llama-1.8b, llama-7b, llama-13b. The next seven options override
+    it."""
     family: Literal["gpt", "llama"] | None = None
     """Architecture. Default: the preset's."""
     layers: Count | None = None
@@ -317,6 +318,13 @@ class Config:
             for name in self.track:
                 if name != "csv":
                     extras.package_folder(name)
+
+    def check_shards(self, ranks: int, per_node: int) -> int:
+        """Return over how many ranks HSDP shards. Raise ThinwireError if there is no whole number of such groups."""
+        size = self.shard_size or per_node
+        if self.engine == "hsdp" and ranks % size:
+            raise ThinwireError(f"--shard-size {size} does not divide {ranks} ranks")
+        return size
 
     def check_files(self) -> None:
         """Raise what the ranks would raise of text, a tokenizer, a model or a cluster that is not there.

@@ -127,9 +127,7 @@ def wrap(model: nn.Module, config: Config, ranks: Ranks, *, alike: bool = False)
     if config.engine == "fsdp2":
         mesh = init_device_mesh(ranks.device.type, (size,))
     else:
-        shard = config.shard_size or ranks.per_node
-        if size % shard:
-            raise ThinwireError(f"--shard-size {shard} does not divide {size} ranks")
+        shard = config.check_shards(size, ranks.per_node)
         mesh = init_device_mesh(ranks.device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
     computed = torch.bfloat16 if ranks.computes_in_bf16(config) else None
     policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)

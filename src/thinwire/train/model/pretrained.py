@@ -165,6 +165,8 @@ def rebuild(
         if adapters is None:
             model = Pretrained(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if adapters is not None or any(name not in weights for name, _ in model.named_parameters()):
+        if not Path(init).is_dir():
+            raise ThinwireError(f"the model that the run began with is gone: {init} (config.yaml names it)")
         model = load(init, adapters)
         if model.digest != digest:
             buffer = next((name for name in persistent_buffers(model) if name not in weights), "")
