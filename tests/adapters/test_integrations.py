@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import ranks
 import thinwire
-from breadth import ALL
+from breadth import ALL, spread
 from engines import build, same_on_all_ranks
 from frameworks import (
     KEEPS,
@@ -97,7 +97,7 @@ def _accelerate(rank: int, world: int, folder: str, second: bool, sharded: bool)
 
 
 @needs("accelerate")
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharded", spread(2, [True, False]))
 def test_accelerate(tmp_path, sharded):
     check(_accelerate, tmp_path, fixed(net()).item(), sharded)
 
@@ -426,7 +426,7 @@ def _lightning(rank: int, world: int, folder: str, second: bool, sharded: bool) 
 
 
 @needs("lightning")
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharded", spread(2, [False, True]))
 def test_lightning(tmp_path, sharded):
     check(_lightning, tmp_path, fixed(net()).item(), sharded)
 

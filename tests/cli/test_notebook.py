@@ -9,11 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from breadth import ALL
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = json.loads((ROOT / "examples" / "dense_and_trickle.ipynb").read_text())
 CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.skipif(not ALL, reason="most of a minute: THINWIRE_TESTS=all")
 def test_it_runs_with_a_small_model_and_few_steps(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the rank sends and the network waits " * 400)

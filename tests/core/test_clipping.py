@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import build, made, refusal, same_on_all_ranks
 from models import flat, loss_of
 from thinwire.methods import resolve
@@ -83,7 +83,8 @@ def _saved_and_loaded(rank, world, kind, methods):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_what_a_clipped_run_in_16_bits_saves_can_be_loaded(kind):
-    methods = {*dealt(ADAMS, kind, ("ddp", "fsdp2")), *(m for m in ADAMS if m.startswith(("onebit", "radius")))}
+    some = dealt(spread(2, ADAMS), kind, ("ddp", "fsdp2"))
+    methods = {*some, *(method for method in ADAMS if method.startswith(("onebit", "radius")))}
     methods = {method for method in methods if kind == "ddp" or not method.startswith("local-steps")}
     for said in ranks.run(_saved_and_loaded, 2, kind, sorted(methods)):
         assert len(said) > 3 and not any(said.values()), said
@@ -92,7 +93,7 @@ def test_what_a_clipped_run_in_16_bits_saves_can_be_loaded(kind):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_clipped_run_does_not_feel_the_size_of_the_loss(place):
     """It ends where the run does whose loss is small and not clipped, up to the method's noise."""
-    methods = {*dealt(ADAMS, place, PLACES), *(method for method in ADAMS if method.startswith(ON_MOMENTS))}
+    methods = {*dealt(spread(2, ADAMS), place, PLACES), *(method for method in ADAMS if method.startswith(ON_MOMENTS))}
     methods = {method for method in methods if place.startswith("ddp") or not method.startswith("local-steps")}
     for found in ranks.run(_drifts, 2, place, sorted(methods)):
         assert len(found) > 1
@@ -127,7 +128,7 @@ def _without_limit(rank, world, kind, methods):
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_a_limit_of_nan_skips_the_step(kind, world):
-    methods = dealt(sorted({*METHODS, "none", "dense"}), kind)
+    methods = dealt(spread(2, sorted({*METHODS, "none", "dense"})), kind)
     methods = [method for method in methods if kind in resolve(method).engines]
     for wrong in ranks.run(_without_limit, world, kind, methods):
-        assert len(wrong) > 3 and not any(wrong.values()), wrong
+        assert len(wrong) > 1 and not any(wrong.values()), wrong

@@ -13,7 +13,7 @@ from torch import nn
 
 import ranks
 import thinwire
-from breadth import ALL, dealt
+from breadth import ALL, dealt, spread
 from engines import adamw, build, train
 from models import Net, flat
 from test_strangers import BY_NAME, WORLDS, Given, begun, noise, runs
@@ -63,7 +63,7 @@ def _compiled(rank, world, kind):
     warnings.simplefilter("ignore")
     logging.disable()  # of what cannot be compiled, torch's own profiler among it
     broken = []
-    for number, (name, knobs) in dealt(enumerate(CASES), kind, [engine for engine, _ in WORLDS]):
+    for number, (name, knobs) in dealt(enumerate(spread(2, CASES)), kind, [engine for engine, _ in WORLDS]):
         if not runs(kind, name):
             continue
         plain = _weights(rank, world, kind, name, knobs, None)

@@ -82,7 +82,7 @@ def _growing(rank, world):
             found[f"clip={clip}, skipped"] = fixed["skipped"] + doubled["skipped"]
         return found
 
-    return findings([case for case in on("ddp") if case.name not in NO_SCALER], look)
+    return findings(spread(2, [case for case in on("ddp") if case.name not in NO_SCALER]), look)
 
 
 def test_a_scale_that_doubles_changes_no_bit():
@@ -125,7 +125,7 @@ def test_an_overflow_on_one_rank_costs_one_step():
     each(ranks.run(_overflow, 2), "ddp", complaints)
 
 
-HIDING = [case for case in on("ddp") if case.name not in NO_SCALER]
+HIDING = spread(2, [case for case in on("ddp") if case.name not in NO_SCALER][::-1])
 
 
 def _hidden(rank, world):
@@ -336,7 +336,7 @@ def _spoilt(rank, world):
             wire.close()
         return found
 
-    return findings(spread(3, SPOILT_CASES), look)
+    return findings(spread(4, SPOILT_CASES), look)
 
 
 @pytest.mark.slow

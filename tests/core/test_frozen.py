@@ -13,6 +13,7 @@ import torch
 
 import ranks
 import thinwire
+from breadth import spread
 from engines import build
 from models import flat
 from test_edges import CASES, SHAPES, Case, Given, each, findings, full, on, parts
@@ -63,8 +64,9 @@ def _freeze(rank, world, engine):
         wire.close()
         return found
 
-    few = FREEZING[::6]  # DDP refuses them all
-    return findings(on("ddp", few) if engine == "ddp" else on(engine, FREEZING, ("fsdp2", "fsdp2", "hsdp")), look)
+    if engine == "ddp":
+        return findings(on("ddp", FREEZING[::6]), look)  # it refuses them all
+    return findings(on(engine, spread(2, FREEZING), ("fsdp2", "fsdp2", "hsdp")), look)
 
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
@@ -131,7 +133,7 @@ def _regroup(rank, world, engine):
             "goes on": not torch.equal(out[BACK_AT - 1], out[-1]),
         }
 
-    return findings(on(engine, MOVED, ("ddp", "fsdp2", "hsdp")), look)
+    return findings(on(engine, spread(2, MOVED[::-1]), ("ddp", "fsdp2", "hsdp")), look)
 
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])

@@ -11,7 +11,7 @@ import torch
 import engines
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
@@ -36,7 +36,7 @@ EXACT = ("loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "sign"
 
 
 def tried(kind):
-    return dealt(METHODS, kind)
+    return dealt(spread(2, METHODS), kind)
 
 
 STEPS = 10

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import thinwire
+from breadth import dealt
 from engines import adamw, build, train
 from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
@@ -523,7 +524,7 @@ def _evaluated(rank, world, kind):
             loss_of(model, 51, rank)
         model.train()
 
-    for method in [*METHODS, "dense", "int8(smallest=0)"]:
+    for method in dealt([*METHODS, "dense", "int8(smallest=0)"], kind, ("fsdp2", "hsdp")):
         of_steps = []
         for evaluates in (False, True):
             model = build(kind, world, net=Net)
@@ -570,7 +571,7 @@ def _checkpointed(rank, world, kind):
     found, agreed = {}, []
     agree = fsdp2_module.agree
     fsdp2_module.agree = lambda *given, training: (agreed.append(training), agree(*given, training=training))[1]
-    for method in [*METHODS, "dense"]:
+    for method in dealt([*METHODS, "dense"], kind, ("fsdp2", "hsdp", "fsdp2-keep")):
         for trains in (True, False):
             runs = []
             for net in (Net, Checkpointed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from breadth import spread
 from programs import check_interpreted, needs_triton
 from thinwire.ops.rows import LARGE, STAYS, CopySegment, CopyTable, pack, reference, unpack
 
@@ -59,14 +60,12 @@ def check(module, rows: int, narrow: torch.dtype) -> None:
         assert torch.equal(back, torch.where(taken, flat + flat, 7.0))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 64])
-@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("narrow", "rows"), spread(2, [torch.float32, torch.bfloat16], [1, 2, 3, 64]))
 def test_the_reference_puts_every_value_where_it_belongs(rows, narrow):
     check(reference, rows, narrow)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 64])
-@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("narrow", "rows"), spread(2, [torch.float32, torch.bfloat16], [1, 2, 3, 64]))
 def test_a_cpu_copies_small_and_large_parameters_as_the_reference_does(rows, narrow, monkeypatch):
     pytest.importorskip("numba")
     from thinwire.ops.rows import cpu

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ranks
+from breadth import spread
 from thinwire.base.errors import ThinwireError
 from thinwire.methods import resolve
 from thinwire.plan.measured import MeasuredLoss
@@ -448,7 +449,7 @@ def _leave_nothing_behind(rank, world, engine, several):
     return method, moved, [key for key in before if went_on[key] != as_named[key]]
 
 
-@pytest.mark.parametrize(("engine", "several"), [("ddp", False), ("fsdp2", True), ("hsdp", True)])
+@pytest.mark.parametrize(("engine", "several"), spread(2, [("ddp", False), ("fsdp2", True), ("hsdp", True)]))
 def test_a_choice_leaves_nothing_behind_and_goes_on_as_the_method_would(engine, several):
     """A law over engines. Trials draw, step and schedule; predictions time kernels and run the model's own code."""
     for method, moved, unlike in ranks.run(_leave_nothing_behind, 2, engine, several):

@@ -201,7 +201,7 @@ def test_a_kernel_of_two_sizes_has_seconds_and_a_rate() -> None:
 
 
 def run_doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "thinwire", "doctor", "--preset", "tiny", "--seconds", "20", "--methods", "int8",
+    command = [sys.executable, "-m", "thinwire", "doctor", "--preset", "tiny", "--seconds", "10", "--methods", "int8",
                "--out", str(folder / "cluster.toml"), "--", "--device", "cpu", *words]  # fmt: skip
     (folder / "temporary").mkdir()
     (folder / "text").write_text("a line of text\n" * 3000)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import ranks
+from breadth import spread
 from engines import refusal
 from thinwire.base.errors import ThinwireError, ThinwireWarning
 from thinwire.core.names import describe
@@ -228,7 +229,7 @@ def _whole(rank, world, engine):
     return wire.plan.choice
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", spread(2, ["fsdp2", "ddp"]))
 def test_a_real_choice_on_two_ranks(engine):
     one, two = ranks.run(_whole, 2, engine, LOCAL_WORLD_SIZE="1")
     assert one == two

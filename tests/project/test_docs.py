@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 
 import thinwire
+from breadth import spread
 from ranks import run
 from thinwire.base.knobs import knobs_of as fields_of
 from thinwire.cli.lab import LabRun
@@ -375,7 +376,7 @@ def test_guarantees_say_what_each_method_promises() -> None:
     assert {cls.name for cls in TABLE} <= named
 
 
-@pytest.mark.parametrize("name", [cls.name for cls in TABLE])
+@pytest.mark.parametrize("name", spread(3, [cls.name for cls in TABLE]))
 def test_the_site_has_a_page_of_each_method(pages: ModuleType, name: str) -> None:
     """What it says, its bytes, what was measured, its paper. The site itself, with its links, is ``make docs``."""
     assert f"| `{name}" in pages.at_a_glance(name)

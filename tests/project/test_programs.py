@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from breadth import ALL
+
 ROOT = Path(__file__).parents[2]
 ABSENT = re.compile(r"^.*error: .*\[(?:attr-defined|call-arg|name-defined)\]$", re.M)
 SAME_NAME = "benchmarks/proofs/adversarial.py"
@@ -29,6 +31,7 @@ def run(texts: Windows) -> None:
 """A method of a class, a function of a module and an argument that are not there."""
 
 
+@pytest.mark.skipif(not ALL, reason="a minute of mypy, which reads torch: THINWIRE_TESTS=all")
 def test_programs_use_what_is_there(tmp_path):
     pytest.importorskip("mypy")
     gone = tmp_path / "gone_names.py"

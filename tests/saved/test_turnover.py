@@ -12,7 +12,7 @@ import torch
 
 import lighthouse
 import thinwire.wire
-from breadth import ALL, dealt
+from breadth import ALL, dealt, spread
 from thinwire.adapters import transport
 from thinwire.base.errors import LostRank, ThinwireError
 from thinwire.base.knobs import knobs_of
@@ -248,7 +248,10 @@ def test_an_optimizer_that_comes_after_the_next_pass_misses_the_step(text: str) 
     assert all("step all optimizers after each exchange" in message for message in refused)
 
 
-@pytest.mark.parametrize(("text", "drops"), [*((text, 0.0) for text in LOCAL), (LOCAL[0], 0.3), (LOCAL[3], 0.3)])
+ROUNDS = [*((text, 0.0) for text in LOCAL), (LOCAL[3], 0.3), (LOCAL[0], 0.3)]
+
+
+@pytest.mark.parametrize(("text", "drops"), spread(2, ROUNDS))
 def test_local_steps_in_rounds(text: str, drops: float) -> None:
     """A replica that is lost in a round, or in its exchange, costs its own round; all hold W after each that counts."""
     seen: Counter[str] = Counter()

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
+from breadth import spread
 from pretrained_models import TEXT
 from thinwire.base.errors import ThinwireError
 from thinwire.base.processes import free_port
@@ -82,7 +83,7 @@ def _same_checkpoints(one: Path, other: Path) -> None:
                 assert torch.equal(saved[key], again[key]), f"{name}: {key}"
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", spread(2, ["ddp", "fsdp2"]))
 def test_a_chosen_method_is_that_of_the_run_named_bit_for_bit_and_a_resumed_run_keeps_it(tmp_path, text, engine):
     common = [*COMMON, "--corpus", str(text), "--engine", engine]
     (_, said, tried), _ = train(*common, "--method", "auto", "--out", f"{tmp_path}/auto")

@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ranks
+from breadth import spread
 from pretrained_models import TEXT
 from thinwire.base import files
 from thinwire.base.errors import ThinwireError, ThinwireWarning
@@ -445,18 +446,18 @@ def stop_at_each_operation(folder: Path, act: str, **case: Any) -> None:
     assert number > 3
 
 
-@pytest.mark.parametrize("keep", [1, 2, 9])
-@pytest.mark.parametrize("later", [(7,), (7, 9), (5,), (7, 9, 11), (-7,)], ids=str)
+@pytest.mark.parametrize(("later", "keep"), spread(3, [(7,), (7, 9), (5,), (7, 9, 11), (-7,)], [1, 2, 9]), ids=str)
 def test_who_was_stopped_in_a_save_moves_nothing_back(later, keep, tmp_path):
     """A replica of an elastic run, at any moment: what others have saved when it wakes stays, and is the newest."""
     stop_at_each_operation(tmp_path, "saves", later=later, keep=keep, rolled_back=False)
 
 
-@pytest.mark.parametrize("rolled_back", [False, True], ids=["", "rolled back"])
-@pytest.mark.parametrize(
-    ("act", "later"), [("saves", (5, 9)), ("saves", (7, 9)), ("saves what is not good", (5, 7)), ("goes on", (7, 9))]
-)
-def test_who_was_stopped_leaves_no_future_and_takes_none_for_one(act, later, rolled_back, tmp_path):
+FUTURES = ("saves", (5, 9)), ("saves", (7, 9)), ("saves what is not good", (5, 7)), ("goes on", (7, 9))
+
+
+@pytest.mark.parametrize(("case", "rolled_back"), spread(2, FUTURES, [False, True]))
+def test_who_was_stopped_leaves_no_future_and_takes_none_for_one(case, rolled_back, tmp_path):
+    act, later = case
     stop_at_each_operation(tmp_path, act, later=later, keep=1, rolled_back=rolled_back)
 
 

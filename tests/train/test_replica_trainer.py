@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire.wire
+from breadth import spread
 from lighthouse import Lighthouse, Replica
 from thinwire.base.errors import ThinwireError, Unanswered
 from thinwire.core.safety import Safety
@@ -215,7 +216,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "_row", lambda self, *given: {"step": self.step, **row})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", spread(2, METHODS))
 def test_replicas_stay_in_step(method: str, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("THINWIRE_SEEDS", SEEDS)) // (1 + 2 * ("int8(s" in method))):

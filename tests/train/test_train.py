@@ -1001,7 +1001,7 @@ def _all_sleep(ranks: list[int]) -> bool:
     return len(ranks) == 2 and all(Path(f"/proc/{rank}/comm").read_text() == "sleep\n" for rank in ranks)
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGTERM twice", "SIGKILL", "rank dies"])
+@pytest.mark.parametrize("how", spread(2, ["SIGINT", "SIGTERM", "SIGTERM twice", "rank dies", "SIGKILL"]))
 def test_nothing_is_left_behind(tmp_path, text, how):
     """The program itself where its own handling of Ctrl-C matters; elsewhere ranks that only sleep, under
     the same launcher: three processes need not import torch for that."""
