@@ -115,6 +115,7 @@ test-gpu: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	THINWIRE_TESTS=all $(BIN)/python -m pytest -q tests/project/test_programs.py  # mypy of what is beside the package
 	$(BIN)/python tests/house.py
 
 format: $(STAMP)
