@@ -229,6 +229,9 @@ def test_when_dense_s_loss_was_reached():
     assert found is not None and found["step"] == 12 and found["wall_s"] == pytest.approx(1.2)
     assert found["loss"] == pytest.approx(3.95), "mean of the last two of twenty"
     assert verdict.reached(run, part(100.0, 1.0, [9.0] * 18 + [3.1, 2.9], 0.0)) is None
+    skipped = part(100.0, 1.0, [9.0] * 17 + [4.1, 3.9, math.nan], 0.0)
+    assert verdict.reached(run, skipped)["step"] == 12, "a skipped step has no loss"
+    assert verdict.reached(run, part(100.0, 1.0, [math.nan] * 20, 0.0)) is None
 
 
 def test_the_mean_of_seeds_is_of_what_all_of_them_have():

@@ -212,13 +212,15 @@ def _loss_words(gap: Span, seeds: int) -> str:
 
 def reached(run: Run, dense: Run) -> dict[str, Any] | None:
     """Return the first row whose smoothed training loss is at or below dense's at the end; None if there is none."""
-    target = _smooth(dense["rows"])[-1]["loss"]
-    return next((row for row in _smooth(run["rows"]) if row["loss"] <= target), None)
+    targets = _smooth(dense["rows"])[-1:]
+    return next((row for row in _smooth(run["rows"]) if targets and row["loss"] <= targets[0]["loss"]), None)
 
 
 def _smooth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Average each row's loss over the steps up to it, as many as a tenth of the run."""
+    """Average each row's loss over the steps up to it, as many as a tenth of the run; without those that were skipped,
+    whose losses may not be finite."""
     width = max(1, len(rows) // 10)
+    rows = [row for row in rows if math.isfinite(row["loss"]) and not row.get("skipped")]
     losses = [row["loss"] for row in rows]
     means = [statistics.fmean(losses[end - width : end]) for end in range(width, len(rows) + 1)]
     return [row | {"loss": mean} for row, mean in zip(rows[width - 1 :], means, strict=True)]
