@@ -264,7 +264,7 @@ class Supervisor:
             return 0
         if self._lacks_lighthouse:
             raise Unanswered(f"torchft's lighthouse has ended, and so has the run: {self._saved()}")
-        statuses = [replica.status for replica in self.replicas]
+        statuses = [replica.status for replica in self.replicas if replica.starts]
         failed = [status for status in statuses if status not in LEFT]
         if self._children.number and not failed:
             if -self._children.number in statuses:  # it came before the run began to note signals
