@@ -53,6 +53,7 @@ class Program:
         early = draw is not None and draw.random() < 0.5
         if early:
             self._hook()
+        self.rounds = engine != "ddp" and case.name in ("sdp4bit", "zeropp", "qsdp")
         self.wire = thinwire.compress(self.model, self.optimizers, case.method, steps=20)
         if not early:
             self._hook()
@@ -102,7 +103,12 @@ class Program:
             self.wrong.add("state_dict() has another rate")
 
     def backward(self, step: int) -> None:
-        self.model(gradients(step, self.rank)).backward()
+        stored = {name: full(weight).clone() for name, weight in parts(self.model).items()}
+        loss = self.model(gradients(step, self.rank))
+        seen = getattr(self.model, "module", self.model).seen
+        if not self.rounds and not all(torch.equal(stored[name], seen[name]) for name in stored):
+            self.wrong.add("weights to compute with are not those that are stored")
+        loss.backward()
         self.arrived = [
             [(weight.grad, _local(weight.grad).clone()) for group in groups for weight in group["params"]]
             for groups in self.groups

@@ -97,8 +97,9 @@ class WeightsAtMask:
         for name, weight in step.weights.items():
             if name not in moved or weight.grad is None:  # without a gradient it does not decay either
                 self._used.pop(name, None)
-        for name, (_, group) in self._run.holders.items():
-            self._keep[name] = 1 - float(group["lr"]) * group["weight_decay"]
+        for name, (optimizer, group) in self._run.holders.items():
+            if optimizer in step.optimizers or name not in self._keep:  # others' rates may be those of the next step
+                self._keep[name] = 1 - float(group["lr"]) * group["weight_decay"]
 
     def state_changed(self) -> None:
         """Forget all masks: another state was loaded."""
