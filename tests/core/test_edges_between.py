@@ -29,6 +29,7 @@ PROGRAMS = [
     Case("topk(smallest=0, density=0.1)", "", "adamw"),
     Case("powersgd(smallest=0, rank=2)", "", "adamw"),
     Case("tagc(smallest=0, theta=0.9)", "", "adamw"),
+    Case("radius(smallest=0, start=0, T=2, density=0.3, feedback='updates')", "", "adamw"),
     Case("trickle(smallest=0, density=0.2)", "", "muon"),
 ]
 
@@ -44,6 +45,8 @@ class Program:
         if case.optimizer == "muon":
             kinds = [torch.optim.Muon, torch.optim.AdamW]
         self.optimizers = [kinds[0]([of["w0"], of["w1"]], lr=0.01), kinds[1]([of["w2"]], lr=0.01)]
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["weight_decay"] = 2.0  # which schedules halve
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.8**step) for one in self.optimizers]
         self.groups = [one.param_groups for one in self.optimizers]
         self.arrived: list[list[tuple[torch.Tensor, torch.Tensor]] | None] = [None, None]
@@ -91,6 +94,7 @@ class Program:
 
     def schedule(self, number: int) -> None:
         self.schedules[number].step()
+        self.optimizers[number].param_groups[0]["weight_decay"] /= 2
         self.rates[number] *= 0.8
 
     def clear(self, number: int) -> None:

@@ -21,7 +21,8 @@ masks are all-gathered as bits. The authors' code does not save its mask and res
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -81,6 +82,7 @@ class Radius(Lossy):
         self._owns_rows = False  # does each rank own a row, and choose its mask alone?
         super().__post_init__()
         self._former_weights: dict[str, Tensor] = {}
+        self._marked: dict[str, Tensor] = {}  # new masks, of optimizers that have stepped
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -116,23 +118,29 @@ class Radius(Lossy):
         super().after_step(step)
         if not self._resamples(step.number):  # l. 22
             return
-        for name, weight in step.weights.items():
-            if self._is_sent(name) and name in step.holders:  # else it rests, with the mask that it has
-                self.state.put("mask", name, self._mask(name, self._direction(step, name, weight)))  # l. 23-24
+        self._mark(step, [name for name in step.weights if name not in self._marked])  # whose optimizer has not stepped
+        for name in step.weights:
+            if name in self._marked:  # else it rests, with the mask that it has
+                self.state.put("mask", name, self.run.exchange.share(self._marked[name]))  # l. 24
         self._former_weights.clear()
+        self._marked.clear()
         self.state.put("resampled", "", torch.tensor(step.number, device="cpu"))
         if step.clip_factor is not None:
             self.state.put("clip", "", step.clip_factor)
 
     def before_step(self, step: Step) -> None:
-        """An optimizer that is not AdamW shows its direction by the change it makes."""
+        """Let each optimizer's direction be taken right after its own step: then the user may change its groups and
+        gradients. One that is not AdamW shows its direction by the change it makes."""
         super().before_step(step)
-        if self.update_space is None and self._resamples(step.number):
+        if not self._resamples(step.number):
+            return
+        if self.update_space is None:
             self._former_weights |= {
                 name: local(weight).detach().clone()
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)
             }
+        step.put_back.append(functools.partial(self._mark, step, step.weights))
 
     def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
         rows = bucket_rows(self.run.exchange, True)
@@ -191,8 +199,14 @@ class Radius(Lossy):
         former = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
         return adam.add_(former, alpha=decay).reshape(-1)  # Alg. 2, l. 5
 
+    def _mark(self, step: Step, names: Iterable[str]) -> None:
+        """Note the masks of those of ``names`` that are sent, for the rows that this rank owns (l. 21-23)."""
+        for name in names:
+            if self._is_sent(name) and name in step.holders:
+                self._marked[name] = self._mask(name, self._direction(step, name, step.weights[name]))
+
     def _mask(self, name: str, direction: Tensor) -> Tensor:
-        """Mask words (R, width / 64) of the k largest |u| of every row; every rank has all rows."""
+        """Mask words (R, width / 64) of the k largest |u| of the rows that this rank owns."""
         exchange = self.run.exchange
         rows = bucket_rows(exchange, True)
         columns = count_columns(exchange, self.run.parameters[name].local, rows)
@@ -202,7 +216,7 @@ class Radius(Lossy):
         words = torch.zeros((rows, values.shape[1] // masks.WORD), dtype=torch.int64, device=direction.device)
         largest = sparse.ListSegment(0, values.shape[1], self._k(columns), 0)
         sparse.marked(values, (largest,), words[exchange.own_rows])
-        return exchange.share(words)
+        return words
 
     def _codec(self, bucket: Bucket, exchange: Exchange) -> Masked:
         """For the masks of the bucket's segments side by side, put together once per resample."""
