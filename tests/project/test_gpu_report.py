@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import gpu_cases
 import gpu_report
+from breadth import ALL
 from gpu_report import ROOT, Part
 
 
@@ -74,6 +76,7 @@ def test_what_is_run_is_there():
     assert all(part.arguments[0] == "-m" or (ROOT / part.arguments[0]).exists() for part in found)
 
 
+@pytest.mark.skipif(not ALL, reason="a minute of programs that start ranks: THINWIRE_TESTS=all")
 def test_cases_are_rehearsed_on_a_cpu_and_their_report_becomes_tables(tmp_path, capsys):
     """A NaN step, a skipped step and a resume; a hang that ends, with the stacks of its threads; speed and memory."""
     words = ["--device", "cpu", "--engines", "ddp", "fsdp2", "--methods", "int8(smallest=0)", "--timed", "int8"]
