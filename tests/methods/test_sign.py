@@ -120,5 +120,5 @@ def test_as_steps_on_fsdp2_padding_is_not_taken_for_a_step():
 
 def test_knobs_that_do_not_fit_are_refused():
     for knobs in ("group=16", "group=100", "scale='max'"):
-        with pytest.raises(ThinwireError, match=r"sign|Sign|^group must"):
+        with pytest.raises(ThinwireError, match=r"sign|Sign"):
             resolve(f"sign({knobs})")

@@ -377,7 +377,7 @@ def test_knobs_that_do_not_fit_are_refused():
         with pytest.raises(ThinwireError, match=says):
             OneBitAdam(warmup=warmup).begin(_run_of(torch.optim.AdamW, steps))
     for knobs in ("group=16", "group=100", "scale='max'", "smallest=-1", "warmup_bits=16", "weights='plain'"):
-        with pytest.raises(ThinwireError, match=r"onebit-adam|Sign|^group must"):
+        with pytest.raises(ThinwireError, match=r"onebit-adam|Sign"):
             resolve(f"onebit-adam({knobs})")
 
 

@@ -77,8 +77,9 @@ def resolve(method: Method | str) -> Method:
             raise unknown_knob(cls, knob)
     try:
         return cls(**values)
-    except TypeError as error:
-        raise ThinwireError(f"{cls.name}: {error}") from None
+    except (TypeError, ThinwireError) as error:  # a codec does not know whose knobs it was given
+        named = isinstance(error, ThinwireError) and cls.name in str(error)
+        raise error if named else ThinwireError(f"{cls.name}: {error}") from None
 
 
 def _value(text: str) -> Any:
