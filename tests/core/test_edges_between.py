@@ -56,7 +56,7 @@ class Program:
         early = draw is not None and draw.random() < 0.5
         if early:
             self._hook()
-        self.rounds = engine != "ddp" and case.name in ("sdp4bit", "zeropp", "qsdp")
+        self.quantized = engine != "ddp" and case.name in ("sdp4bit", "zeropp", "qsdp")
         self.wire = thinwire.compress(self.model, self.optimizers, case.method, steps=20)
         if not early:
             self._hook()
@@ -110,7 +110,7 @@ class Program:
         stored = {name: full(weight).clone() for name, weight in parts(self.model).items()}
         loss = self.model(gradients(step, self.rank))
         seen = getattr(self.model, "module", self.model).seen
-        if not self.rounds and not all(torch.equal(stored[name], seen[name]) for name in stored):
+        if not self.quantized and not all(torch.equal(stored[name], seen[name]) for name in stored):
             self.wrong.add("weights to compute with are not those that are stored")
         loss.backward()
         self.arrived = [

@@ -1087,8 +1087,8 @@ def _layer_anew(rank, world, kind):
     """How often weights are said to be replaced: a layer drawn anew; in the same way, but the user resets; a little
     changed; all weights there and back again, as ScheduleFree's eval and train take them; all decayed by hand."""
     said = {}
-    for name in dealt(dealt(NAMES, 1, range(2)), kind):
-        if kind not in BY_NAME[name].engines or not BY_NAME[name]().card.keeps_state:
+    for name in dealt_to(kind, 1):
+        if not BY_NAME[name]().card.keeps_state:
             continue
         model, optimizer, wire = begun(kind, world, name)
         layer = wire._step_loop.weights["head.weight"]

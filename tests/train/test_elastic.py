@@ -417,11 +417,12 @@ def test_torchft_s_own_lines_are_not_shown(tmp_path, capfd):
 
 
 def test_a_signal_reaches_all_replicas_and_nobody_is_started_again(tmp_path):
-    run = supervised(tmp_path, {name: "trap 'exit 143' TERM; sleep 60 2>&- & wait" for name in "012"})
-    run.replicas[2].start_at = time.monotonic() + 60  # it is not yet there
+    run = supervised(tmp_path, {name: "trap 'exit 143' TERM; sleep 60 2>&- & wait" for name in "0123"})
+    run.replicas[3].start_at = time.monotonic() + 60  # it is not yet there
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     assert run.run() == 143
-    assert [replica.starts for replica in run.replicas] == [1, 1, 0] and all(replica.away for replica in run.replicas)
+    assert [replica.starts for replica in run.replicas] == [1, 1, 1, 0]
+    assert all(replica.away for replica in run.replicas)
 
 
 # ------------------------------------------------------------------------------------------------------- status

@@ -217,8 +217,7 @@ def reached(run: Run, dense: Run) -> dict[str, Any] | None:
 
 
 def _smooth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Average each row's loss over the steps up to it, as many as a tenth of the run; without those that were skipped,
-    whose losses may not be finite."""
+    """Average each row's loss over the steps up to it that were not skipped, as many as a tenth of the run."""
     width = max(1, len(rows) // 10)
     rows = [row for row in rows if math.isfinite(row["loss"]) and not row.get("skipped")]
     losses = [row["loss"] for row in rows]
