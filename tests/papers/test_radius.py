@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from breadth import spread
+import ranks
+import thinwire
+from breadth import dealt, spread
+from engines import build, refusal
 from papers.against import SIZES, STEPS, TOPOLOGIES, given, received, run
 from papers.radius import Radius as RadiusPaper
+from test_edges import SHAPES, Given, parts
 from thinwire.methods import Radius
 
 
@@ -42,3 +46,60 @@ def test_against_the_pseudo_code(topology, size, scale):
                     expected = np.stack(paper.residuals[n][i * rows : (i + 1) * rows])
                     assert np.abs(residual - expected).max() < 1e-4
     assert results[0][-1]["facts"]["last resample, step"] == 47
+
+
+MAKERS = {"AdamW": {}, "Adam": {}, "SGD": {"momentum": 0.9}, "RAdam": {}, "Adagrad": {}}
+WAYS = ("has none", "rests", "is absent", "has a rate of 0")
+
+
+def _masks(rank: int, world: int, engine: str, maker: str, way: str, feedback: str) -> tuple[list[list[int]], str]:
+    """Words of the masks that w1 has after each of three resample steps, in which it has its ``way``, but in the first
+    only where its optimizer is ``absent``; what a last step raised."""
+    make = getattr(torch.optim, maker)
+    model = build(engine, world, net=Given)
+    weights = parts(model)
+    both = [make([weights.pop("w1")], lr=0.01, **MAKERS[maker]), make(weights.values(), lr=0.01, **MAKERS[maker])]
+    wire = thinwire.compress(
+        model, both, f"radius(smallest=0, T=2, start=2, density=0.25, feedback={feedback!r})", steps=9
+    )
+    words = []
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        given = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        resamples = number in (2, 4, 6)
+        if way == "rests" and resamples and number > 2:
+            del given["w1"]
+        both[0].param_groups[0]["lr"] = 0.0 if way == "has a rate of 0" and resamples and number > 2 else 0.01
+        model(given).backward()
+        for optimizer in both[way == "is absent" and resamples :]:
+            optimizer.step()
+            optimizer.zero_grad()
+        if resamples:
+            state = wire.state_dict()
+            words.append(next(value for key, value in state.items() if key.endswith("mask/w1")).flatten().tolist())
+
+    error = refusal(lambda: [step(number) for number in range(8)])
+    wire.close()
+    return words, error
+
+
+def _each_way(rank, world, engine):
+    cases = [(maker, way, "gradients") for maker in MAKERS for way in WAYS]
+    cases += [("AdamW", way, "updates") for way in WAYS if way != "is absent"]  # which it refuses
+    some = dealt(cases, engine, ("fsdp2", "ddp", "hsdp-1"))
+    # DDP would have to look for what no rank has used, which is refused.
+    return {case: _masks(rank, world, engine, *case) for case in some if engine != "ddp" or case[1] != "rests"}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp-1"])
+def test_no_mask_is_that_of_a_direction_of_zeros(engine):
+    for found in ranks.run(_each_way, 2, engine):
+        for (maker, way, feedback), (masks, error) in found.items():
+            case = f"{maker}, w1 {way}, {feedback}"
+            assert not error, f"{case}: {error}"
+            # Of zeros the first values are chosen: words of ones, and then none.
+            assert not [words for words in masks if -1 in words], f"{case}: {masks}"
+            rests = way == "rests" and (maker != "AdamW" or feedback == "updates")
+            keeps = rests or (maker != "AdamW" and way in ("is absent", "has a rate of 0"))
+            assert len({tuple(words) for words in masks}) == (1 if keeps else 3), f"{case}: {masks}"

@@ -119,9 +119,12 @@ class Radius(Lossy):
         if not self._resamples(step.number):  # l. 22
             return
         self._mark(step, [name for name in step.weights if name not in self._marked])  # whose optimizer has not stepped
-        for name in step.weights:
-            if name in self._marked:  # else it rests, with the mask that it has
-                self.state.put("mask", name, self.run.exchange.share(self._marked[name]))  # l. 24
+        for name, weight in step.weights.items():
+            mask = self._marked.get(name)
+            if mask is None and self._chooses(step, name) and self.state.get("mask", name) is None:
+                mask = self._mask(name, _gradient(weight))
+            if mask is not None:  # else it rests, with the mask that it has
+                self.state.put("mask", name, self.run.exchange.share(mask))  # l. 24
         self._former_weights.clear()
         self._marked.clear()
         self.state.put("resampled", "", torch.tensor(step.number, device="cpu"))
@@ -176,34 +179,30 @@ class Radius(Lossy):
         last = self.state.get("resampled", "")
         return last is None or number - int(last) >= self.T
 
-    def _direction(self, step: Step, name: str, weight: Tensor) -> Tensor:
+    def _chooses(self, step: Step, name: str) -> bool:
+        return self._is_sent(name) and name in step.holders
+
+    def _direction(self, step: Step, name: str) -> Tensor | None:
         """u (local values, 1-D, l. 21): Alg. 2 for AdamW, up to a factor the change of the weight for any other.
 
-        AdamW's own step has done Alg. 2, l. 1-2. With feedback="updates" what has come is the direction.
+        AdamW's own step has done Alg. 2, l. 1-2. With feedback="updates" what has come is the direction. None: the
+        parameter has none in this step, on no rank: no gradient, or no step by more than 0.
         """
+        weight, (optimizer, group) = step.weights[name], step.holders[name]
         if self.update_space is not None:
-            received_step = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            return local(received_step).reshape(-1)
-        current = local(weight).detach()
-        if name in self._former_weights:
-            return (self._former_weights[name] - current).reshape(-1)
-        optimizer, group = step.holders[name]
-        moments = optimizer.state.get(weight, {})
-        if "exp_avg" not in moments:  # never had a gradient
-            return torch.zeros_like(current).reshape(-1)
-        beta1, beta2 = group["betas"]
-        t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
-        second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
-        denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])  # Alg. 2, l. 4
-        adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator  # Alg. 2, l. 3
-        former = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
-        return adam.add_(former, alpha=decay).reshape(-1)  # Alg. 2, l. 5
+            return None if weight.grad is None else _gradient(weight)
+        if isinstance(optimizer, torch.optim.AdamW):
+            return _adamw_direction(weight, group, optimizer.state.get(weight, {}))
+        former = self._former_weights.get(name)
+        if former is None or weight.grad is None or float(group["lr"]) == 0:
+            return None
+        return (former - local(weight).detach()).reshape(-1)
 
     def _mark(self, step: Step, names: Iterable[str]) -> None:
-        """Note the masks of those of ``names`` that are sent, for the rows that this rank owns (l. 21-23)."""
+        """Note the masks of those of ``names`` that have a direction, for the rows that this rank owns (l. 21-23)."""
         for name in names:
-            if self._is_sent(name) and name in step.holders:
-                self._marked[name] = self._mask(name, self._direction(step, name, step.weights[name]))
+            if self._chooses(step, name) and (direction := self._direction(step, name)) is not None:
+                self._marked[name] = self._mask(name, direction)
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of the rows that this rank owns."""
@@ -232,3 +231,22 @@ class Radius(Lossy):
         words = bucket.once("mask", joined, *segment_masks)
         bit_offsets = bucket.once("directory", lambda: masks.directory(words), words)
         return Masked(words, k, owner_row=exchange.own_row, bit_offsets=bit_offsets)
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    """The gradient that has come (local values, 1-D), or zeros."""
+    return local(torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1)
+
+
+def _adamw_direction(weight: Tensor, group: Mapping[str, Any], moments: Mapping[str, Any]) -> Tensor | None:
+    """Alg. 2, l. 3-5; None: there was never a gradient."""
+    if "exp_avg" not in moments:
+        return None
+    current = local(weight).detach()
+    beta1, beta2 = group["betas"]
+    t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
+    second = local(moments["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
+    denominator = (second / (1 - beta2**t)).sqrt_().add_(group["eps"])  # l. 4
+    adam = local(moments["exp_avg"]) / (1 - beta1**t) / denominator  # l. 3
+    former = (current + lr * adam) / (1 - lr * decay)  # the paper's w is the one that the gradient was taken at
+    return adam.add_(former, alpha=decay).reshape(-1)  # l. 5
