@@ -42,6 +42,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # modules and tests are no garbage: each full collection would look at all of them
+    gc.set_threshold(50_000)  # to look for circles took a fifth of some tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -196,6 +196,7 @@ class World:
         self.main, self.host = Stream(name="main"), Stream(name="host")
         self.stack = [self.main]
         self.groups: list[Stream] = []  # of process groups
+        self._operation = ""  # the place of the one that goes on, once it was asked for
         self._touched: dict[int, list[tuple]] = {}
         self._made: dict[int, tuple[Stream, str]] = {}
         self._pinned: set[int] = set()
@@ -242,11 +243,17 @@ class World:
     def begin(self, *, host: bool = False) -> Stream:
         """An operation begins, on the host or on the current stream."""
         self.count += 1
+        self._operation = ""
         stream = self.host if host else current()
         if not host:
             stream.merge(self.host.clock)
         stream.clock[stream] = self.everything[stream] = self.count
         return stream
+
+    def operation(self) -> str:
+        """The place of the operation that has begun last."""
+        self._operation = self._operation or self.place(3)[0]
+        return self._operation
 
     def is_host(self, tensor: Tensor) -> bool:
         """Is it in the host's memory? So are numbers that come from no tensor of the device: counters of steps."""
@@ -273,7 +280,7 @@ class World:
             return
         if self.inside is not None:
             self.inside.add(key)
-        self._touched[key], self._made[key] = [], (stream, self.place()[0])
+        self._touched[key], self._made[key] = [], (stream, self.operation())
         weakref.finalize(storage, _gone, weakref.ref(self), key)
         left = []
         for count, other, verb, where in [] if key in self._pinned else self._free.pop(stream, []):
@@ -299,7 +306,7 @@ class World:
             high = low + tensor.nbytes
         else:
             high = low + (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * size
-        found, clock, place, left = self._touched[key], stream.clock, self.place()[0], []
+        found, clock, place, left = self._touched[key], stream.clock, self.operation(), []
         for of in found:
             count, other, wrote, start, end, theirs, where = of
             if other is stream:

@@ -42,3 +42,4 @@ for kernel in gc.get_objects():  # wherever it is held: most are in the closure 
 
 gc.collect()
 gc.freeze()  # what ranks are born with is no garbage: each full collection of a rank would look at all of it
+gc.set_threshold(50_000)  # as ``conftest`` has it
