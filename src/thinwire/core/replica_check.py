@@ -132,18 +132,19 @@ class ReplicaCheck:
             if difference := next(filter(None, wrong), None):
                 raise ThinwireError(difference)
 
-    def look_at_names(self, number: int, names: Sequence[str]) -> None:
+    def look_at_names(self, number: int, names: Sequence[str], *, alone: bool) -> None:
         """Compare ``names``, whose gradients are about to be exchanged in step ``number``, if a check is due.
 
         No names: the optimizers are about to step. Parameters that only some ranks use make buffers of unlike sizes.
+        ``alone``: the nodes step without each other.
 
         Raises:
             ThinwireError: another rank exchanges others; raised on all ranks.
         """
         if not self._is_due(number) or self._engine.kind == "ddp":  # DDP exchanges all or none
             return
-        comm = self._comms[0]
-        if Agreement([comm]).collect({"names": "\n".join(names)}, {}) is not None:
+        comm, *between = self._comms
+        if Agreement([comm, *([] if alone else between)]).collect({"names": "\n".join(names)}, {}) is not None:
             raise ThinwireError(
                 f"step {number}: ranks have gradients of different parameters: rank {comm.ranks[comm.rank]} has "
                 f"{', '.join(names) or 'none'}, another rank has others. Use the same parameters on all ranks in a step"

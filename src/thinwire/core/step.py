@@ -168,7 +168,7 @@ class StepLoop:
         elif repeated is not None:
             self._again(repeated)
         if self._replica_check is not None:
-            self._replica_check.look_at_names(self.number, names)
+            self._replica_check.look_at_names(self.number, names, alone=self._alone)
         if not self._exchanged:
             self._writes = count_writes(self.weights.values()) if self._alone else 0
             self.parameter_watch.exchange_begins()
@@ -447,7 +447,7 @@ class StepLoop:
             missing = _MISSING.format(name=self.engine.missing() or "a parameter")
             raise ThinwireError(self.parameter_watch.changed() or missing)
         if self._replica_check is not None:
-            self._replica_check.look_at_names(self.number, ())
+            self._replica_check.look_at_names(self.number, (), alone=self._alone)
         trouble = None if self.engine.void else self._trouble()
         self.guard.observe_all(self.engine.gradients() if self.clip is None else self.clip)
         with self.inside("optimizer.step()"):
