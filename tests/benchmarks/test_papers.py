@@ -26,7 +26,7 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("papers")
 
 
-@pytest.mark.parametrize(("paper", "name"), spread(4, EXPERIMENTS))
+@pytest.mark.parametrize(("paper", "name"), spread(8, EXPERIMENTS))
 def test_a_dry_pass_writes_table_and_picture(paper, name, out, capsys):
     assert paper_main([paper, name, "--dry", "--out", str(out)]) == 0
     printed = capsys.readouterr().out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import adamw, build
 from models import loss_of
 from thinwire.base.errors import ThinwireWarning
@@ -91,11 +91,10 @@ def _dropped(rank: int, world: int, cases: list[tuple]) -> list[tuple]:
 
 def _cases(kind: str) -> list[tuple]:
     every = []
-    for method in METHODS:
-        for way in WAYS:
-            for at in (2, 3, STEPS - 1):  # in the middle of a round, at its end, at the end of the run
-                if (way, at) != ("late", STEPS - 1):  # whose gradients are there to the end, and may still be used
-                    every.append((kind, method, way, at, ENDS[len(every) % len(ENDS)]))
+    # In the middle of a round, at its end, at the end of the run.
+    for method, way, at in spread(2, METHODS, WAYS, (2, 3, STEPS - 1)):
+        if (way, at) != ("late", STEPS - 1):  # whose gradients are there to the end, and may still be used
+            every.append((kind, method, way, at, ENDS[len(every) % len(ENDS)]))
     return every
 
 

@@ -62,8 +62,8 @@ def runs(kind, name, engines=("ddp", "fsdp2", "hsdp")):
 
 
 def dealt_to(kind, turn):
-    """The methods that are tried on the engine ``kind``: laws take ``turn``s in having every second one."""
-    return [name for name in dealt(dealt(NAMES, turn, range(2)), kind) if runs(kind, name)]
+    """The methods that are tried on the engine ``kind``: laws take ``turn``s in having every third one."""
+    return [name for name in dealt(dealt(NAMES, turn, range(3)), kind) if runs(kind, name)]
 
 
 def undisturbed(rank, world, kind, name):
@@ -119,7 +119,7 @@ def resumed(rank, world, kind, name, saved, *, before):
 def _changes_nothing(rank, world, kind):
     warnings.simplefilter("ignore")
     found = []
-    for name in dealt_to(kind, 1):
+    for name in dealt_to(kind, 0):
         plain, saved = undisturbed(rank, world, kind, name)
         others = {
             "reloaded between steps, closed, and compressed again": reloaded_and_closed(rank, world, kind, name),
@@ -173,7 +173,7 @@ def _cancelled(rank, world, kind):
     """After some steps, the gradient of w1 is set to None after each exchange: as if it had had none."""
     warnings.simplefilter("ignore")
     broken = []
-    for name in dealt_to(kind, 0):
+    for name in dealt_to(kind, 1):
         if name == "local-steps":  # whose gradients stay where they are
             continue
         model = given(kind, world, (32, 32), (32, 32))
@@ -210,7 +210,7 @@ def _rests(rank, world, kind):
     """At lr 0 no weight moves; what waited then comes when lr is above 0 again."""
     warnings.simplefilter("ignore")
     broken = []
-    for name in dealt_to(kind, 1):
+    for name in dealt_to(kind, 2):
         model, optimizer, wire = begun(kind, world, name, model=given(kind, world, (32, 32), (48, 16)))
         generator = torch.Generator().manual_seed(rank)
 
@@ -326,7 +326,7 @@ def _newcomer(rank, world, kind):
     """A parameter joins the model in mid-run (an adapter, say), and its optimizer or another one."""
     warnings.simplefilter("ignore")
     broken = []
-    for name in dealt_to(kind, 0):
+    for name in dealt_to(kind, 2):
         for holder in ("group", "new group", "optimizer"):
             model, optimizer, wire = begun(kind, world, name, check_every=0)
             advance(model, optimizer, wire, rank, 0)
@@ -354,7 +354,7 @@ def _bytes_of_steps(rank, world, kind):
     """The steps of a run sent other bytes of gradients, because something was exchanged between two of them."""
     warnings.simplefilter("ignore")
     broken = []
-    for name in dealt_to(kind, 1):
+    for name in dealt_to(kind, 0):
         if small(BY_NAME[name]).card.bytes_follow_data:
             continue
         expected = None
@@ -566,7 +566,7 @@ def _between(rank, world, kind):
     """The calls for between two steps, between a backward pass and its step: refused, and the step is as without."""
     warnings.simplefilter("ignore")
     broken = []
-    for name in dealt_to(kind, 0):
+    for name in dealt_to(kind, 1):
         ends = []
         for asks in (False, True):
             model, optimizer, wire = begun(kind, world, name)
@@ -979,7 +979,7 @@ def _plain_dcp(rank, world, kind, folder):
     warnings.simplefilter("ignore")
     broken = []
     # One copy of the weights is written: "none", whose ranks each have their own, has none that is all of them.
-    names = [name for name in dealt_to(kind, 1) if name != "none"]
+    names = [name for name in dealt_to(kind, 2) if name != "none"]
     for name in [*names, "trickle"]:
         model, optimizer, wire = begun(kind, world, name)
         for step in range(STEPS // 2):
@@ -1088,9 +1088,7 @@ def _layer_anew(rank, world, kind):
     """How often weights are said to be replaced: a layer drawn anew; in the same way, but the user resets; a little
     changed; all weights there and back again, as ScheduleFree's eval and train take them; all decayed by hand."""
     said = {}
-    for name in dealt_to(kind, 1):
-        if not BY_NAME[name]().card.keeps_state:
-            continue
+    for name in dealt([name for name in NAMES if runs(kind, name) and BY_NAME[name]().card.keeps_state], kind):
         model, optimizer, wire = begun(kind, world, name)
         layer = wire._step_loop.weights["head.weight"]
         told = said[name] = {}

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dry_cuda
 import streamorder
 import thinwire
-from breadth import falls_on
+from breadth import falls_on, spread
 from kernel_access import written
 from streamorder import Stream, Watch, World, gpu, on
 from thinwire import methods, wire
@@ -163,7 +163,8 @@ CASES = [
     (kind, cls, {}) for kind in ("ddp", "fsdp2", "hsdp") for number, cls in enumerate(methods.TABLE)
     if kind in small(cls).engines and falls_on(number, kind, ("ddp", "fsdp2", "hsdp", "ddp", "fsdp2"))
 ]  # fmt: skip
-CASES += [(kind, cls, {}) for kind in ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard") for cls in WHOLE
+CASES += [(kind, cls, {})
+           for kind, cls in spread(2, ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard"), WHOLE)
            if small(cls).card.adds_up or kind != "fsdp2-shared"]
 CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]

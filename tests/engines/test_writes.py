@@ -25,7 +25,7 @@ WRITERS = ("fsdp2", {1}), ("fsdp2", {0, 1}), ("hsdp", {1, 3}), ("fsdp2-keep", {1
 def _between(rank, world, kind, writers):
     """By how much the outputs of each method are off after each place of the writes."""
     off = {}
-    for method in dealt(METHODS, WRITERS.index((kind, writers)) % 2, range(2)):
+    for method in dealt(METHODS, WRITERS.index((kind, writers)) % 3, range(3)):
         program = Program(kind, rank, world, method, writers)
         for number, place in enumerate(["unshard", *BETWEEN, ""]):  # the very first pass makes what others follow
             program.step(number, place)
@@ -43,7 +43,7 @@ def test_the_next_forward_pass_has_what_was_written(kind, writers):
 def _refused(rank, world, kind, ways):
     """By how much outputs are off, or the error, by method, place of the write, way, and whether ranks were told."""
     outcomes = {}
-    for method in spread(2, METHODS):
+    for method in spread(3, METHODS):
         for place, data, told in ways:
             program = Program(kind, rank, world, method, {1})
             try:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import ranks
 import thinwire
-from breadth import falls_on, spread
+from breadth import dealt, falls_on, spread
 from engines import adamw, build, made, refusal, train
 from models import loss_of
 from thinwire.base.knobs import knobs_of
@@ -256,7 +256,8 @@ def _of_another_length(rank: int, world: int, kind: str) -> list[str]:
             wire.close()
             return seen
 
-        for before, stop, afters in ((8, 1, [20]), (8, 3 + number % 2, [20]), (20, 3, [16, 5])):
+        lengths = (8, 1, [20]), (8, 3 + number % 2, [20]), (20, 3, [16, 5])
+        for before, stop, afters in dealt(lengths, number % 2, (0, 1, 0)):
             model, optimizer, wire = begin(before)
             train(model, optimizer, rank, range(stop), wire)
             saved = *map(copy.deepcopy, (model.state_dict(), optimizer.state_dict())), wire.state_dict()
