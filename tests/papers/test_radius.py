@@ -100,6 +100,5 @@ def test_no_mask_is_that_of_a_direction_of_zeros(engine):
             assert not error, f"{case}: {error}"
             # Of zeros the first values are chosen: words of ones, and then none.
             assert not [words for words in masks if -1 in words], f"{case}: {masks}"
-            rests = way == "rests" and (maker != "AdamW" or feedback == "updates")
-            keeps = rests or (maker != "AdamW" and way in ("is absent", "has a rate of 0"))
+            keeps = way == "rests" and (maker != "AdamW" or feedback == "updates")
             assert len({tuple(words) for words in masks}) == (1 if keeps else 3), f"{case}: {masks}"

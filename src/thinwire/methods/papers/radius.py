@@ -37,6 +37,7 @@ from thinwire.codecs.mask import Masked
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange, bucket_rows, count_columns
 from thinwire.core.method import ANEW, Card, Density, Run, Start, StateKind, Step, count_of
+from thinwire.core.run import Holder
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import LOOSE
 from thinwire.methods.parts.feedback import GRADIENTS, Gradients, Lossy, Updates
@@ -118,11 +119,10 @@ class Radius(Lossy):
         super().after_step(step)
         if not self._resamples(step.number):  # l. 22
             return
-        self._mark(step, [name for name in step.weights if name not in self._marked])  # whose optimizer has not stepped
         for name, weight in step.weights.items():
             mask = self._marked.get(name)
-            if mask is None and self._chooses(step, name) and self.state.get("mask", name) is None:
-                mask = self._mask(name, _gradient(weight))
+            if mask is None and self._is_sent(name) and name in step.holders and self.state.get("mask", name) is None:
+                mask = self._mask(name, torch.zeros_like(local(weight)).reshape(-1))
             if mask is not None:  # else it rests, with the mask that it has
                 self.state.put("mask", name, self.run.exchange.share(mask))  # l. 24
         self._former_weights.clear()
@@ -143,7 +143,9 @@ class Radius(Lossy):
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)
             }
-        step.put_back.append(functools.partial(self._mark, step, step.weights))
+        # Others may not step at all; in after_step, the next pass may have begun to add to their gradients.
+        self._mark([name for name in self.run.weights if name not in {**step.weights, **self._marked}])
+        step.put_back.append(functools.partial(self._mark, step.weights))
 
     def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
         rows = bucket_rows(self.run.exchange, True)
@@ -179,29 +181,28 @@ class Radius(Lossy):
         last = self.state.get("resampled", "")
         return last is None or number - int(last) >= self.T
 
-    def _chooses(self, step: Step, name: str) -> bool:
-        return self._is_sent(name) and name in step.holders
-
-    def _direction(self, step: Step, name: str) -> Tensor | None:
+    def _direction(self, name: str, holder: Holder) -> Tensor | None:
         """u (local values, 1-D, l. 21): Alg. 2 for AdamW, up to a factor the change of the weight for any other.
 
-        AdamW's own step has done Alg. 2, l. 1-2. With feedback="updates" what has come is the direction. None: the
-        parameter has none in this step, on no rank: no gradient, or no step by more than 0.
+        AdamW's own step has done Alg. 2, l. 1-2. With feedback="updates" what has come is the direction, and so it is
+        where an optimizer has not stepped, or by 0. None: nothing has come, on no rank.
         """
-        weight, (optimizer, group) = step.weights[name], step.holders[name]
-        if self.update_space is not None:
-            return None if weight.grad is None else _gradient(weight)
-        if isinstance(optimizer, torch.optim.AdamW):
-            return _adamw_direction(weight, group, optimizer.state.get(weight, {}))
-        former = self._former_weights.get(name)
-        if former is None or weight.grad is None or float(group["lr"]) == 0:
+        weight, (optimizer, group) = self.run.weights[name], holder
+        moments = optimizer.state.get(weight, {})
+        if self.update_space is None and isinstance(optimizer, torch.optim.AdamW) and "exp_avg" in moments:
+            return _adamw_direction(weight, group, moments)
+        if weight.grad is None:
             return None
-        return (former - local(weight).detach()).reshape(-1)
+        if name in self._former_weights and float(group["lr"]) != 0:
+            return (self._former_weights[name] - local(weight).detach()).reshape(-1)
+        return local(weight.grad).reshape(-1)
 
-    def _mark(self, step: Step, names: Iterable[str]) -> None:
+    def _mark(self, names: Iterable[str]) -> None:
         """Note the masks of those of ``names`` that have a direction, for the rows that this rank owns (l. 21-23)."""
+        holders = self.run.holders
         for name in names:
-            if self._chooses(step, name) and (direction := self._direction(step, name)) is not None:
+            sent = name in holders and self._is_sent(name)
+            if sent and (direction := self._direction(name, holders[name])) is not None:
                 self._marked[name] = self._mask(name, direction)
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
@@ -233,15 +234,8 @@ class Radius(Lossy):
         return Masked(words, k, owner_row=exchange.own_row, bit_offsets=bit_offsets)
 
 
-def _gradient(weight: Tensor) -> Tensor:
-    """The gradient that has come (local values, 1-D), or zeros."""
-    return local(torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1)
-
-
-def _adamw_direction(weight: Tensor, group: Mapping[str, Any], moments: Mapping[str, Any]) -> Tensor | None:
-    """Alg. 2, l. 3-5; None: there was never a gradient."""
-    if "exp_avg" not in moments:
-        return None
+def _adamw_direction(weight: Tensor, group: Mapping[str, Any], moments: Mapping[str, Any]) -> Tensor:
+    """Alg. 2, l. 3-5."""
     current = local(weight).detach()
     beta1, beta2 = group["betas"]
     t, lr, decay = float(moments["step"]), float(group["lr"]), group["weight_decay"]
