@@ -134,6 +134,24 @@ def test_feedback_on_two_levels_trains_resumes_and_sends_what_is_planned(kind, m
         assert "radius" in method or abs(surprise) < 1e-6  # radius: an average over its period, from a dense first step
 
 
+def _rounded(rank: int, world: int, kind: str) -> tuple[str, float]:
+    model = build(kind, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wire = thinwire.compress(model, optimizer, "sdp4bit(smallest=0)")
+    train(model, optimizer, rank, [0], wire)
+    plan, bits = str(wire.plan), wire.method.facts()["bits per gradient"]
+    wire.close()
+    return plan, bits
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("per_node", "bits"), [(2, 8), (1, 4)])
+def test_a_plan_says_to_as_many_bits_as_are_sent_where_it_runs(kind, per_node, bits):
+    for plan, sent in ranks.run(_rounded, 2, kind, LOCAL_WORLD_SIZE=str(per_node)):
+        assert f"rounding the gradients to {bits} bits" in " ".join(plan.split())
+        assert bits < sent < 1.25 * bits  # with scales and padding
+
+
 def _refused(rank: int, world: int) -> list[str]:
     found = []
     for method in ("scape(warmup=1)", "onebit-adam(warmup=1)"):

@@ -18,7 +18,8 @@ from patience import PATIENCE
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Bucket
 from thinwire.core.exchange import Exchange
-from thinwire.methods import TABLE, Int8, names
+from thinwire.methods import TABLE, Int8, names, resolve
+from thinwire.plan.measured import describe_measured
 from thinwire.predict.cluster import Cluster, Constant, read_cluster
 from thinwire.predict.forecast import by_size
 from thinwire.predict.profile import profile_of
@@ -72,11 +73,12 @@ def test_on_a_slow_link_the_verdict_names_the_fastest_and_what_it_gains(job: Job
     assert bound.startswith("bound by: network; 100% of dense's step") and "with sign, " in bound
     span = simulation.gain(simulation.best)
     assert 1 < span.low < span.middle < span.high
+    assert describe_measured(resolve("sign"), job.ranks) in str(simulation)
 
 
 def test_where_the_network_is_not_the_limit_it_says_do_not_compress(job: Job) -> None:
     simulation = simulate(replace(job, cluster=job.cluster.with_link(1e12)), ["int8"])
-    assert simulation.best is simulation.dense
+    assert simulation.best is simulation.dense and "loss" not in str(simulation)
     assert list(simulation.verdict())[1].startswith("gain:     do not compress: int8 would be ")
 
 

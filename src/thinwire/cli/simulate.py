@@ -52,7 +52,7 @@ class SimulateOptions:
     model: str = "gpt-125m"
     """A preset, a Hugging Face config.json, or file.py:function. Your function is called under torch.device("meta") and
     returns a module and a tuple of example inputs. If these are no token ids, an example counts as one token."""
-    method: str = "bf16,int8,sdp4bit,trickle"
+    method: str = "bf16,int8,sdp4bit,trickle,trickle:merged"
     """Methods, separated by commas, with or without knobs. dense is always added."""
     engine: str = "ddp"
     """torch's engine for data parallelism: ddp, fsdp2 or hsdp."""

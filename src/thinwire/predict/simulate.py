@@ -18,6 +18,8 @@ from torch import nn
 from thinwire.base import extras
 from thinwire.base.errors import ThinwireError, first_line
 from thinwire.base.terminal import columns, counted
+from thinwire.methods import resolve
+from thinwire.plan.measured import describe_measured
 from thinwire.plan.plan import human, in_text
 from thinwire.predict.cluster import Cluster
 from thinwire.predict.layouts import timeline_of
@@ -229,6 +231,8 @@ class Simulation:
         return {"memory of a device": outcome.method, **sizes, fits: self.fits(outcome)}
 
     def _remarks(self) -> Iterator[str]:
+        if self.best is not self.dense:
+            yield describe_measured(resolve(self.best.method), self.job.ranks)
         for method, reason in self.refused.items():
             yield f"refused: {method}: {reason}"
         cluster = self.job.cluster

@@ -115,16 +115,24 @@ class SDP4Bit(Method):
     def describe(self) -> Card:
         assert self.codec is not None
         knobs = {knob.name: getattr(self, knob.name) for knob in knobs_of(SDP4Bit)}
-        inside = "run" in vars(self) and self.run.exchange.comm.one_node
         return replace(
             super().describe(), promise=self._promise(), summed_by_network=False, rows_apart=True,
             group=math.lcm(self.codec.group, self._intra_codec.group),  # either may be due
-            encodes_weights=self.weights != "dense", row_codec=self._intra_codec if inside else self.codec,
+            encodes_weights=self.weights != "dense", row_codec=self._intra_codec if self._stays_inside else self.codec,
             intra=SDP4Bit(**{**knobs, "bits": self.intra_bits, "weights": "dense"}),  # Alg. 3, l. 2-7
         )  # fmt: skip
 
+    @property
+    def _stays_inside(self) -> bool:
+        """Is it known that all ranks are of one node?"""
+        return "run" in vars(self) and self.run.exchange.comm.one_node
+
+    @property
+    def _fewest_bits(self) -> int:
+        return self.intra_bits if self._stays_inside else min(self.bits, self.intra_bits)
+
     def _promise(self) -> Promise:
-        fewest, plain = min(self.bits, self.intra_bits), self.weights == "plain"
+        fewest, plain = self._fewest_bits, self.weights == "plain"
         if fewest == 32 and not plain:
             return CONSERVES
         named = [f"the weights to {self.weight_bits} bits"] if plain else []
@@ -135,7 +143,7 @@ class SDP4Bit(Method):
 
     def _rounding(self) -> Rounding:
         """Return the rounding of gradients, on the coarser of the two hops."""
-        bits = min(self.bits, self.intra_bits)
+        bits = self._fewest_bits
         if bits >= 16:
             return Rounding("bfloat16", value=2.0**-8) if bits == 16 else Rounding("float32")
         # A code is right to half a step or, stochastically, to one and the 2^-17 to which its random bits reach.
