@@ -108,7 +108,7 @@ WITH_STEPS = ("trickle", "topk", "tagc", "radius", "powersgd", "scape", "separat
 
 CHOICES = (
     ("any engine, any optimizer: try this first", "int8", SPEED[0], MAIN),
-    ("FSDP2 on several nodes, where weights travel, too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2"),
+    ("FSDP2 on several nodes, where weights travel, too", "sdp4bit", "fsdp2-500mbit", "small-fsdp2-seeds"),
     ("AdamW, 2 to 4 ranks, a network too slow for 4 bits per value", "trickle", SPEED[0], MAIN),
     ("AdamW, more than 4 ranks, such a network", "trickle:merged", SPEED[0], ("scratch", "small", "wikitext", 16)),
 )
@@ -322,6 +322,7 @@ def runs() -> str:
     for where in read("settings"):
         if where["kind"] == "loss":
             title = f"## `{where['preset']}` on {ENGINES[where['engine']]}, {OPTIMIZERS[where['optimizer']]}"
+            title += ", two seeds" * where["setting"].endswith("-seeds")
             when = f"Measured {where['date']} at commit {where['commit']}:"
             parts += [title, when, f"```sh\n{where['command']}\n```", losses(where["setting"])]
     titles: dict[str, list[regime_tables.Row]] = {}
