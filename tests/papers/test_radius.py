@@ -49,14 +49,15 @@ def test_against_the_pseudo_code(topology, size, scale):
 
 
 MAKERS = {"AdamW": {}, "Adam": {}, "SGD": {"momentum": 0.9}, "RAdam": {}, "Adagrad": {}}
-WAYS = ("has none", "rests", "is absent", "has a rate of 0")
+WAYS = ("has none", "rests", "is absent", "has a rate of 0", "is bfloat16")
 
 
 def _masks(rank: int, world: int, engine: str, maker: str, way: str, feedback: str) -> tuple[list[list[int]], str]:
-    """Words of the masks that w1 has after each of three resample steps, in which it has its ``way``, but in the first
-    only where its optimizer is ``absent``; what a last step raised."""
+    """Words of the masks that w1 has after each of three resample steps, in which it goes its ``way``, but does not
+    rest in the first; what a last step raised."""
     make = getattr(torch.optim, maker)
-    model = build(engine, world, net=Given)
+    half = way == "is bfloat16"
+    model = build(engine, world, net=Given, prepare=lambda model: model.bfloat16() if half else None)
     weights = parts(model)
     both = [make([weights.pop("w1")], lr=0.01, **MAKERS[maker]), make(weights.values(), lr=0.01, **MAKERS[maker])]
     wire = thinwire.compress(
@@ -70,11 +71,13 @@ def _masks(rank: int, world: int, engine: str, maker: str, way: str, feedback: s
         resamples = number in (2, 4, 6)
         if way == "rests" and resamples and number > 2:
             del given["w1"]
-        both[0].param_groups[0]["lr"] = 0.0 if way == "has a rate of 0" and resamples and number > 2 else 0.01
+        rate = 1e-6 if half else 0.01
+        both[0].param_groups[0]["lr"] = 0.0 if way == "has a rate of 0" and resamples else rate
         model(given).backward()
         for optimizer in both[way == "is absent" and resamples :]:
             optimizer.step()
             optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = rate  # as its own scheduler does
         if resamples:
             state = wire.state_dict()
             words.append(next(value for key, value in state.items() if key.endswith("mask/w1")).flatten().tolist())

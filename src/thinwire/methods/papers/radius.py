@@ -84,6 +84,7 @@ class Radius(Lossy):
         super().__post_init__()
         self._former_weights: dict[str, Tensor] = {}
         self._marked: dict[str, Tensor] = {}  # new masks, of optimizers that have stepped
+        self._due_again = False  # the next step is a resample step, too
 
     def begin(self, run: Run) -> None:
         super().begin(run)
@@ -119,14 +120,18 @@ class Radius(Lossy):
         super().after_step(step)
         if not self._resamples(step.number):  # l. 22
             return
+        due_again, self._due_again = self._due_again, False
         for name, weight in step.weights.items():
             mask = self._marked.get(name)
-            if mask is None and self._is_sent(name) and name in step.holders and self.state.get("mask", name) is None:
+            has_none = self._is_sent(name) and name in step.holders and self.state.get("mask", name) is None
+            if mask is None and has_none and not due_again:
                 mask = self._mask(name, torch.zeros_like(local(weight)).reshape(-1))
             if mask is not None:  # else it rests, with the mask that it has
                 self.state.put("mask", name, self.run.exchange.share(mask))  # l. 24
         self._former_weights.clear()
         self._marked.clear()
+        if due_again:
+            return
         self.state.put("resampled", "", torch.tensor(step.number, device="cpu"))
         if step.clip_factor is not None:
             self.state.put("clip", "", step.clip_factor)
@@ -142,6 +147,7 @@ class Radius(Lossy):
                 name: local(weight).detach().clone()
                 for name, weight in step.weights.items()
                 if self._is_sent(name) and not isinstance(step.holders[name].optimizer, torch.optim.AdamW)
+                and weight.dtype.itemsize >= 4  # a small change does not reach bfloat16
             }
         # Others may not step at all; in after_step, the next pass may have begun to add to their gradients.
         self._mark([name for name in self.run.weights if name not in {**step.weights, **self._marked}])
@@ -185,13 +191,14 @@ class Radius(Lossy):
         """u (local values, 1-D, l. 21): Alg. 2 for AdamW, up to a factor the change of the weight for any other.
 
         AdamW's own step has done Alg. 2, l. 1-2. With feedback="updates" what has come is the direction, and so it is
-        where an optimizer has not stepped, or by 0. None: nothing has come, on no rank.
+        where an optimizer has not stepped, or by 0, or weights of bfloat16. None: nothing has come, on no rank, or with
+        feedback="updates" a step by 0.
         """
         weight, (optimizer, group) = self.run.weights[name], holder
         moments = optimizer.state.get(weight, {})
         if self.update_space is None and isinstance(optimizer, torch.optim.AdamW) and "exp_avg" in moments:
             return _adamw_direction(weight, group, moments)
-        if weight.grad is None:
+        if weight.grad is None or (self.update_space is not None and float(group["lr"]) == 0):
             return None
         if name in self._former_weights and float(group["lr"]) != 0:
             return (self._former_weights[name] - local(weight).detach()).reshape(-1)
@@ -201,9 +208,12 @@ class Radius(Lossy):
         """Note the masks of those of ``names`` that have a direction, for the rows that this rank owns (l. 21-23)."""
         holders = self.run.holders
         for name in names:
-            sent = name in holders and self._is_sent(name)
-            if sent and (direction := self._direction(name, holders[name])) is not None:
+            if name not in holders or not self._is_sent(name):
+                continue
+            if (direction := self._direction(name, holders[name])) is not None:
                 self._marked[name] = self._mask(name, direction)
+            elif self.run.weights[name].grad is not None and self.state.get("mask", name) is None:
+                self._due_again = True  # a first mask of steps by 0 would be any
 
     def _mask(self, name: str, direction: Tensor) -> Tensor:
         """Mask words (R, width / 64) of the k largest |u| of the rows that this rank owns."""
