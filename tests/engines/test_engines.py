@@ -766,3 +766,26 @@ def _seen_by_hooks(rank, world):
 
 def test_fsdp2_waits_where_torch_or_a_hook_looks_at_gradients():
     assert all(found == (True, True) for found in ranks.run(_seen_by_hooks, 2))
+
+
+def _in_one_pass(rank: int, world: int, kind: str) -> bool:
+    """Do two models, each with a wire, end as in plain torch where one backward pass goes through both?"""
+    ends = []
+    for wired in (False, True):
+        models = [build(kind, world, net=lambda: Net(layers=3)) for _ in range(2)]
+        optimizers = [adamw(model) for model in models]
+        wires = [thinwire.compress(*both, "dense") for both in zip(models, optimizers, strict=True)] if wired else []
+        for step in range(8):
+            sum(loss_of(model, 2 * step + number, rank) for number, model in enumerate(models)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(torch.cat([flat(model) for model in models]))
+        for wire in wires:
+            wire.close()
+    return torch.equal(*ends)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2)])
+def test_one_backward_pass_may_go_through_two_models(kind, world):
+    assert all(ranks.run(_in_one_pass, world, kind))

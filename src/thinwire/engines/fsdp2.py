@@ -138,6 +138,9 @@ class FSDP2(ShardedEngine):
         inter = self.comm(info.replicate_process_group) if hasattr(info, "replicate_process_group") else None
         if inter is not None:
             self.kind = "hsdp"
+            if self.worker:  # another model's wire has a worker of its own on the same mesh
+                inter = inter.twin()
+                self._own_comms.append(inter)
             self.comms.append(inter)
             self.rank += shard.size * inter.rank
         self.hops, _, self.levels, _, groups = way(self.parameters, shard, reduces, inter, method, two_level)
