@@ -83,7 +83,7 @@ class Radius(Lossy):
         self._owns_rows = False  # does each rank own a row, and choose its mask alone?
         super().__post_init__()
         self._former_weights: dict[str, Tensor] = {}
-        self._marked: dict[str, Tensor] = {}  # new masks, of optimizers that have stepped
+        self._marked: dict[str, Tensor] = {}  # new masks, until all optimizers have stepped
         self._due_again = False  # the next step is a resample step, too
 
     def begin(self, run: Run) -> None:
@@ -150,7 +150,7 @@ class Radius(Lossy):
                 and weight.dtype.itemsize >= 4  # a small change does not reach bfloat16
             }
         # Others may not step at all; in after_step, the next pass may have begun to add to their gradients.
-        self._mark([name for name in self.run.weights if name not in {**step.weights, **self._marked}])
+        self._mark(self.run.weights.keys() - step.weights.keys() - self._marked.keys())
         step.put_back.append(functools.partial(self._mark, step.weights))
 
     def _fault_of_masks(self, saved: Mapping[str, Tensor]) -> str:
