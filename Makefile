@@ -12,7 +12,9 @@ SITE   ?= build/docs
 # The extras with the frameworks that have an adapter: where pip cannot get them, their tests skip.
 FRAMEWORKS := hf,lightning
 
-PIP_TORCH = -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+# To compile all that it installs is half of pip's time: Python compiles what is used.
+PIP       = -m pip install --quiet --no-compile
+PIP_TORCH = $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.ready
@@ -57,10 +59,11 @@ $(STAMP): pyproject.toml
 	@echo "setting up $(VENV), once: pip is silent while it loads torch, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --editable ".[$(FRAMEWORKS)]" "$(TORCH)" 2>$(VENV)/frameworks.log \
+	$(BIN)/python $(PIP) --editable ".[dev]" "$(TORCH)"
+	@$(BIN)/python $(PIP) --editable ".[$(FRAMEWORKS)]" "$(TORCH)" 2>$(VENV)/frameworks.log \
 		|| echo "the tests of accelerate, transformers, peft and lightning will skip, since pip could not install them:" \
 			"$$(grep -m 1 ^ERROR $(VENV)/frameworks.log) (make -B setup tries again)" | fold -sw 79 >&2
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo, thinwire.train.cli'  # compiled once
 	@touch $@
 
 train: $(STAMP)
