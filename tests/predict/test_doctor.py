@@ -193,6 +193,13 @@ def test_the_kernels_of_every_method_are_timed_but_of_those_that_refuse_the_engi
     assert torch.equal(numbers, torch.get_rng_state()), "they draw from the run's random numbers"
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_of_many_buffers_are_timed(engine: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(replace(PRESETS["tiny"], layers=4, width=640).check())
+    assert time_kernels(model, "int8", engine, CPU)
+
+
 def test_a_kernel_of_two_sizes_has_seconds_and_a_rate() -> None:
     times = {"k": [(n, 1e-4 + n / 2e9) for n in (1e5, 1e7)], "short": [(100.0, 2e-5)]}
     kernels = kernels_of([times], 4e9)

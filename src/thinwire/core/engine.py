@@ -150,10 +150,10 @@ class Engine:
     def end_step(self) -> None:
         """Note that the step is over."""
 
-    def stepping(self, *, again: bool = False) -> None:
+    def stepping(self, *, retry: bool = False) -> None:
         """Note that an optimizer, or the method in its place, is about to give the weights new values.
 
-        ``again``: its step has raised an error, after the method may have given some weights their new values.
+        ``retry``: its step has raised an error, after the method may have given some weights their new values.
         """
 
     def stepped(self) -> None:

@@ -57,26 +57,26 @@ def find_holders(optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[s
 
 
 class HolderCache:
-    """Caches ``find_holders`` until an optimizer's groups change.
+    """Caches ``find_holders`` of ``optimizers`` and ``weights`` until an optimizer's groups change.
 
     A weight that was taken out of its optimizer keeps its former holder, with lr 0: it rests until it is added again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...], weights: Mapping[str, Tensor]) -> None:
+        self.optimizers, self.weights = optimizers, weights
         self._seen: list[object] = []  # groups and their members, alive, so that no new one has their address
         self._cached: dict[str, Holder] = {}
 
-    def look(
-        self, optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor]
-    ) -> dict[str, Holder]:
+    def look(self) -> dict[str, Holder]:
+        """Return the holder of each of ``weights``."""
         seen: list[object] = []
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 seen.append(group)
                 seen.extend(group["params"])
         if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
             self._seen = seen
-            held = find_holders(optimizers, weights)
+            held = find_holders(self.optimizers, self.weights)
             rest = {name: Holder(last.optimizer, {**last.group, "lr": 0.0}) for name, last in self._cached.items()}
             self._cached = rest | held
         return self._cached
@@ -106,7 +106,7 @@ class Run:
         gathers: dtypes in which the engine gathers weights that it shards; empty if it shards none.
         shows_late: ``StepMaker.end_pass`` sees all gradients of a backward pass before the user sees any.
         began: the steps with which it began, of which a start or warm-up below 1 is a share; None: ``steps``.
-        cache: of ``holders``; a run of other weights or optimizers needs another one.
+        cache: of ``holders``; a run of the same weights and optimizers, made by ``replace``, shares it.
     """
 
     parameters: Mapping[str, Parameter]
@@ -123,10 +123,12 @@ class Run:
     inside: Exchange | None = None
     began: int | None = None
     shows_late: bool = False
-    cache: HolderCache = field(default_factory=HolderCache, compare=False, repr=False)
+    cache: HolderCache = field(default_factory=lambda: HolderCache((), {}), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.cache.look(self.optimizers, self.weights)  # what is taken out before anyone asks has a holder, too
+        if self.cache.weights is not self.weights or self.cache.optimizers is not self.optimizers:
+            object.__setattr__(self, "cache", HolderCache(self.optimizers, self.weights))
+        self.cache.look()  # what is taken out before anyone asks has a holder, too
 
     @property
     def holders(self) -> dict[str, Holder]:
@@ -135,7 +137,7 @@ class Run:
         Do not keep a group over a step: ``optimizer.load_state_dict()`` replaces the groups' dicts, and schedulers
         change the new ones. Looking takes as long as there are weights: look once for many of them.
         """
-        return self.cache.look(self.optimizers, self.weights)
+        return self.cache.look()
 
     def resting(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Return a group, with lr 0, for each of ``weights`` that was taken out of ``optimizer``."""

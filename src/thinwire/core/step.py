@@ -418,12 +418,12 @@ class StepLoop:
         if (reason := self._unexchanged(parameters(optimizer))) is not None:  # since another optimizer has stepped
             raise ThinwireError(reason)
         former = self._part  # of this optimizer if its step raised an error, and is taken again
-        again = former is not None and former.optimizers == (optimizer,)
-        self.engine.stepping(again=again)
+        retry = former is not None and former.optimizers == (optimizer,)
+        self.engine.stepping(retry=retry)
         assert self._open is not None
         named = ((self.name_of(weight), weight) for weight in parameters(optimizer))
         weights = {name: weight for name, weight in named if name is not None}
-        hidden = former.put_back if former is not None and again else []
+        hidden = former.put_back if former is not None and retry else []
         self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
         with self.inside("optimizer.step()"):
             self.method.before_step(self._part)  # which may step parameters in the optimizer's place

@@ -323,14 +323,14 @@ class FSDP2(ShardedEngine):
     def end_step(self) -> None:
         self.tail, self._between = None, True
 
-    def stepping(self, *, again: bool = False) -> None:
+    def stepping(self, *, retry: bool = False) -> None:
         if self.tail is not None:
             self.ledger.between("exposed", *self.tail)
             self.tail = None
         self.sender.stop()
         for replica in self.replicas:
             # Changes of the weights before now are not the optimizer's. (On a GPU samples would wait.)
-            replica.look(samples=self.worker is not None and not again)
+            replica.look(samples=self.worker is not None and not retry)
 
     def stepped(self) -> None:
         for replica in self.replicas:

@@ -26,7 +26,6 @@ from thinwire.core.exchange import Exchange, on_comm
 from thinwire.core.method import Method, Parameter, Run, Step
 from thinwire.core.outliers import OutlierClip
 from thinwire.core.road import Road, Stage
-from thinwire.core.run import HolderCache
 from thinwire.core.selection import keep_dense
 from thinwire.core.state import dump_state
 from thinwire.core.weights import EarlySender, Replica
@@ -172,7 +171,7 @@ def compile_kernels(road: Road, run: Run, device: torch.device) -> None:
     smallest = [smallest_by_choice[sent] for sent in (True, False) if sent in smallest_by_choice]
     weights = {parameter.name: run.weights[parameter.name] for parameter in smallest}
     small = {parameter.name: parameter for parameter in smallest}
-    small_run = replace(run, parameters=small, weights=weights, cache=HolderCache())
+    small_run = replace(run, parameters=small, weights=weights)
 
     def lone(comm: Comm) -> Comm:
         """Make a group of one rank, because several would have to choose masks and scales that fit together."""
@@ -424,8 +423,7 @@ class Playback:
             method.state = CountedState(method.card.offloaded_kinds, None if on_cpu else self._watch)
             inside = stages[0].exchange if stages else None
             method.begin(replace(
-                run, exchange=exchange, weights=self.weights, optimizers=self.optimizers, hop=hop, inside=inside,
-                cache=HolderCache(),
+                run, exchange=exchange, weights=self.weights, optimizers=self.optimizers, hop=hop, inside=inside
             ))  # fmt: skip
             stages.append(self._stage(method, stage.dense, exchange, Guard([], False), self.ledger))
         return Road(stages, None if road.levels is None else road.levels.on(self._comm))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.core.bucket import Bucket, Piece
 from thinwire.core.exchange import Exchange
 from thinwire.core.method import Fp32, Method, bucket_of
-from thinwire.core.run import HolderCache, Parameter, Run, Step
+from thinwire.core.run import Parameter, Run, Step
 from thinwire.core.selection import dense_among
 from thinwire.core.state import State, move_entries
 from thinwire.network.comm import local
@@ -124,9 +124,7 @@ class Fragment:
         }
         self.sgd = torch.optim.SGD([{"params": list(self.anchors.values())}], lr=lr, momentum=mu, nesterov=mu > 0)
         parameters = {name: parameter for name, parameter in run.parameters.items() if name in names}
-        method.begin(
-            replace(run, parameters=parameters, optimizers=(self.sgd,), weights=self.anchors, cache=HolderCache())
-        )
+        method.begin(replace(run, parameters=parameters, optimizers=(self.sgd,), weights=self.anchors))
         self._buckets: list[tuple[Method, Bucket, slice]] = []
 
     def remember(self, whole: State) -> None:
