@@ -831,6 +831,8 @@ class Wire:
         placed = {key: value.to("cpu" if key in host else self._device) for key, value in needed.items()}
         load_state(self._state, placed)
         self.method.state_changed()
+        if self.method.card.alone(self._road.step):  # with this rank's own weights: a model loaded later has another's
+            self._step_loop.weight_watch.step_is_over()
 
     @functools.cached_property
     def _form(self) -> Form:

@@ -891,6 +891,36 @@ def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
         assert found == [True] * len(cases)
 
 
+def _loads_the_model_last(rank: int, world: int, kind: str) -> list[bool]:
+    """Is there a warning, where the model comes with each node's own weights, and where with another's?"""
+    warned, source = [], None
+    for others in (None, False, True):
+        model = build(kind, world)
+        wire = thinwire.compress(model, optimizer := adam(model), LocalSteps(every=4))
+        if others is None:
+            train(model, optimizer, rank, range(6), wire)
+            saved, source = wire.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+            wire.close()
+            continue
+        wire.load_state_dict(saved)
+        for value in source.values() if others else ():
+            part = getattr(value, "_local_tensor", value)
+            part.copy_(wire.engine.comms[-1].all_reduce(part.clone()) - part)  # of two nodes
+        model.load_state_dict(source)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            train(model, optimizer, rank, range(6, 8), wire)
+        warned.append(any("weights were replaced" in str(one.message) for one in heard))
+        wire.close()
+    return warned
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_another_ranks_weights_are_warned_of_where_they_are_loaded_after_the_wire(kind, world):
+    for warned in ranks.run(_loads_the_model_last, world, kind, LOCAL_WORLD_SIZE=str(world // 2)):
+        assert warned == [False, True]
+
+
 def _loads_the_optimizer_last(rank: int, world: int) -> list[str]:
     """Train on with a state of its own, and with one of rank 0's first and rank 1's second moments, as DCP saves it."""
     said = []
