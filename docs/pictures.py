@@ -148,30 +148,25 @@ def walltime(runs: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]) -> 
 
 
 def clock(runs: Sequence[tuple[str, str, str, Sequence[tuple[float, float]]]]) -> Figure:
-    """Loss at the end of runs of several lengths against their seconds, one panel per link, a name at each line's end.
+    """Loss at the end of runs of several lengths against their seconds, one panel per link.
 
     Args:
         runs: (link, method, optimizer, (seconds, loss) of each length). Lines of Muon are dashed.
     """
     links = list(dict.fromkeys(run[0] for run in runs))
-    figure, panels = plt.subplots(1, len(links), figsize=(6 * len(links), 4.5), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(1, len(links), figsize=(5.5 * len(links), 4.5), sharey=True, squeeze=False)
     for axes, link in zip(panels[0], links, strict=True):
         axes.set_title(link)
         axes.set_xlabel("seconds of training, predicted (left is better)")
         axes.set_xscale("log")
-        shown = [run[1:] for run in runs if run[0] == link]
-        for method, optimizer, curve in shown:
+        for _, method, optimizer, curve in (run for run in runs if run[0] == link):
             line = "--" if optimizer == "muon" else "-"
-            axes.plot(*zip(*curve, strict=True), line, color=plots.colour(method), linewidth=2, marker="o")
-        times = [second for *_, curve in shown for second, _ in curve]
-        axes.set_xlim(min(times) / 1.6, 14 * max(times))  # room for names
-        spots = []
-        for method, optimizer, curve in shown:
-            name = {"adamw": f"{method} AdamW", "muon": f"{method} Muon"}[optimizer] if method == "dense" else method
-            spots += [(*point, name if point == curve[-1] else "", plots.colour(method)) for point in curve]
-        label_dots(axes, spots)
+            name = {"adamw": f"{method}, AdamW", "muon": f"{method}, Muon"}[optimizer] if ":" not in method else method
+            axes.plot(*zip(*curve, strict=True), line, color=plots.colour(method), linewidth=2, marker="o", label=name)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panels[0, 0].set_ylabel("held-out loss (down is better)")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4,
+                  frameon=False)  # fmt: skip
     return figure
 
 

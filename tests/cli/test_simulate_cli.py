@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from breadth import ALL
 from thinwire.base.errors import ThinwireError
 from thinwire.cli.program import main
 from thinwire.cli.simulate import load_model
@@ -43,6 +46,18 @@ def test_three_lines_first_then_what_was_asked_for(by_hand: None, tmp_path: Path
         drawn = (out / f"{name}.svg").read_text()
         assert all(f">{method}" in drawn for method in ("dense", "int8", "sign")), "names are text"
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.skipif(not ALL, reason="make test-all: 10 s of simulation")
+def test_the_page_shows_what_its_first_command_prints_and_draws(tmp_path: Path, capsys) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    command, shown = re.findall(r"```(?:sh|text)\n(.+?)```", (docs / "predict.md").read_text(), re.DOTALL)[:2]
+    assert main([*shlex.split(command)[1:], "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.replace(f"{tmp_path}/", "runs/simulate/")
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+    drawn = (docs / "predict-links.svg", tmp_path / "links.svg")
+    before, now = (re.findall(r">([^<]+)</text>", path.read_text()) for path in drawn)
+    assert before == now, "draw docs/predict-links.svg anew"
 
 
 def test_what_cannot_be_written_is_one_line(by_hand: None, tmp_path: Path, capsys) -> None:
