@@ -678,8 +678,9 @@ def _separate_group(rank, world):
             found.append(train(model, optimizer, rank, range(2), wire))
             group = model._get_fsdp_state()._fsdp_param_groups[0]
             shard = group.mesh_info.shard_process_group
-            assert len(set(used)) == 1 and used[0] is not shard  # which the gathers of weights use meanwhile
-            assert not separate or used[0] is group.mesh_info.reduce_scatter_process_group
+            separate_group = group.mesh_info.reduce_scatter_process_group
+            assert len(set(used)) == 1 and used[0] not in (shard, separate_group)  # which others use meanwhile
+            assert (separate_group is not None) == separate
             wire.close()
     model = build("fsdp2", world)
     wire = thinwire.compress(model, optimizer := adamw(model), "int8(smallest=0)")
@@ -695,7 +696,7 @@ def _separate_group(rank, world):
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch has no such groups")
 def test_gradients_go_over_the_group_that_fsdp_has_for_them():
-    """Of its own, beside the weights': the same losses. Another one than compress() knows is refused."""
+    """Or on a CPU over a double of it: the same losses. Another one than compress() knows is refused."""
     for plain, separate in ranks.run(_separate_group, 2):
         assert plain == separate
 
@@ -772,7 +773,9 @@ def _in_one_pass(rank: int, world: int, kind: str) -> bool:
     """Do two models, each with a wire, end as in plain torch where one backward pass goes through both?"""
     ends = []
     for wired in (False, True):
-        models = [build(kind, world, net=lambda: Net(layers=3)) for _ in range(2)]
+        models = [build(kind.removesuffix(" shared"), world, net=lambda: Net(layers=3)) for _ in range(2)]
+        if kind.endswith("shared"):  # one group for the gradients of both
+            FSDPModule.set_separate_reduce_scatter_group(nn.ModuleList(models))
         optimizers = [adamw(model) for model in models]
         wires = [thinwire.compress(*both, "dense") for both in zip(models, optimizers, strict=True)] if wired else []
         for step in range(8):
@@ -786,6 +789,9 @@ def _in_one_pass(rank: int, world: int, kind: str) -> bool:
     return torch.equal(*ends)
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2)])
+SHARED = [("fsdp2 shared", 2), ("hsdp shared", 4)] * hasattr(FSDPModule, "set_separate_reduce_scatter_group")
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2), *SHARED])
 def test_one_backward_pass_may_go_through_two_models(kind, world):
     assert all(ranks.run(_in_one_pass, world, kind))

@@ -126,19 +126,19 @@ class FSDP2(ShardedEngine):
         self.comms = [shard]
         self.rank = shard.rank
         self.reduce_group = _reduce_group(self.groups[0][1])
-        # On a CPU a worker reduces, on its own group, so that it does not mix with the gathers of weights.
+        # On a CPU a worker reduces, on groups of its own: others are the gathers', or those of another wire's worker.
         self.worker = None if devices.streams(shard.device) else Worker(ledger)
         reduces = self.comm(self.reduce_group)
         self._own_comms: list[GroupComm] = []  # released when the engine closes
-        if self.worker and reduces is shard:
-            reduces = shard.twin()
+        if self.worker:
+            reduces = reduces.twin()
             self._own_comms.append(reduces)
         # Beside the messages under way: on a CPU in a group that is idle in a forward pass.
         self.flags = shard if self.worker is None else reduces
         inter = self.comm(info.replicate_process_group) if hasattr(info, "replicate_process_group") else None
         if inter is not None:
             self.kind = "hsdp"
-            if self.worker:  # another model's wire has a worker of its own on the same mesh
+            if self.worker:
                 inter = inter.twin()
                 self._own_comms.append(inter)
             self.comms.append(inter)
