@@ -79,7 +79,7 @@ class Config:
     hidden: Count | None = None
     """Width inside the MLP. Default: the preset's."""
     seq_len: Count | None = None
-    """Tokens per sequence. Default: the preset's; 512 with --init."""
+    """Tokens per sequence. Default: the preset's; with --init 512, or the model's positions if these are fewer."""
 
     init: str | None = None
     """Start from the Hugging Face model in this folder, in place of a preset: a causal language model."""

@@ -228,7 +228,7 @@ def read_inputs(config: Config, collective: Collective, earlier: Path | None) ->
     collective.do(lambda: check_apart(config.data or config.corpus, config.valid))
     if init := config.init:
         model = collective.do(lambda: pretrained.load(init, config.adapters, config.seed))
-        if (length := config.sequence_length) > model.context and not config.data:  # of which rows are cut
+        if (length := config.seq_len) and length > model.context and not config.data:  # of which rows are cut
             raise ThinwireError(f"--seq-len {length} is longer than the {model.context} tokens that {init} is made for")
         text = collective.do(lambda: _read_pretrained_text(config, init, model, collective.rank == 0))
         return Inputs(model, *text)
@@ -264,13 +264,14 @@ def _read_pretrained_text(
     tokenizer = Tokenizer(f"folder:{init}", pretrained.fast_tokenizer(hub, init))
     if (size := tokenizer.vocabulary) > vocabulary:
         raise ThinwireError(f"--init {init}: its tokenizer has {size} tokens, its model {vocabulary}")
+    length = min(config.sequence_length, model.context)
     if config.data:
-        length = min(config.sequence_length, model.context)
         return tokenizer, *read_rows(config.data, config.valid, hub, length, config.seed, warns=warns)
     corpus = find_token_files(config.corpus, config.valid, config.tokenizer, model=(tokenizer, vocabulary))
     if corpus is not None:
-        return tokenizer, *_windows(config, corpus.train, corpus.valid)
-    return tokenizer, *_windows(config, *map(tokenizer.encode, _texts(config)))
+        return tokenizer, *_windows(config, corpus.train, corpus.valid, length)
+    train, valid = map(tokenizer.encode, _texts(config))
+    return tokenizer, *_windows(config, train, valid, length)
 
 
 def _texts(config: Config) -> tuple[str, str]:
@@ -278,7 +279,7 @@ def _texts(config: Config) -> tuple[str, str]:
     return (text, read_corpus(config.valid, held_out=True)) if config.valid else split(text)
 
 
-def _windows(config: Config, train: Any, valid: Any) -> tuple[Windows, Windows]:
-    corpus, length = f"--corpus {config.text_name}", config.sequence_length
+def _windows(config: Config, train: Any, valid: Any, length: int = 0) -> tuple[Windows, Windows]:
+    corpus, length = f"--corpus {config.text_name}", length or config.sequence_length
     held_out = " ".join(("--valid", *config.valid)) if config.valid else f"what is held out of {corpus} (name --valid)"
     return Windows(train, length, config.seed, corpus), Windows(valid, length, text=held_out)
