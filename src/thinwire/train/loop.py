@@ -453,7 +453,7 @@ class Trainer(Stepper):
             line = f"validation loss {first_loss:.4f} -> {last_loss:.4f}{of_all}, "
         self.display.say(
             f"{line}{summary['tokens_per_s']:,.0f} tokens/s, "
-            f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the network"
+            f"{summary['step_ms']:.0f} ms per step of which {summary['exposed_ms']:.0f} ms waiting for the exchange"
         )
         saved = [f"checkpoints/{self.checkpoints.latest}"] if self.checkpoints.latest else []
         self.display.say(f"files: {config.out}/ {', '.join(summary['files'] + saved)}")
