@@ -281,7 +281,10 @@ def test_a_comparison_that_ended_before_its_first_run_leaves_its_folder_free(tmp
 
 def test_bad_input_is_refused_before_anything_runs(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out")]
-    for argv, word in ((["--methods", "warp"], "warp"), (["--link", "fast"], "fast"), (["--steps", "0"], "steps")):
+    for argv, word in (
+        (["--methods", "warp"], "warp"), (["--link", "fast"], "fast"), (["--steps", "0"], "steps"),
+        (["--nodes", "1"], "one rank, which exchanges nothing"),
+    ):  # fmt: skip
         with pytest.raises(ThinwireError, match=word):
             compare_main([*argv, *out])
     assert not (tmp_path / "out").exists()

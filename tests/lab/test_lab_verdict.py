@@ -205,6 +205,11 @@ def test_where_compression_cannot_help(dense, words):
     assert found.startswith("compression is not worth it here") and words in found
 
 
+def test_a_speed_that_the_run_without_communication_does_not_reach_is_not_believed():
+    found = report(dense=[(60.0, 2.0)], int8=[(30.0, 2.0)], bf16=[(52.0, 2.0)])["verdict"]
+    assert "int8: its speed is not known" in found and "bf16: 1.2x faster than dense" in found
+
+
 def test_without_dense_there_is_no_verdict_and_the_rest_is_reported():
     assert "dense, which the others are measured against, is not among" in report(int8=[(1.0, 2.0)])["verdict"]
     found = report(dense="it diverged", int8=[(1.0, 2.0)])

@@ -102,6 +102,8 @@ class Comparison(Network):
                 resolve(entry.method)
         refuse_any({
             f"--steps is 5 or more, as the first two are not timed, got {self.steps}": self.steps < 5,
+            "--nodes 1 --ranks-per-node 1 is one rank, which exchanges nothing: let there be two or more":
+                self.nodes * self.ranks_per_node == 1,
             f"--seeds is the number of runs of each method, 1 or more, got {self.seeds}": self.seeds < 1,
             f"--limit-minutes must be above 0, got {self.limit_minutes:g}": not 0 < self.limit_minutes < math.inf,
             "--fail-if-loss-worse-than compares with dense: add it to --methods":
@@ -115,7 +117,8 @@ class Comparison(Network):
     def check_empty(self) -> None:
         """Raise ThinwireError if ``out`` holds anything but a lock."""
         if self.out.exists() and not (self.out.is_dir() and {path.name for path in self.out.iterdir()} <= {LOCK}):
-            raise ThinwireError(f"{self.out} is not empty: choose a new directory with --out")
+            kind = "is not empty: choose a new directory" if self.out.is_dir() else "is a file: name a directory"
+            raise ThinwireError(f"{self.out} {kind} with --out")
 
     @contextmanager
     def folder(self) -> Iterator[None]:

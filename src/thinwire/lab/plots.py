@@ -142,7 +142,8 @@ def loss(report: dict[str, Any], x: str, label: str) -> Figure:
         if x == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if x == "sent":
-            axes.set_xscale("log")
+            if any(row[x] for run in panel for row in run["rows"]):  # on one node nothing is
+                axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: human(value))
     seeds = f"\nmean and range of {len(report['seeds'])} seeds" if len(report["seeds"]) > 1 else ""
     axes_grid[0, 0].set_title(f"Training loss: {subtitle(report)}{seeds}", pad=12)

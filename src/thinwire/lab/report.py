@@ -25,7 +25,7 @@ from thinwire.plan.plan import human
 def network(report: dict[str, Any]) -> str:
     """Describe the network of the runs in one line."""
     per_node = report["ranks_per_node"]
-    world = f"{report['nodes']} nodes of {counted(per_node, 'rank')}"
+    world = f"{counted(report['nodes'], 'node')} of {counted(per_node, 'rank')}"
     if not report["emulated_network"]:
         return f"{world}, plain loopback, NO rate limit"
     frames = f", MTU {report['mtu']}" if report["mtu"] != 1500 else ""

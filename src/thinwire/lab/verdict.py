@@ -175,10 +175,12 @@ def line(report: dict[str, Any]) -> str:
         if against:
             bad.append(f"do not use {run['method']} here: {' and '.join(against)}")
             continue
-        than = "" if good else " than dense"
+        than = "" if any("than dense" in words for words in good) else " than dense"
         pace = f"{speed.mean:.1f}x faster{than}" if speed.low > 1 else f"as fast as dense ({speed.mean:.2f}x)"
         if math.isinf(speed.high):
             pace = f"{speed.mean:.2f}x dense's speed in too few rounds to tell"
+        elif not runs[SILENT]["failed"] and speed.low > WORTH * runs[SILENT]["faster"].high:
+            pace = "its speed is not known (it took less time than the run without communication: a busy machine)"
         good.append(f"{run['method']}: {pace}, {_loss_words(gap, seeds)}")
     words = [*_ceiling(runs[SILENT]), *good, *bad, *failed] or ["dense alone was run"]
     if good or bad:

@@ -115,12 +115,14 @@ def main(argv: list[str]) -> int:
     arguments = [word for word in argv if word != "--json"]
     if len(arguments) > 1 or any(word.startswith("-") for word in arguments):
         raise ThinwireError(f"'thinwire methods' takes the name of one method, or none, got '{' '.join(arguments)}'")
-    cls = type(resolve(arguments[0])) if arguments else None
+    asked = resolve(arguments[0]) if arguments else None
+    cls = type(asked) if asked else None
     entries = [entry for entry in listed() if cls in (None, entry.cls)]
     if "--json" in argv:
         print(json.dumps([_described(entry) for entry in entries], indent=2, default=str))
     elif cls is not None:
-        say(_page(entries[0]), indent="")
+        name = entries[0].name  # and not, perhaps, a preset's
+        say(f"{arguments[0]} is {asked}\n\n" * (arguments[0] != name) + _page(entries[0]), indent="")
     else:
         for entry in entries:
             say(f"{entry.name:<12}{entry.does.replace('``', '')}\n{'':<12}{entry.promise}", indent=" " * 12)

@@ -127,12 +127,12 @@ def read_cluster(name: str | Path) -> Cluster:
         ThinwireError: there is none, or the file is wrong. The message has one line.
     """
     path = Path(name)
-    if path.suffix == ".toml" or path.parent != Path("."):
+    if str(name) in cluster_names():
+        text = files("thinwire.predict").joinpath("clusters", f"{name}.toml").read_bytes()
+    elif path.suffix == ".toml" or path.parent != Path(".") or path.exists():
         if not path.is_file():
             raise ThinwireError(f"there is no cluster file {path}: `thinwire doctor` writes one")
         text = path.read_bytes()
-    elif str(name) in cluster_names():
-        text = files("thinwire.predict").joinpath("clusters", f"{name}.toml").read_bytes()
     else:
         raise ThinwireError(
             f"there is no cluster '{name}': write a file's path (.toml), or one of {', '.join(cluster_names())}"
