@@ -250,7 +250,7 @@ def picture() -> str:
         f"{world(setting(SPEED[0]))}; {sessions}.",
         "**Loss** (down is better): final validation loss relative to `dense`, which compresses nothing; a GPT of 0.84 "
         "million parameters, 4 ranks, 800 steps from scratch (1.9 tokens per parameter), both at the best learning "
-        "rate that was run, one to three seeds. Seeds differ by about 2% (shaded).",
+        "rate that was run, one to three seeds. Seeds differ by about 2%: shaded is all below that.",
         "All on CPUs with gloo. Commands and all other methods: [docs/speed.md](docs/speed.md), "
         "[docs/quality.md](docs/quality.md).",
     ])  # fmt: skip

@@ -195,7 +195,8 @@ def gaps(rows: Sequence[tuple[str, str, float, float]]) -> Figure:
     plots.names(axes, [row[0] for row in rows])
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_color(plots.colour(row[1]))
-    axes.set_xlabel("validation loss above dense (left is better); bytes: share of what dense sends")
+    axes.set_xlabel("validation loss above dense (left is better; logarithmic beyond 1%)\n"
+                    "bytes: share of what dense sends")  # fmt: skip
     return figure
 
 

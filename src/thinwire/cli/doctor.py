@@ -28,7 +28,7 @@ class Doctor:
     $ torchrun --nnodes 2 --nproc-per-node 8 -m thinwire doctor --preset gpt-125m -- --batch-size 16
     """
 
-    methods: str = "dense,bf16,int8,sdp4bit,powersgd,topk,trickle"
+    methods: str = "dense,bf16,int8,sdp4bit,powersgd,trickle,trickle:merged"
     """Methods to try besides dense, separated by commas, with or without knobs."""
     preset: str | None = None
     """The model; see thinwire train --help. Default: that of a --config after --, or net20m."""

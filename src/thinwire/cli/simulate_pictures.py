@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RATES = np.geomspace(10e6 / 8, 400e9 / 8, 24).tolist()
 """Bytes/s: 10 Mbit/s to 400 Gbit/s."""
 TIMES = (1e-4, 1e-3, 1e-2, 0.1, 1, 10, 60, 600, 3600, 36000, 360000)
-"""Seconds that an axis names; the multiples by 3 too where it is short."""
+"""Seconds that an axis names, with multiples where it is short."""
 LINE = 0.22
 """Inches: height of a label."""
 
@@ -139,7 +139,7 @@ def _subtitle(job: Job, *, nodes: bool = True) -> tuple[str, str]:
 
 def _time_axis(axes: Axes, times: Sequence[float]) -> None:
     low, high = min(times) / 1.15, max(times) * 1.15
-    factors = (1, 2, 5) if high < 30 * low else (1,)
+    factors = (1, 1.2, 1.5, 2, 3, 5, 7) if high < 5 * low else (1, 2, 5) if high < 30 * low else (1,)
     ticks = [factor * time for time in TIMES for factor in factors if low <= factor * time <= high]
     axes.set_yscale("log")
     axes.set_ylim(low, high)

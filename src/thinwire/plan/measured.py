@@ -100,8 +100,8 @@ def nearest_measured(method: Method, ranks: int, count: int = 2) -> list[Measure
 
 
 def describe_measured(method: Method, ranks: int) -> str:
-    """Write a plan's line about the nearest measured runs, or that there are none."""
+    """Write a plan's line about the longest runs of such settings, or that there are none."""
     rows = nearest_measured(method, ranks)
     if not rows:
         return f"loss: no run of {method.name} has been compared with dense; compare one of your own"
-    return "loss beside dense's in the nearest measured runs: " + "; ".join(map(str, rows))
+    return "loss beside dense's in the longest measured runs of such settings: " + "; ".join(map(str, rows))

@@ -73,7 +73,7 @@ class Plan:
         dense_weight_bytes: the same for the engine's own gathers.
         compressed: share of the trained values that the method compresses, 0 to 1; None for dense, fp32 and none. On
             HSDP with such a method across nodes: the share that the method inside the node compresses.
-        measured: one line on the loss of the nearest measured runs, if any; "" if nothing is compressed.
+        measured: one line on the loss of the longest measured runs of such knobs, if any; "" if nothing is compressed.
         note: one line on why so little is compressed, which knob helps, and patterns that match no name; None if less
             than half of the values and of the bytes stay dense, and every pattern matches.
         lost: one phrase on what the compressed values lose for good; "" for nothing.
