@@ -891,6 +891,37 @@ def test_killed_inside_a_round_and_resumed_bit_for_bit(kind, world):
         assert found == [True] * len(cases)
 
 
+def _flushed_and_skipped(rank: int, world: int, kind: str, how: str, flush: int, skip: int) -> tuple[bool, float]:
+    """Are nodes equal after the rounds, and what waits after the one with the flush, where node 0 skips a step?"""
+    model = build(kind, world)
+    wire = thinwire.compress(model, optimizer := adam(model), method_of())
+    skips = rank < world // 2
+    for step in range(10):
+        if step == flush:
+            wire.flush(with_next=True)
+        if how == "dropped" and step == skip and skips:
+            loss_of(model, step, rank).backward()
+            optimizer.zero_grad()
+        elif how == "not finite" and step == skip and skips:
+            train(model, optimizer, rank, [step], wire, poison=(step, rank))
+        else:
+            train(model, optimizer, rank, [step], wire)
+        if step == 6:
+            residual = max(float(value.abs().max()) for key, value in wire.state_dict().items() if "residual" in key)
+    equal = _equal(model, kind)
+    wire.close()
+    return equal, residual
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_a_flush_ends_with_its_round_whoever_skips_a_step_of_it(kind, world):
+    steps = [(6, 6), (4, 6), (5, 5)]
+    places = [(kind, how, *flush_and_skip) for flush_and_skip in steps for how in ("dropped", "not finite")]
+    cases = dealt(places, kind, ("ddp", "hsdp"))
+    for of_rank in ranks.run(several, world, _flushed_and_skipped, cases, LOCAL_WORLD_SIZE=str(world // 2)):
+        assert of_rank == [(True, 0.0)] * len(cases)
+
+
 def _loads_the_model_last(rank: int, world: int, kind: str) -> list[bool]:
     """Is there a warning, where the model comes with each node's own weights, and where with another's?"""
     warned, source = [], None

@@ -121,7 +121,8 @@ class Stage:
             send: exchanges the method's buckets in its place, between steps; the means of dense parameters become zero.
             bound: scales outliers down as they are packed, and tells the guard; the buckets get the norms that it took.
         """
-        if send is None and self.method.card.alone(self.step) and self.flush_at != self.step:
+        alone = send is None and self.method.card.alone(self.step)
+        if alone and self.flush_at != self.step:
             self.renew()  # the memory of the steps before: each rank keeps its own gradients now
             return
         for packed, buckets in self._packed(flat, pieces):
@@ -141,6 +142,8 @@ class Stage:
                 assert bucket.limit is None, f"{method.name} has read gradients before outliers were cut"
             packed.store(out)
             packed.release()
+        if alone:  # the method delivers at the end of its round: a rank that skips this step does not ask again
+            self.flush_at = None
 
     def load(
         self, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], flat: Tensor, out: Tensor,
