@@ -415,7 +415,9 @@ def _save(rank: int, world: int, kind: str, specs: list[str], folder: str) -> No
 def _resized(rank: int, world: int, kind: str, before: str, specs: list[str], folder: str) -> list[str]:
     wrong = []
     for number, spec in enumerate(specs):
-        state = from_dcp(f"{folder}/{number}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state = from_dcp(f"{folder}/{number}")
         for policy in ("flush",) if number else ("flush", "redistribute", "reset", None):
             model, optimizer, wire = start(spec, kind, world)
             fresh = wire.state_dict()

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -356,5 +357,7 @@ def from_dcp(checkpoint: str | os.PathLike, name: str = "wire") -> dict[str, Ten
     }
     if not state:
         raise ThinwireError(f"{checkpoint} holds no state of a wire under the name '{name}'")
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # that no group is running, though one may be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(state, storage_reader=reader, no_dist=True)
     return {key.removeprefix(f"{name}."): value for key, value in state.items()}
