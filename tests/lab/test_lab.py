@@ -274,6 +274,12 @@ def test_a_failing_rank_ends_all(request: pytest.FixtureRequest, capfd: pytest.C
     assert gone(mark)
 
 
+@pytest.mark.parametrize("link", ["200mbit", "loopback"])
+def test_a_program_that_is_not_there_is_one_line(link: str) -> None:
+    with pytest.raises(ThinwireError, match="cannot run 'pyhton': there is no such program"):
+        lab_main(["run", "--link", link, "--", "pyhton", "train.py"])
+
+
 def test_a_killed_rank_ends_all(request: pytest.FixtureRequest) -> None:
     mark = mark_of(request)
     with Cluster(2, 1, "200mbit") as cluster:
@@ -331,7 +337,7 @@ def test_nothing_is_left_on_loopback_either(number: int, request: pytest.Fixture
 
 
 def test_without_namespaces_it_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("thinwire.lab.cluster.shutil.which", lambda tool: None)
+    monkeypatch.setattr("thinwire.lab.cluster.shutil.which", lambda tool: tool if tool == "true" else None)
     with pytest.raises(NoNamespaces, match="missing"), Cluster(2, 1, "200mbit"):
         pass
     assert lab_main(["run", "--", "true"]) == 0

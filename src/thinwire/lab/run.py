@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,12 +79,14 @@ def launch(
         watch: is called many times a second while the ranks run.
 
     Raises:
-        ThinwireError: the limit has passed, or the emulated network has ended.
+        ThinwireError: there is no such program, the limit has passed, or the emulated network has ended.
     """
     if not command:
         raise ThinwireError("no command to run: write it after --, for example  thinwire lab run -- python train.py")
     if command[0] == "thinwire":
         command = [sys.executable, "-m", "thinwire", *command[1:]]
+    if shutil.which(command[0]) is None:
+        raise ThinwireError(f"cannot run '{command[0]}': there is no such program")
 
     def check() -> None:
         cluster.check()
@@ -128,10 +131,7 @@ def _open_log(log: Path) -> Iterator[IO[str]]:
 def _start(cluster: Cluster, command: Sequence[str], rank: int, piped: bool) -> subprocess.Popen[bytes]:
     stream = subprocess.PIPE if piped else None
     environment, node = cluster.environment(rank), rank // cluster.ranks_per_node
-    try:
-        return cluster.popen(node, command, env=environment, stdout=stream, stderr=stream)
-    except FileNotFoundError:
-        raise ThinwireError(f"cannot run '{command[0]}': no such program") from None
+    return cluster.popen(node, command, env=environment, stdout=stream, stderr=stream)
 
 
 def _copy(process: subprocess.Popen[bytes], rank: int, file: IO[str] | None) -> list[threading.Thread]:
