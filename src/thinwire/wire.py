@@ -32,7 +32,7 @@ from thinwire.core.bucket import Bucket
 from thinwire.core.card import StepMaker
 from thinwire.core.engine import Engine
 from thinwire.core.exchange import Exchange
-from thinwire.core.method import Run, drop_waiting, intra_of
+from thinwire.core.method import Run, check_engine, drop_waiting, intra_of
 from thinwire.core.optimizers import parameters, unwrapped
 from thinwire.core.outliers import STEP, OutlierClip
 from thinwire.core.road import Road, Stage, shard_of
@@ -221,11 +221,7 @@ def _join(engine_class: EngineClass, model: Any, options: Options, agreement: Ag
 def join(engine: Engine, options: Options, ledger: Ledger) -> Wire:
     """Begin the method of ``options`` on ``engine`` and make the wire, which is not attached yet."""
     method, scaler = options.method, options.scaler
-    if engine.kind not in method.engines:
-        elsewhere = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
-        raise ThinwireError(
-            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine.kind}{elsewhere}"
-        )
+    check_engine(method, engine.kind)
     if options.safety.checksum:
         _seal(engine, _device_of(engine.model).type)
     inner = _intra(engine, method, options.intra)

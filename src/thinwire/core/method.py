@@ -200,6 +200,15 @@ def intra_of(method: Method) -> Method:
     return method.card.intra or Method()
 
 
+def check_engine(method: Method, engine: str) -> None:
+    """Raise ThinwireError if ``method`` does not run on ``engine``, with what to take there."""
+    if engine not in method.engines:
+        elsewhere = f": {method.ELSEWHERE}" if method.ELSEWHERE else ""
+        raise ThinwireError(
+            f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine}{elsewhere}"
+        )
+
+
 def bucket_of(
     method: Method, pieces: Sequence[Piece], exchange: Exchange, device: torch.device, arena: Arena | None = None,
     dtype: torch.dtype = torch.float32,

@@ -16,7 +16,7 @@ from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Shard
 from thinwire.core.engine import Way
 from thinwire.core.exchange import AllReduce
-from thinwire.core.method import Method, Run, intra_of
+from thinwire.core.method import Method, Run, check_engine, intra_of
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Road, Stage, shard_of
 from thinwire.core.selection import dense_among
@@ -148,8 +148,7 @@ def virtual_of(
     """Make the engine of ``timeline_of``."""
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ThinwireError("no parameter of the model requires a gradient")
-    if engine not in method.engines:
-        raise ThinwireError(f"method '{method.name}' runs on {', '.join(method.engines)} only, not on {engine}")
+    check_engine(method, engine)
     whole = CountingComm(0, [rank // per_node for rank in range(nodes * per_node)], Ledger())
     whole.reduce_scatter_is_all_reduce = gloo
     if engine == "ddp":

@@ -348,10 +348,13 @@ class Config:
 
     def check_methods(self) -> None:
         """Check what only the methods, and so torch, can say."""
+        from thinwire.core.method import check_engine
         from thinwire.methods import resolve
         from thinwire.optim import AdamS
 
         method = None if self.chooses and self.largest_loss >= 0 else resolve(self.method)
+        if method is not None:
+            check_engine(method, self.engine)
         if method is not None and method.OPTIMIZER is AdamS and self.optimizer_name != "adams":
             raise ThinwireError(
                 f"--method {method.name} is built on AdamS: leave --optimizer {self.optimizer} out, or name adams"
