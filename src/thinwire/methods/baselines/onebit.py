@@ -69,7 +69,8 @@ class OneBitAdam(Method):
     Args:
         warmup: length of the warm-up with dense Adam: below 1 a share of the run, else a number of optimizer steps, at
             least one. After it Adam's variance is frozen. Higher => more bytes, and a better estimate of the variance:
-            the paper takes 15-20% of the run.
+            the paper takes 15-20% of the run. After very few steps some variances are near 0: such weights take steps
+            many times too long (after 2, steps of up to 70 times the rate).
         warmup_bits: bits of a gradient value in the warm-up: 32 (fp32, more than dense sends where ``smallest`` admits
             tensors of fewer than N * group values, which are padded), 8 or 4 (in groups of up to 128, with error
             feedback); lower => fewer bytes, and a variance that also holds what rounding adds.
