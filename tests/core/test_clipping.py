@@ -104,11 +104,10 @@ def _without_limit(rank, world, kind, methods):
     """What is wrong after a step that rank 1 clips at NaN, as an adaptive limit does after a bad batch."""
     wrong: dict[str, list[str]] = {}
     for method in methods:
-        name = method.split("(")[0]
         model = build(kind, world)
         optimizer = made(type(resolve(method)).OPTIMIZER, model)
         wire = thinwire.compress(model, optimizer, method, steps=STEPS)
-        alone, said = name in ("none", "local-steps"), wrong.setdefault(method, [])
+        alone, said = wire.method.card.alone(1), wrong.setdefault(method, [])
         skips = not alone or rank == 1 or (kind == "hsdp" and rank == 0)  # ranks of a node skip together
         said += ["a negative limit is taken"] * ("max_norm" not in refusal(wire.clip_grad_norm_, -1.0))
         for step in range(3):
@@ -121,7 +120,8 @@ def _without_limit(rank, world, kind, methods):
             said += [f"step {step} moved {moved}"] * (moved == (step == 1) and not alone)
         said += ["weights are not finite"] * (not flat(model).isfinite().all())
         said += [f"{wire.skipped} steps are skipped"] * (wire.skipped != skips)
-        said += ["ranks drift apart"] * (not alone and not same_on_all_ranks(model))
+        drift = method == "none" or wire.method.card.alone(2)
+        said += ["ranks drift apart"] * (not drift and not same_on_all_ranks(model))
         wire.close()
     return wrong
 

@@ -41,6 +41,7 @@ import thinwire
 from engines import build, same_on_all_ranks
 from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError, ThinwireWarning
+from thinwire.methods import resolve
 from threaded import entries
 
 METHODS = (
@@ -116,7 +117,8 @@ def draw(seed: int) -> Program:
     pick = random.Random(seed)
     method = METHODS[seed % len(METHODS)]
     base = method.partition("(")[0]
-    engine = "ddp" if method == "none" else pick.choice(["ddp", "ddp", "fsdp2", "fsdp2-keep", "hsdp"])
+    engines = resolve(method).engines
+    engine = pick.choice([kind for kind in ("ddp", "ddp", "fsdp2", "fsdp2-keep", "hsdp") if kind[:5] in engines])
     optimizer = ONLY.get(base) or pick.choice(OPTIMIZERS)
     scaler = pick.random() < 0.2 and "local-steps" not in method
     spoilt = {step: pick.randrange(WORLDS[engine]) for step in range(1, STEPS) if pick.random() < 0.12}
