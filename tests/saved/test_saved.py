@@ -247,12 +247,13 @@ def _of_another_length(rank: int, world: int, kind: str) -> list[str]:
             return model, optimizer, thinwire.compress(model, optimizer, replace(method), steps=steps)
 
         def go_on(begun: tuple[Any, Any, thinwire.Wire], first: int) -> list[Any]:
-            """The weights of three steps, and the bytes, unless a round was under way, which a save brings home."""
+            """The weights of three steps, and the bytes of gradients, unless a save has brought a round home."""
             (model, optimizer, wire), seen = begun, []
             for step in range(first, first + 3):
                 train(model, optimizer, rank, [step], wire)
                 seen += [*(local(weight.detach()).clone() for weight in model.parameters())]
-                seen.append(torch.tensor(0 if wire.method.card.delay else sum(wire.ledger.last.bytes.values())))
+                sent = sum(wire.ledger.last.bytes.values()) - wire.ledger.last.weight_bytes  # the first gather is whole
+                seen.append(torch.tensor(0 if wire.method.card.delay else sent))
             wire.close()
             return seen
 
