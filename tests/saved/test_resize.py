@@ -451,7 +451,7 @@ def _resized(rank: int, world: int, kind: str, before: str, specs: list[str], fo
 @pytest.mark.parametrize(
     ("before", "after", "specs"),
     spread(
-        2, [(("ddp", 2), ("ddp", 3), (0, 5)), (("fsdp2", 2), ("hsdp", 4), (0, 4)), (("ddp", 2), ("fsdp2", 3), (2, 6))]
+        2, [(("ddp", 2), ("ddp", 3), (0, 5)), (("fsdp2", 2), ("hsdp", 4), (0, 6)), (("ddp", 2), ("fsdp2", 3), (2, 6))]
     ),
     ids=lambda of: "-".join(map(str, of)),
 )  # fmt: skip
