@@ -142,7 +142,8 @@ class Replicas(Engine):
         return self._gradients == "dropped"
 
     def emptied(self, comms: Sequence[Comm] | None = None) -> bool:
-        return all_zero(self.gradients(), self.inside)  # the others hold the same means
+        inside = [comm for comm in self.inside if comms is None or comm in comms]  # the others hold the same means
+        return all_zero(self.gradients(), inside)
 
     def end_step(self) -> None:
         self.uncounted = self.void
