@@ -74,28 +74,20 @@ def draw_methods(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None
     axes.set_ylabel("validation loss above dense (down is better)")
 
 
-def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]], **style: Any) -> None:
-    """A name beside each dot, at the first of many places where it meets no dot, line, other name or edge.
-
-    A dot without a name keeps its place free.
-    """
+def label_dots(axes: Axes, spots: Sequence[tuple[float, float, str, str]]) -> None:
+    """A name beside each dot, at the first of many places where it meets no dot, other name or edge."""
     axes.figure.canvas.draw()
     dots = [axes.transData.transform(spot[:2]) for spot in spots]
     reach = 7 * axes.figure.dpi / 72
     taken = [Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach) for x, y in dots]
-    drawn = [line for line in axes.lines if line.get_linestyle() != "None"]
-    lines = [line.get_transform().transform_path(line.get_path()) for line in drawn]
     for at, (x, y, name, tint) in enumerate(spots):
-        if not name:
-            continue
         for across, up, side, level in PLACES:
             text = axes.annotate(
                 name, (x, y), xytext=(across, up), textcoords="offset points", ha=side, va=level, color=tint,
-                fontweight="bold", annotation_clip=False, **style,
+                fontweight="bold", annotation_clip=False,
             )  # fmt: skip
             box = text.get_window_extent()
             clear = not any(box.overlaps(other) for i, other in enumerate(taken) if i != at)
-            clear = clear and not any(line.intersects_bbox(box, filled=False) for line in lines)
             if clear and axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0:
                 break
             if (across, up, side, level) != PLACES[-1]:
