@@ -214,10 +214,12 @@ def test_every_method_is_predicted_or_refused_by_name(engine: str) -> None:
     simulation = simulate(Job("one layer", model, profile, read_cluster("h100-25g"), engine, 16, 8), names())
     predicted = {outcome.method: outcome.prediction for outcome in simulation.outcomes}
     assert predicted.keys() | simulation.refused.keys() == set(names())
-    engines = {cls.name: cls.engines for cls in TABLE}
-    assert simulation.refused.keys() == {name for name in names() if engine not in engines[name]}
-    for name, reason in simulation.refused.items():
-        assert reason.startswith(f"method '{name}' runs on {', '.join(engines[name])} only, not on {engine}")
+    assert simulation.refused == {
+        cls.name: f"method '{cls.name}' runs on {', '.join(cls.engines)} only, not on {engine}"
+        + f": {cls.ELSEWHERE}" * bool(cls.ELSEWHERE)
+        for cls in TABLE
+        if engine not in cls.engines
+    }
     computing = predicted["dense"].split["computing"]
     for name, step in predicted.items():
         assert step.low <= step.seconds <= step.high, name

@@ -417,13 +417,13 @@ class StepLoop:
             )
         if (reason := self._unexchanged(parameters(optimizer))) is not None:  # since another optimizer has stepped
             raise ThinwireError(reason)
-        former = self._part  # of this optimizer if its step raised an error, and is taken again
-        retry = former is not None and former.optimizers == (optimizer,)
-        self.engine.stepping(retry=retry)
+        # Of this optimizer if its step has raised an error, and is taken again.
+        former = self._part if self._part is not None and self._part.optimizers == (optimizer,) else None
+        self.engine.stepping(retry=former is not None)
         assert self._open is not None
         named = ((self.name_of(weight), weight) for weight in parameters(optimizer))
         weights = {name: weight for name, weight in named if name is not None}
-        hidden = former.put_back if former is not None and retry else []
+        hidden = [] if former is None else former.put_back
         self._part = replace(self._open, optimizers=(optimizer,), weights=weights, put_back=hidden)
         with self.inside("optimizer.step()"):
             self.method.before_step(self._part)  # which may step parameters in the optimizer's place
