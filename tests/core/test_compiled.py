@@ -63,7 +63,7 @@ def _compiled(rank, world, kind):
     warnings.simplefilter("ignore")
     logging.disable()  # of what cannot be compiled, torch's own profiler among it
     broken = []
-    for number, (name, knobs) in dealt(enumerate(spread(3, CASES)), kind, [engine for engine, _ in WORLDS]):
+    for number, (name, knobs) in dealt(enumerate(spread(5, CASES)), kind, [engine for engine, _ in WORLDS]):
         if not runs(kind, name):
             continue
         plain = _weights(rank, world, kind, name, knobs, None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
-from breadth import dealt, falls_on
+from breadth import dealt, falls_on, spread
 from engines import build
 from models import flat
 from thinwire.methods import TABLE, resolve
@@ -333,7 +333,7 @@ def _turns(rank, world, engine):
             late = conserve(rank, world, engine, case, LATE)
         return {"turns": found["broken"], "late": late["broken"], "apart": found["apart"]}
 
-    return findings(on(engine, [case for case in CASES if case.law], ("fsdp2", "fsdp2", "hsdp")), look)
+    return findings(on(engine, spread(2, [case for case in CASES if case.law]), ("fsdp2", "fsdp2", "hsdp")), look)
 
 
 @pytest.mark.parametrize(("engine", "world"), [("fsdp2", 2), ("hsdp", 4)])

@@ -14,7 +14,7 @@ from torch import nn
 
 import ranks
 import thinwire
-from breadth import ALL, ENGINES
+from breadth import ALL, ENGINES, spread
 from engines import build
 from models import flat
 from test_edges import CASES, Case, Given, each, findings, full, on, parts
@@ -209,7 +209,7 @@ def _found(world: int, rank: int, engine: str, case: Case) -> dict[str, Any]:
 
 
 def _all(rank: int, world: int, engine: str) -> Any:
-    cases = on(engine, PROGRAMS, among=tuple(dict.fromkeys(ENGINES)))
+    cases = on(engine, spread(2, PROGRAMS), among=tuple(dict.fromkeys(ENGINES)))
     return findings(cases, lambda case: _found(world, rank, engine, case))
 
 

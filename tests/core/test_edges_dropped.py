@@ -92,7 +92,7 @@ def _dropped(rank: int, world: int, cases: list[tuple]) -> list[tuple]:
 def _cases(kind: str) -> list[tuple]:
     every = []
     # In the middle of a round, at its end, at the end of the run.
-    for method, way, at in spread(2, METHODS, WAYS, (2, 3, STEPS - 1)):
+    for method, way, at in spread(3, METHODS, WAYS, (2, 3, STEPS - 1)):
         if (way, at) != ("late", STEPS - 1):  # whose gradients are there to the end, and may still be used
             every.append((kind, method, way, at, ENDS[len(every) % len(ENDS)]))
     return every

@@ -238,7 +238,7 @@ def _huge(rank, world, engine):
             wire.close()
         return found
 
-    return findings(on(engine, among=("ddp", "fsdp2")), look)
+    return findings(on(engine, spread(2, CASES), ("ddp", "fsdp2")), look)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -269,7 +269,7 @@ def _loaded(rank, world):
         wire.close()
         return {"said": said}
 
-    return findings(on("ddp", STATEFUL), look)
+    return findings(on("ddp", spread(2, STATEFUL)), look)
 
 
 def test_a_saved_state_that_is_not_finite_is_refused_by_its_key():
@@ -336,7 +336,7 @@ def _spoilt(rank, world):
             wire.close()
         return found
 
-    return findings(spread(4, SPOILT_CASES), look)
+    return findings(spread(6, SPOILT_CASES), look)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import build, same_on_all_ranks
 from models import Net, flat, loss_of
 from test_edges import SHAPES, Case, Given, each, error_of, findings, full, parts, same, tensors
@@ -78,7 +78,7 @@ def _muon(rank, world, engine):
             "as if not": same(poisoned, without), "in any order": same(turned, without),
         }  # fmt: skip
 
-    return findings(dealt(MUON_CASES, engine, ("ddp", "fsdp2")), look)
+    return findings(dealt(spread(2, MUON_CASES), engine, ("ddp", "fsdp2")), look)
 
 
 @pytest.mark.skipif(MUON is None, reason="torch before 2.9 has no Muon")
@@ -162,7 +162,7 @@ def _two(rank, world, engine):
         two, equal = _trained(engine, world, rank, case.method, halves)
         return {"apart": max(float((one[n] - two[n]).abs().max()) for n in one), "equal": equal}
 
-    found = findings(dealt(TWO, engine, ("ddp", "fsdp2")), look)
+    found = findings(dealt(spread(2, TWO), engine, ("ddp", "fsdp2")), look)
 
     def mixed(case):
         """Given gradients do not know the weights: each parameter moves as under its own optimizer alone."""
@@ -331,7 +331,7 @@ def _shared_scaler(rank, world, engine):
             found[f"generator first={first}"] = told, torch.equal(end, trained(True, first)[1])
         return found
 
-    return findings(dealt(SHARED, engine, ("ddp", "fsdp2")), look)
+    return findings(dealt(spread(2, SHARED), engine, ("ddp", "fsdp2")), look)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -433,7 +433,7 @@ def _late(rank, world, engine):
                 found[f"{held}: moved"] = not torch.equal(start, full(late))
         return found
 
-    return findings(LATE, look)
+    return findings(spread(2, LATE), look)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

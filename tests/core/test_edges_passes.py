@@ -194,7 +194,7 @@ def _not_exchanged(rank, world):
             wire.close()
         return found
 
-    return findings(on("ddp"), look)
+    return findings(spread(2, on("ddp")), look)
 
 
 def test_gradients_that_ddp_does_not_exchange_go_into_no_step():
@@ -445,7 +445,7 @@ def _unused(rank, world):
             found[f"{label}, without {lacks}"] = {"name": lacks, "raised": raised, "untouched": untouched}
         return found
 
-    return findings(UNEXCHANGED, look)
+    return findings(spread(2, UNEXCHANGED), look)
 
 
 def test_a_parameter_without_gradient_on_ddp_is_named_before_weights_move():
@@ -512,7 +512,7 @@ def _closed(rank, world, engine):
             "accumulate": error_of(lambda: wire.accumulate(last=False).__enter__()),
         }  # fmt: skip
 
-    return findings(UNEXCHANGED, look)
+    return findings(spread(2, UNEXCHANGED), look)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

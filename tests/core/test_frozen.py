@@ -66,7 +66,7 @@ def _freeze(rank, world, engine):
 
     if engine == "ddp":
         return findings(on("ddp", FREEZING[::6]), look)  # it refuses them all
-    return findings(on(engine, spread(2, FREEZING), ("fsdp2", "fsdp2", "hsdp")), look)
+    return findings(on(engine, spread(3, FREEZING), ("fsdp2", "fsdp2", "hsdp")), look)
 
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
@@ -133,7 +133,7 @@ def _regroup(rank, world, engine):
             "goes on": not torch.equal(out[BACK_AT - 1], out[-1]),
         }
 
-    return findings(on(engine, spread(2, MOVED[::-1]), ("ddp", "fsdp2", "hsdp")), look)
+    return findings(on(engine, spread(3, MOVED[::-1]), ("ddp", "fsdp2", "hsdp")), look)
 
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])

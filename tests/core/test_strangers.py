@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from engines import build, made, refusal
 from models import flat, loss_of
 from thinwire import methods
@@ -62,8 +62,8 @@ def runs(kind, name, engines=("ddp", "fsdp2", "hsdp")):
 
 
 def dealt_to(kind, turn):
-    """The methods that are tried on the engine ``kind``: laws take ``turn``s in having every third one."""
-    return [name for name in dealt(dealt(NAMES, turn, range(3)), kind) if runs(kind, name)]
+    """The methods that are tried on the engine ``kind``: laws take ``turn``s in having every fourth one."""
+    return [name for name in dealt(dealt(NAMES, turn, range(4)), kind) if runs(kind, name)]
 
 
 def undisturbed(rank, world, kind, name):
@@ -776,7 +776,7 @@ def _refused_and_taken(rank, world, name, kind):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_refused_setting_leaves_the_step_to_be_taken_whole(kind):
-    for name in dealt([*UPDATES, "onebit-adam"], kind, ["ddp", "fsdp2"]):
+    for name in dealt(spread(2, [*UPDATES, "onebit-adam"]), kind, ["ddp", "fsdp2"]):
         assert all(ranks.run(_refused_and_taken, 2, name, kind)), name
 
 
@@ -888,10 +888,10 @@ def _differing(case, model, wire, states, alone, together):
 
 @pytest.mark.parametrize(
     ("place", "kind", "world", "more"),
-    [(0, "ddp", 3, {}), (1, "fsdp2", 3, {}), (0, "hsdp", 4, {}), (1, "ddp", 4, {"two_level": True})],
+    [(0, "ddp", 3, {}), (1, "fsdp2", 3, {}), (2, "hsdp", 4, {}), (3, "ddp", 4, {"two_level": True})],
 )
 def test_hand_over_gives_the_optimizer_what_another_would_need(place, kind, world, more):
-    names = dealt(UPDATES, place, range(2))
+    names = dealt(UPDATES, place, range(4))
     assert all(runs(kind, name) for name in names)
     for broken in ranks.run(_handed_over, world, kind, more, names, LOCAL_WORLD_SIZE="2" if more else str(world)):
         assert not broken
@@ -944,7 +944,7 @@ def _asked_by_torch(rank, world, kind):
 
     warnings.simplefilter("ignore")
     broken = []
-    for name in dealt([name for name in UPDATES if runs(kind, name)], kind):
+    for name in dealt(spread(2, [name for name in UPDATES if runs(kind, name)]), kind):
         model, optimizer, wire = begun(kind, world, name, model=given(kind, world, (32, 32), (48, 16)))
         generator = torch.Generator().manual_seed(rank)
         for hands in (False, True):
@@ -1088,7 +1088,8 @@ def _layer_anew(rank, world, kind):
     """How often weights are said to be replaced: a layer drawn anew; in the same way, but the user resets; a little
     changed; all weights there and back again, as ScheduleFree's eval and train take them; all decayed by hand."""
     said = {}
-    for name in dealt([name for name in NAMES if runs(kind, name) and BY_NAME[name]().card.keeps_state], kind):
+    names = [name for name in NAMES if runs(kind, name) and BY_NAME[name]().card.keeps_state]
+    for name in dealt(spread(2, names), kind):
         model, optimizer, wire = begun(kind, world, name)
         layer = wire._step_loop.weights["head.weight"]
         told = said[name] = {}

@@ -240,7 +240,7 @@ def test_bf16_models_and_mixed_precision(kind, world):
 
 def _unlike_policies(rank, world, kind):
     """Blocks and root of unlike dtypes: what the plan says, what is sent, and the dtypes of the buffers."""
-    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
     wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     default = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # reduces in it, and from torch 2.15 on in float32
     reduce, found = Stage.reduce, []
@@ -248,7 +248,7 @@ def _unlike_policies(rank, world, kind):
     cards = [(cls, small(cls).card) for cls in methods.TABLE if kind in cls.engines and cls.name != "tagc"]
     alike = [cls for cls, card in cards if card.steady == 0 and len(card.cycle) == 1]
     cases = itertools.product(alike, ((default, wide), (wide, narrow), (narrow, MixedPrecisionPolicy())))
-    for cls, (blocks, root) in dealt(cases, kind, ("fsdp2", "hsdp", "")):
+    for cls, (blocks, root) in dealt(cases, kind, ("fsdp2", "", "hsdp", "")):
         model = build(kind, world, policy=blocks, root=root, reshard_after_forward=None)
         optimizer = made(cls.OPTIMIZER, model)
         wire = thinwire.compress(model, optimizer, small(cls), steps=60)
@@ -633,7 +633,7 @@ def test_the_sum_may_be_divided_by_any_number(kind, world):
 def _set_after_sharding(rank, world, kind):
     """Give the model other tensors after fully_shard(), as transformers' from_pretrained() does."""
     broken = []
-    for cls in dealt((cls for cls in TABLE if kind in cls.engines), kind, ("fsdp2", "fsdp2", "hsdp")):
+    for cls in dealt((cls for cls in TABLE if kind in cls.engines), kind, ("fsdp2", "", "fsdp2", "hsdp", "")):
         ends = []
         for anew in (False, True):
             model = build(kind, world)
@@ -792,6 +792,6 @@ def _in_one_pass(rank: int, world: int, kind: str) -> bool:
 SHARED = [("fsdp2 shared", 2), ("hsdp shared", 4)] * hasattr(FSDPModule, "set_separate_reduce_scatter_group")
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2), *SHARED])
+@pytest.mark.parametrize(("kind", "world"), spread(2, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2), *SHARED]))
 def test_one_backward_pass_may_go_through_two_models(kind, world):
     assert all(ranks.run(_in_one_pass, world, kind))

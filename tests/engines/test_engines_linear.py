@@ -36,7 +36,7 @@ EXACT = ("loco", "onebit-adam", "radius", "scape", "sdp4bit", "separate", "sign"
 
 
 def tried(kind):
-    return dealt(spread(2, METHODS), kind)
+    return dealt(spread(3, METHODS), kind)
 
 
 STEPS = 10

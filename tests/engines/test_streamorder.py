@@ -164,7 +164,7 @@ CASES = [
     if kind in small(cls).engines and falls_on(number, kind, ("ddp", "fsdp2", "hsdp", "ddp", "fsdp2"))
 ]  # fmt: skip
 CASES += [(kind, cls, {})
-           for kind, cls in spread(2, ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard"), WHOLE)
+           for kind, cls in spread(3, ("fsdp2-keep", "fsdp2-shared", "fsdp2-nested", "fsdp2-unshard"), WHOLE)
            if small(cls).card.adds_up or kind != "fsdp2-shared"]
 CASES += [("hsdp-bf16", cls, {}) for cls in (methods.Dense, methods.Int8)]
 CASES += [(kind, methods.SCAPE, {"offload": True}) for kind in ("ddp", "fsdp2", "hsdp")]

@@ -524,7 +524,7 @@ def _evaluated(rank, world, kind):
             loss_of(model, 51, rank)
         model.train()
 
-    for method in dealt([*METHODS, "dense", "int8(smallest=0)"], kind, ("fsdp2", "hsdp")):
+    for method in dealt([*METHODS, "dense", "int8(smallest=0)"], kind, ("fsdp2", "hsdp", "")):
         of_steps = []
         for evaluates in (False, True):
             model = build(kind, world, net=Net)

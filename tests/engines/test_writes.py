@@ -34,7 +34,7 @@ def _between(rank, world, kind, writers):
     return off
 
 
-@pytest.mark.parametrize(("kind", "writers"), WRITERS)
+@pytest.mark.parametrize(("kind", "writers"), spread(2, WRITERS))
 def test_the_next_forward_pass_has_what_was_written(kind, writers):
     for off in ranks.run(_between, WORLDS[kind], kind, writers):
         assert {key: by for key, by in off.items() if not by <= METHODS[key[0]]} == {}

@@ -69,7 +69,7 @@ def _life(rank: int, world: int, kind: str, spec: str, weights: str):
 
 def _lives(rank: int, world: int) -> list[str]:
     found = []
-    for spec, kind in spread(3, SPECS, ("fsdp2", "fsdp2-keep")):
+    for spec, kind in spread(5, SPECS, ("fsdp2", "fsdp2-keep")):
         masked, dense = (_life(rank, world, kind, spec, weights) for weights in ("auto", "dense"))
         if masked[0] != dense[0] or not torch.equal(masked[1], dense[1]):
             found.append(f"{kind} {spec}: losses at the mask {masked[0]}, whole {dense[0]}")

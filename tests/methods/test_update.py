@@ -638,7 +638,7 @@ def _probed(rank: int, world: int, kind: str) -> dict[str, str]:
     for as_view, two_level, scaled in cases:
         options = {"gradient_as_bucket_view": True} if as_view else {}
         names = [name for name, of in build(kind, world).named_parameters() if of.dim() >= 2 and of.numel() >= 100]
-        for number, name in enumerate((*names, "")):  # "": none
+        for number, name in spread(2, list(enumerate((*names, "")))[::-1]):  # "": none
             model, scaler = build(kind, world, **options), torch.amp.GradScaler("cpu", enabled=scaled)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             more = {"two_level": True} if two_level else {}
@@ -733,8 +733,8 @@ class Shuffled(torch.nn.Module):
 def _resumes(rank: int, world: int) -> dict[str, float]:
     """By how much the weights of a resumed run differ from those of the run that went on, by method."""
     found = {}
-    for spec in ("trickle(smallest=0)", "trickle:merged(smallest=0)", "topk(smallest=0)",
-                 "sign(smallest=0, feedback='updates')", "trickle(smallest=0, start=4)"):  # fmt: skip
+    for spec in spread(2, ("trickle(smallest=0)", "topk(smallest=0)", "trickle:merged(smallest=0)",
+                           "sign(smallest=0, feedback='updates')", "trickle(smallest=0, start=4)")):  # fmt: skip
 
         def begin(spec=spec):
             model = build("ddp", world, net=Shuffled, bucket_cap_mb=0.04)

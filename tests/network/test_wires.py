@@ -164,12 +164,12 @@ def spoilt_plays(name: str, knobs: dict) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("name", "knobs"), dealt(KNOBS, 0, range(2)), ids=lambda of: str(of).replace(" ", ""))
+@pytest.mark.parametrize(("name", "knobs"), dealt(KNOBS, 0, range(4)), ids=lambda of: str(of).replace(" ", ""))
 def test_no_message_makes_a_codec_leave_its_memory(name, knobs):
     assert not ranks.alone(searched, name, knobs)
 
 
-@pytest.mark.parametrize(("name", "knobs"), dealt(KNOBS, 1, range(2)), ids=lambda of: str(of).replace(" ", ""))
+@pytest.mark.parametrize(("name", "knobs"), dealt(KNOBS, 2, range(4)), ids=lambda of: str(of).replace(" ", ""))
 def test_no_message_ends_a_method_without_a_word(name, knobs):
     assert not ranks.alone(spoilt_plays, name, knobs)
 

@@ -23,6 +23,7 @@ import torch
 
 import dry_cuda
 import thinwire
+from breadth import spread
 from launches import LaunchWatch
 from programs import needs_triton, run_python
 from test_dry_run import exchange_of
@@ -206,15 +207,16 @@ def layout_of(parameters: Sequence[Parameter], exchange: Exchange) -> Layout:
     return Layout([tuple(pieces)], [torch.float32], shards, exchange.comm)
 
 
-@pytest.mark.parametrize("name", [cls.name for cls in TABLE])
-@pytest.mark.parametrize(
-    ("kind", "shapes"),
-    [("ddp", SHAPES), ("fsdp2", SHAPES), ("fsdp2", SIDE_BY_SIDE), ("fsdp2", UNALIGNED)],
-    ids=["ddp", "fsdp2", "side by side", "unaligned"],
-)
-def test_no_step_waits_for_a_kernel(name, kind, shapes):
+LAYOUTS = {
+    "ddp": ("ddp", SHAPES), "fsdp2": ("fsdp2", SHAPES), "side by side": ("fsdp2", SIDE_BY_SIDE),
+    "unaligned": ("fsdp2", UNALIGNED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout"), spread(2, [cls.name for cls in TABLE], LAYOUTS))
+def test_no_step_waits_for_a_kernel(name, layout):
     """What the steps of many ranks launch was compiled before, with the smallest parameters and one rank."""
-    method = method_of(name)
+    method, (kind, shapes) = method_of(name), LAYOUTS[layout]
     if kind not in method.engines:
         pytest.skip(f"{name} does not run on {kind}")
     exchange = exchange_of(kind, 5)

@@ -49,7 +49,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "hadamard"), spread(3, PLACES, [True, False]))
+@pytest.mark.parametrize(("place", "hadamard"), spread(5, PLACES, [True, False]))
 def test_gradients_against_the_pseudo_code(place, hadamard):
     """50 steps; one node, one rank per node, two and three nodes of two ranks."""
     topology, size, per_node = place

@@ -63,7 +63,7 @@ def test_the_models_are_what_they_are_called():
     assert len(shapes) == 148 and sum(len(module) for module in llama()) == 291
 
 
-@pytest.mark.parametrize(("method", "engine", "ranks"), spread(3, BUDGETS))
+@pytest.mark.parametrize(("method", "engine", "ranks"), spread(5, BUDGETS))
 def test_a_step_stays_within_its_budget(method, engine, ranks):
     played(method, "gpt2", engine, ranks)  # what a process copies to a device once is copied
     found = budget(method, "gpt2", engine, ranks)

@@ -66,7 +66,7 @@ def foretold_and_held(rank: int, world: int, kind: str, names: list[str]) -> dic
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_the_plan_knows_what_every_method_holds(kind, world):
-    names = [LONG, *dealt([method.name for method in TABLE] + list(MORE), kind, ("ddp", "fsdp2"))]
+    names = [LONG, *dealt(spread(2, [method.name for method in TABLE] + list(MORE)), kind, ("ddp", "fsdp2"))]
     if kind == "hsdp":
         names = [LONG, "local-steps", START, *spread(2, FEW)]
     for found in run(foretold_and_held, world, kind, names):

@@ -137,7 +137,7 @@ def test_every_step_sends_what_the_ledger_of_a_real_run_counts(engine, two_level
 
     The optimizer steps and remembers what is foretold: not what the method steps in its place.
     """
-    names = dealt([name for name in NAMES if engine in resolve(name).engines], (engine, two_level), ENGINES)
+    names = dealt(spread(2, [name for name in NAMES if engine in resolve(name).engines]), (engine, two_level), ENGINES)
     real = run(really_sent, 4, engine, two_level, names, LOCAL_WORLD_SIZE="2")
     for name in names:
         method, options = method_of(name), {"engine": engine, "nodes": 2, "per_node": 2, "two_level": two_level}

@@ -26,7 +26,7 @@ from threaded import reduce_on_threads
 CHUNKS, CASES = 10, 120
 
 
-@pytest.mark.parametrize("chunk", spread(3, range(CHUNKS)))
+@pytest.mark.parametrize("chunk", spread(5, range(CHUNKS)))
 def test_no_input_breaks_a_method(chunk):
     found = search(range(chunk * CASES, (chunk + 1) * CASES))
     assert not found.failures, "\n".join(map(str, found.failures))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import thinwire
-from breadth import dealt
+from breadth import dealt, spread
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
 from thinwire.base.knobs import knobs_of
@@ -62,7 +62,7 @@ def test_every_method_obeys_every_law(cls):
     check_laws(cls, setups=dealt(EVERYWHERE, methods.TABLE.index(cls) % 3, range(3)))
 
 
-@pytest.mark.parametrize(("name", "knobs"), KNOBS, ids=lambda of: of if isinstance(of, str) else str(of))
+@pytest.mark.parametrize(("name", "knobs"), spread(2, KNOBS), ids=lambda of: of if isinstance(of, str) else str(of))
 def test_so_it_does_with_other_knobs(name, knobs):
     check_laws(type(methods.resolve(name)), setups=HERE, **knobs)
 

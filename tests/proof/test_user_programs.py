@@ -20,7 +20,7 @@ CHUNKS = 20 if ALL else 1
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_no_innocent_act_is_felt(chunk):
-    verdicts = search(range(chunk * CHUNK, chunk * CHUNK + (CHUNK if ALL else 9)))
+    verdicts = search(range(chunk * CHUNK, chunk * CHUNK + (CHUNK if ALL else 6)))
     assert not [f"{verdict.program}\n{verdict.problem}" for verdict in verdicts if verdict.problem]
     assert sum(bool(verdict.refusal) for verdict in verdicts) <= 2
 

@@ -291,7 +291,7 @@ BEFORE = *TRIP[:2], *TRIP[5:8]
 AFTER = Setup("all_reduce", 4), Setup("hsdp", 4, 2), Setup("reduce_scatter", 4)
 
 
-@pytest.mark.parametrize(("before", "after", "signal"), spread(5, BEFORE, AFTER, (0.0, 0.3, 1.0)))
+@pytest.mark.parametrize(("before", "after", "signal"), spread(8, BEFORE, AFTER, (0.0, 0.3, 1.0)))
 def test_steps_are_as_long_on_other_ranks_as_if_the_run_had_begun_there(before, after, signal, monkeypatch):
     """v is of a node's gradients, whose noise falls with its ranks, and r tells how much of v the mean over nodes has.
 
@@ -484,5 +484,5 @@ def _reordered(rank: int, world: int, specs: list[str]) -> list[str]:
 
 
 def test_on_a_mesh_of_other_order_each_rank_has_the_state_of_its_place():
-    for wrong in ranks.run(_reordered, 4, [spec for spec in METHODS if supported(spec, "hsdp")]):
+    for wrong in ranks.run(_reordered, 4, spread(2, [spec for spec in METHODS if supported(spec, "hsdp")])):
         assert not wrong, "\n".join(wrong)

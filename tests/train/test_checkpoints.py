@@ -446,7 +446,7 @@ def stop_at_each_operation(folder: Path, act: str, **case: Any) -> None:
     assert number > 3
 
 
-@pytest.mark.parametrize(("later", "keep"), spread(3, [(7,), (7, 9), (5,), (7, 9, 11), (-7,)], [1, 2, 9]), ids=str)
+@pytest.mark.parametrize(("later", "keep"), spread(5, [(7,), (7, 9), (5,), (7, 9, 11), (-7,)], [1, 2, 9]), ids=str)
 def test_who_was_stopped_in_a_save_moves_nothing_back(later, keep, tmp_path):
     """A replica of an elastic run, at any moment: what others have saved when it wakes stays, and is the newest."""
     stop_at_each_operation(tmp_path, "saves", later=later, keep=keep, rolled_back=False)
@@ -455,7 +455,7 @@ def test_who_was_stopped_in_a_save_moves_nothing_back(later, keep, tmp_path):
 FUTURES = ("saves", (5, 9)), ("saves", (7, 9)), ("saves what is not good", (5, 7)), ("goes on", (7, 9))
 
 
-@pytest.mark.parametrize(("case", "rolled_back"), spread(2, FUTURES, [False, True]))
+@pytest.mark.parametrize(("case", "rolled_back"), spread(4, FUTURES, [False, True]))
 def test_who_was_stopped_leaves_no_future_and_takes_none_for_one(case, rolled_back, tmp_path):
     act, later = case
     stop_at_each_operation(tmp_path, act, later=later, keep=1, rolled_back=rolled_back)
@@ -775,7 +775,7 @@ class Killed(BaseException):
     """As by kill -9: nothing is done after it."""
 
 
-@pytest.mark.parametrize("step", [12, 16])
+@pytest.mark.parametrize("step", spread(2, [16, 12]))
 def test_a_kill_at_any_moment_leaves_every_visible_checkpoint_whole(tmp_path, step):
     """Between any two changes of the disk, of a save that removes another, or overwrites a step that was gone back from
     (then `latest` may name what is gone for a moment, and the one before is taken)."""

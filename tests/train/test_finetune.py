@@ -165,7 +165,7 @@ def test_a_run_on_text_resumes_exactly_is_sampled_and_exported_with_equal_logits
         pytest.param("llama", [], marks=in_full),
         pytest.param("gpt2", ["--engine", "fsdp2"], marks=in_full),
         ("deepseek", ["--method", "int8(smallest=0)"]),
-        ("deepseek", ["--engine", "fsdp2"]),
+        pytest.param("deepseek", ["--engine", "fsdp2"], marks=in_full),
         pytest.param("deepseek", ["--lora", "4", "--lora-targets", "q_b_proj"], marks=in_full),
     ],
 )

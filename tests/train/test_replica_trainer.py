@@ -266,8 +266,9 @@ def test_who_is_told_to_end_as_a_round_ends_saves_nothing(
         ("local-steps(every=4)", True, False),
     ],
 )  # who is in a round asks the lighthouse at its end only, when nothing can be saved
-@pytest.mark.parametrize("moment", ["take", "vote", "counted", "evaluate", "save", "saved"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("moment", "replicas"), spread(2, ["take", "vote", "counted", "evaluate", "save", "saved"], [1, 2])
+)
 def test_a_run_that_ends_early_at_any_moment_is_saved_as_its_metrics_say(
     method: str, replicas: int, moment: str, tells: bool, spoils: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

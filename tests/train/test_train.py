@@ -505,11 +505,12 @@ def refused(found: list[tuple[int, str]], line: str) -> bool:
 
 @pytest.mark.parametrize(
     ("engine", "world", "method"),
-    spread(2, [
-        ("ddp", 3, "dense"), ("hsdp", 4, "bf16"), ("fsdp2", 2, "int8(smallest=1000, feedback='gradients')"),
+    spread(4, [
+        ("ddp", 3, "dense"), ("hsdp", 4, "bf16"),
         ("hsdp", 4, "local-steps(every=4, start=1, outer='int8:smallest:1000:feedback:gradients')"),
         # Step 3 is inside the first round.
         ("ddp", 2, "local-steps(every=4, start=1, outer='int8:smallest:1000:feedback:gradients')"),
+        ("fsdp2", 2, "int8(smallest=1000, feedback='gradients')"),
     ]),
 )  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, text, engine, world, method):
@@ -662,7 +663,7 @@ def test_the_settings_of_a_run_do_not_agree_to_lose_it_or_to_go_on(tmp_path, tex
 
 @pytest.mark.parametrize(
     ("engine", "method"),
-    spread(3, [
+    spread(5, [
         ("fsdp2", "sdp4bit"), ("ddp", "local-steps(every=4,fragments=2,delay=1)"), ("hsdp", "sdp4bit"),
         ("fsdp2", "zeropp"), ("fsdp2", "dense"),
     ]),
@@ -805,7 +806,7 @@ def _train_elsewhere(rank: int, world: int, port: int, words: tuple[str, ...], f
 @pytest.mark.parametrize(
     ("fate", "moment"),
     spread(
-        3,
+        5,
         ["moved", "removed", "another's", "a turned link", "emptied", "rewritten", "unlocked"],
         ["saving", "reading", "concluding"],
     ),
@@ -848,7 +849,7 @@ def test_auto_does_not_lose_the_results_of_a_run_without_checkpoints(tmp_path, t
 
 @pytest.mark.parametrize(
     ("name", "restarts"),
-    spread(1, [("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"), ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]),
+    spread(2, [("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"), ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]),
 )
 def test_overwrite_of_a_job_that_is_started_again_goes_on_from_its_own_checkpoints(tmp_path, text, name, restarts):
     def run(body: Any, job: str, count: str, *more: Any) -> Any:
