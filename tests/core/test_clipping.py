@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
-from breadth import dealt, spread
+from breadth import alternating, dealt, spread
 from engines import build, made, refusal, same_on_all_ranks
 from models import flat, loss_of
 from thinwire.methods import resolve
@@ -126,7 +126,7 @@ def _without_limit(rank, world, kind, methods):
     return wrong
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(1, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_a_limit_of_nan_skips_the_step(kind, world):
     methods = dealt(spread(2, sorted({*METHODS, "none", "dense"})), kind)
     methods = [method for method in methods if kind in resolve(method).engines]

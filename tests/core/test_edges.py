@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
-from breadth import dealt, falls_on, spread
+from breadth import alternating, dealt, falls_on, spread
 from engines import build
 from models import flat
 from thinwire.methods import TABLE, resolve
@@ -336,7 +336,7 @@ def _turns(rank, world, engine):
     return findings(on(engine, spread(2, [case for case in CASES if case.law]), ("fsdp2", "fsdp2", "hsdp")), look)
 
 
-@pytest.mark.parametrize(("engine", "world"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "world"), alternating(1, [("fsdp2", 2), ("hsdp", 4)]))
 def test_nothing_is_lost_when_parameters_have_no_gradient_by_turns(engine, world):
     """sum over ranks of inputs = N * sum of means + sum over ranks of what waits, per parameter."""
 
@@ -378,7 +378,7 @@ def _scape(rank, world, engine):
     return found
 
 
-@pytest.mark.parametrize(("engine", "world"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "world"), alternating(0, [("fsdp2", 2), ("hsdp", 4)]))
 def test_scape_computes_with_the_owners_weights_whatever_happens_around_its_steps(engine, world):
     """And conserves moments: m' + mean of e' + x' = b1 m + (1 - b1) mean of g + mean of e + x, with x the owner's."""
 

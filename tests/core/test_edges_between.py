@@ -14,7 +14,7 @@ from torch import nn
 
 import ranks
 import thinwire
-from breadth import ALL, ENGINES, spread
+from breadth import ALL, ENGINES, alternating, spread
 from engines import build
 from models import flat
 from test_edges import CASES, Case, Given, each, findings, full, on, parts
@@ -213,7 +213,7 @@ def _all(rank: int, world: int, engine: str) -> Any:
     return findings(cases, lambda case: _found(world, rank, engine, case))
 
 
-@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "world"), alternating(1, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_whatever_comes_between_two_optimizers_steps_is_as_in_plain_torch(engine, world):
     """The same bits as if it came after them; between any two calls groups and gradients are the user's."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ranks
 import thinwire
-from breadth import dealt, falls_on, spread
+from breadth import alternating, dealt, falls_on, spread
 from engines import build, same_on_all_ranks
 from models import flat
 from test_edges import CASES, LAW, SHAPES, STATEFUL, Case, Given, conserve, each, error_of, findings, on, same, tensors
@@ -407,7 +407,7 @@ def _unexchanged(rank, world, engine):
     return findings(dealt(UNEXCHANGED, engine), look)
 
 
-@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "world"), alternating(0, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_a_step_without_an_exchange_is_refused_on_every_rank_and_the_next_one_works(engine, world):
     def check(method, what):
         wrong = []

@@ -13,7 +13,7 @@ import torch
 
 import ranks
 import thinwire
-from breadth import spread
+from breadth import alternating, spread
 from engines import build
 from models import flat
 from test_edges import CASES, SHAPES, Case, Given, each, findings, full, on, parts
@@ -69,7 +69,7 @@ def _freeze(rank, world, engine):
     return findings(on(engine, spread(3, FREEZING), ("fsdp2", "fsdp2", "hsdp")), look)
 
 
-@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "world"), alternating(1, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_a_parameter_that_is_frozen_in_mid_run_rests_or_is_refused(engine, world):
     def check(method, what):
         if what["said"]:
@@ -136,7 +136,7 @@ def _regroup(rank, world, engine):
     return findings(on(engine, spread(3, MOVED[::-1]), ("ddp", "fsdp2", "hsdp")), look)
 
 
-@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "world"), alternating(0, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_a_parameter_follows_its_optimizers_groups_and_rests_while_none_has_it(engine, world):
     each(
         ranks.run(_regroup, world, engine),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import alternating, dealt
 from engines import build, refusal
 from models import loss_of
 from test_strangers import UPDATES, WORLDS, begun, runs
@@ -80,7 +80,7 @@ def _left(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(1, WORLDS))
 def test_steps_after_a_method_have_the_size_of_its_own_or_of_denses_and_ranks_stay_alike(kind, world):
     """At least a fifth of dense's, as momentum may begin anew; at most a quarter more than the larger of the two."""
     for found in ranks.run(_left, world, kind):

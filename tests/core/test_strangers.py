@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ranks
 import thinwire
-from breadth import dealt, spread
+from breadth import alternating, dealt, spread
 from engines import build, made, refusal
 from models import flat, loss_of
 from thinwire import methods
@@ -130,7 +130,7 @@ def _changes_nothing(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(0, WORLDS))
 def test_an_optimizer_or_a_run_that_is_loaded_goes_on_bit_for_bit(kind, world):
     for broken in ranks.run(_changes_nothing, world, kind):
         assert not broken
@@ -200,7 +200,7 @@ def _cancelled(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(1, WORLDS))
 def test_a_gradient_that_is_thrown_away_after_its_exchange_leaves_no_trace(kind, world):
     for broken in ranks.run(_cancelled, world, kind):
         assert not broken
@@ -238,7 +238,7 @@ def _rests(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(0, WORLDS))
 def test_at_lr_0_weights_hold_still_and_what_waits_goes_on_waiting(kind, world):
     for broken in ranks.run(_rests, world, kind):
         assert not broken
@@ -271,7 +271,7 @@ def _late_rates(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(1, WORLDS))
 def test_a_rate_that_is_set_after_the_backward_pass_counts_in_its_step_or_is_warned_of_once(kind, world):
     for broken in ranks.run(_late_rates, world, kind):
         assert not broken
@@ -308,7 +308,7 @@ def _dropped(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(0, WORLDS))
 def test_after_a_reset_nothing_waits(kind, world):
     for broken in ranks.run(_dropped, world, kind):
         assert not broken
@@ -344,7 +344,7 @@ def _newcomer(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(1, WORLDS))
 def test_a_parameter_that_joins_the_model_is_refused_by_name(kind, world):
     for broken in ranks.run(_newcomer, world, kind):
         assert not broken
@@ -374,7 +374,7 @@ def _bytes_of_steps(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(0, WORLDS))
 def test_what_is_exchanged_between_two_steps_is_no_steps(kind, world):
     for broken in ranks.run(_bytes_of_steps, world, kind):
         assert not broken, "\n".join(broken)
@@ -402,7 +402,7 @@ def _another_weight(rank, world, kind):
     return said
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(1, WORLDS))
 def test_a_weight_that_is_another_one_after_compress_is_named(kind, world):
     for said in ranks.run(_another_weight, world, kind):
         assert all("head.weight" in line and "another object now" in line for line in said.values()), said
@@ -551,7 +551,7 @@ def _refused(rank, world, kind):
     return said
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(0, WORLDS))
 def test_what_cannot_be_served_is_refused_by_name(kind, world):
     for said in ranks.run(_refused, world, kind):
         assert "compress() was not told of it" in said["another optimizer, trickle(smallest=0)"]
@@ -592,7 +592,7 @@ def _between(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(1, WORLDS))
 def test_calls_for_between_two_steps_are_refused_between_a_backward_pass_and_its_step(kind, world):
     for broken in ranks.run(_between, world, kind):
         assert not broken
@@ -965,7 +965,7 @@ def _asked_by_torch(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(0, WORLDS))
 def test_torchs_state_dict_has_the_moments_that_the_optimizers_has(kind, world):
     for broken in ranks.run(_asked_by_torch, world, kind):
         assert not broken
@@ -1007,7 +1007,7 @@ def _plain_dcp(rank, world, kind, folder):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(1, WORLDS))
 def test_a_plain_checkpoint_of_all_three_loads_into_a_fresh_run(kind, world, tmp_path):
     for broken in ranks.run(_plain_dcp, world, kind, str(tmp_path)):
         assert not broken
@@ -1117,7 +1117,7 @@ def _layer_anew(rank, world, kind):
     return said
 
 
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
+@pytest.mark.parametrize(("kind", "world"), alternating(0, WORLDS))
 def test_a_layer_that_begins_anew_is_warned_of_once(kind, world):
     for said in ranks.run(_layer_anew, world, kind):
         assert said

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import engines
 import ranks
 import thinwire
-from breadth import dealt, spread
+from breadth import alternating, dealt, spread
 from engines import adamw, build, made, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 from thinwire import methods
@@ -78,7 +78,7 @@ def _methods(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(1, [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)]))
 def test_methods_train_alike_and_send_what_the_plan_says(kind, world):
     for found in ranks.run(_methods, world, kind):
         for method, what in found.items():
@@ -272,7 +272,7 @@ def _unlike_policies(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(0, [("fsdp2", 2), ("hsdp", 4)]))
 def test_modules_of_unlike_policies_are_planned_and_laid_out_as_they_are_sent(kind, world):
     for found in ranks.run(_unlike_policies, world, kind):
         assert len(found) > 5
@@ -624,7 +624,7 @@ def _divided(rank, world, kind, method):
     return [apart == 0 for apart in exact] + [rounded < 0.02]  # where int8 rounds a value the other way
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp-1", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(1, [("fsdp2", 2), ("hsdp-1", 2), ("hsdp", 4)]))
 def test_the_sum_may_be_divided_by_any_number(kind, world):
     """By a power of two nothing is rounded."""
     assert all(all(equal) for equal in ranks.run(_divided, world, kind, "int8(smallest=100, feedback='gradients')"))
@@ -650,7 +650,7 @@ def _set_after_sharding(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(0, [("fsdp2", 2), ("hsdp", 4)]))
 def test_weights_set_after_sharding_are_trained_as_those_set_before(kind, world):
     """Until the first forward pass torch's FSDP2 has others than the model."""
     assert ranks.run(_set_after_sharding, world, kind) == [[]] * world
@@ -730,7 +730,7 @@ def _beside_the_backward_pass(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(1, [("fsdp2", 2), ("hsdp", 4)]))
 def test_sharded_gradients_travel_beside_the_backward_pass(kind, world):
     calls = 3 if kind == "fsdp2" else 6  # modules, and on HSDP two hops each
     for right, wrong in ranks.run(_beside_the_backward_pass, world, kind):

@@ -11,7 +11,7 @@ import torch
 import engines
 import ranks
 import thinwire
-from breadth import dealt, spread
+from breadth import alternating, dealt, spread
 from engines import adamw, same_on_all_ranks, shown, stats_of, train
 from models import Net, flat
 from thinwire import methods
@@ -105,7 +105,7 @@ def _train(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(0, [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)]))
 def test_they_train_send_what_the_plan_says_and_forget_a_step_that_is_not_finite(kind, world):
     for found in ranks.run(_train, world, kind):
         assert list(found) == tried(kind)

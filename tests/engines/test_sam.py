@@ -10,7 +10,7 @@ import torch
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import alternating, dealt
 from engines import build, same_on_all_ranks
 from models import flat, loss_of
 from thinwire.methods import TABLE, Dense, LocalSteps
@@ -61,7 +61,7 @@ def _by_hand(rank, world, kind):
     return broken
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(1, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_ranks_end_alike_and_dense_as_without_a_wire(kind, world):
     assert ranks.run(_by_hand, world, kind) == [[]] * world
 

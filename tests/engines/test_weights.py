@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import thinwire
-from breadth import dealt
+from breadth import alternating, dealt
 from engines import adamw, build, train
 from models import Net, flat, loss_of
 from thinwire.base.errors import ThinwireError
@@ -550,7 +550,7 @@ def _evaluated(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(0, [("fsdp2", 2), ("hsdp", 4)]))
 def test_an_evaluation_between_two_steps_or_passes_or_inside_of_one_counts_in_none(kind, world):
     for found in ranks.run(_evaluated, world, kind):
         assert {method for method, (without, with_them) in found.items() if without != with_them} == set()
@@ -591,7 +591,7 @@ def _checkpointed(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp2", 2), ("fsdp2-keep", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(1, [("fsdp2", 2), ("fsdp2-keep", 2), ("hsdp", 4)]))
 def test_a_block_that_a_checkpoint_runs_without_recording_is_trained_not_evaluated(kind, world):
     """Its bytes are the step's, also with dropout off, and ranks agree on their weights as often as without it."""
     for found in ranks.run(_checkpointed, world, kind):

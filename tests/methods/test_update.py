@@ -18,7 +18,7 @@ from torch import Tensor
 import ranks
 import test_edges as edges
 import thinwire
-from breadth import ALL, spread
+from breadth import ALL, alternating, spread
 from engines import build, train
 from models import flat, loss_of
 from papers import compressors
@@ -666,7 +666,7 @@ def _probed(rank: int, world: int, kind: str) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 4), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(0, [("ddp", 4), ("fsdp2", 2), ("hsdp", 4)]))
 def test_whoever_scales_a_single_step_is_told(kind, world):
     for said in ranks.run(_probed, world, kind, LOCAL_WORLD_SIZE="2"):
         assert any(said.values())

@@ -35,3 +35,9 @@ def test_every_value_of_every_axis_is_there(everything, of, axes):
         assert set(found) < set(every) and len(found) <= len(every) / of + len(every) / max(axes)
         for axis, values in enumerate(axes if len(axes) > 1 else ()):
             assert {cell[axis] for cell in found} == set(range(values))
+
+
+def test_two_turns_see_every_engine_and_each_sees_ddp(everything):
+    worlds = [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]
+    seen = [breadth.alternating(turn, worlds) for turn in (0, 1)]
+    assert seen == ([worlds] * 2 if everything else [worlds[:2], [worlds[0], worlds[2]]])

@@ -291,7 +291,7 @@ BEFORE = *TRIP[:2], *TRIP[5:8]
 AFTER = Setup("all_reduce", 4), Setup("hsdp", 4, 2), Setup("reduce_scatter", 4)
 
 
-@pytest.mark.parametrize(("before", "after", "signal"), spread(8, BEFORE, AFTER, (0.0, 0.3, 1.0)))
+@pytest.mark.parametrize(("before", "after", "signal"), spread(6, BEFORE, AFTER, (0.0, 0.3, 1.0)))
 def test_steps_are_as_long_on_other_ranks_as_if_the_run_had_begun_there(before, after, signal, monkeypatch):
     """v is of a node's gradients, whose noise falls with its ranks, and r tells how much of v the mean over nodes has.
 

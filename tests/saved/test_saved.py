@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import ranks
 import thinwire
-from breadth import dealt, falls_on, spread
+from breadth import alternating, dealt, falls_on, spread
 from engines import adamw, build, made, refusal, train
 from models import loss_of
 from thinwire.base.knobs import knobs_of
@@ -81,7 +81,7 @@ def _on_the_wrong_side(wire: thinwire.Wire, state: dict) -> list[str]:
     return [f"{kind} is loaded onto {where}" for kind, where in found.items() if there.get(kind, where) != where]
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(0, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_the_form_of_a_state_is_known_before_the_first_step(kind, world):
     for wrong in ranks.run(_forms, world, kind):
         assert not wrong, "\n".join(wrong)
@@ -220,7 +220,7 @@ def _unlike(rank: int, world: int, kind: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(1, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_ranks_that_loaded_states_of_unlike_steps_are_told_so_before_they_exchange_anything(kind, world):
     for wrong in ranks.run(_unlike, world, kind):
         assert not wrong, "\n".join(wrong)
@@ -280,7 +280,7 @@ def _of_another_length(rank: int, world: int, kind: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), alternating(0, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)]))
 def test_a_run_goes_on_with_more_steps_or_fewer_as_it_began(kind, world):
     for wrong in ranks.run(_of_another_length, world, kind):
         assert not wrong, "\n".join(wrong)

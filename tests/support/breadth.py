@@ -35,3 +35,10 @@ def spread(of: int, *axes: Iterable[Any]) -> list[Any]:
         tuple(value for _, value in cell) for cell in numbered if ALL or sum(number for number, _ in cell) % of == 0
     ]
     return found if len(axes) > 1 else [value for (value,) in found]
+
+
+def alternating(turn: int, worlds: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those of ``worlds`` (engine, ranks) on DDP, and every second of the others, which have most of their code in
+    common: those at even places with ``turn`` 0, those at odd ones with 1."""
+    sharded = [world for world in worlds if world[0] != "ddp"]
+    return [world for world in worlds if ALL or world not in sharded or sharded.index(world) % 2 == turn]
