@@ -286,7 +286,7 @@ def compared(
         return None
     out = settings.out / "compare" / name
     shutil.rmtree(out, ignore_errors=True)
-    text = ["--corpus", str(settings.corpora.resolve() / regimes.TEXTS["wikitext"][0])] if settings.corpora else []
+    text = ["--corpus", str(corpora(settings) / regimes.TEXTS["wikitext"][0])] if settings.corpora else []
     comparison = Comparison(
         nodes=nodes, ranks_per_node=per_node, link=link, methods=",".join(methods), preset=preset,
         steps=settings.length(steps), out=out, extra=(*text, *flags),

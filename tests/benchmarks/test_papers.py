@@ -56,9 +56,11 @@ def test_the_list_names_every_experiment(capsys):
         (["nobody"], "unknown paper 'nobody'"),
         (["radius", "table-99"], "radius has no experiment 'table-99'"),
         (["radius", "headline", "--steps", "0"], "1 or more"),
+        (["radius", "headline", "--corpora", "nowhere", "--out", "papers"], "in nowhere: --corpora is the folder"),
     ],
 )
-def test_a_wrong_word_is_one_line(arguments, message, capsys):
+def test_a_wrong_word_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["paper", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -36,14 +37,14 @@ def part(ms: float, loss: float, curve: list[float], spread: float) -> dict:
 
 def report(fail_above: float | None = None, spread: float = 0.0, **methods: str | list[tuple[float, float]]) -> dict:
     """``method=[(step in ms, final loss), one per seed]``, or why it failed."""
-    runs = []
-    for name, seeds in {"none": [(50.0, 9.0)] * len(methods.get("dense", [1])), **methods}.items():
+    runs, count = [], max(len(seeds) for seeds in methods.values() if not isinstance(seeds, str))
+    for name, seeds in {"none": [(50.0, 9.0)] * count, **methods}.items():
         why = seeds if isinstance(seeds, str) else None
         parts = [] if why else [part(ms, loss, [4.0, 3.0, 2.0, loss], spread) for ms, loss in seeds]
         runs.append(joined(Entry(name), (), parts, why))
     found = {
         "runs": runs, "fail_above": fail_above, "steps": 4, "mtu": 1500, "ranks_per_node": 1, "rate_bits_per_s": None,
-        "seeds": list(range(len(methods.get("dense", [1])))), "model": "tiny", "nodes": 2, "link": "loopback",
+        "seeds": list(range(count)), "model": "tiny", "nodes": 2, "link": "loopback",
         "emulated_network": False, "command": "thinwire compare --out '<&>'", "machine": "m", "verdict": "",
     }  # fmt: skip
     measure(found)
@@ -106,8 +107,22 @@ def test_the_line_of_one_seed(methods, line):
 
 
 def test_steps_that_vary_more_than_the_methods_tell_nothing():
-    assert "int8: as fast as dense (1.10x)" in report(dense=[(110.0, 2.0)], int8=[(100.0, 2.0)], spread=8.0)["verdict"]
+    told = report(dense=[(110.0, 2.0)], int8=[(100.0, 2.0)], spread=8.0)["verdict"]
+    assert re.search(r"int8: speed not told apart from dense's \(1\.10x, 0\.9\d to 1\.2\d\)", told), told
+    assert "int8: as fast as dense (1.01x)" in report(dense=[(101.0, 2.0)], int8=[(100.0, 2.0)], spread=1.0)["verdict"]
     assert "int8: 1.1x faster" in report(dense=[(110.0, 2.0)], int8=[(100.0, 2.0)], spread=1.0)["verdict"]
+
+
+def test_two_methods_that_change_places_have_the_inverse_speed():
+    """A mean of ratios made of two equally fast methods, on a noisy machine, each the faster one."""
+    seeds = [[part(ms, 2.0, [2.0] * 4, 1.0) for ms in pair] for pair in ((80, 340), (470, 340))]
+    for pairs in (seeds, seeds[:1]):
+        there, back = verdict.faster(pairs), verdict.faster([pair[::-1] for pair in pairs])
+        assert [there.mean * back.mean, there.low * back.high, there.high * back.low] == pytest.approx([1, 1, 1])
+        assert 0 < there.low <= there.mean <= there.high
+    found = report(dense=[(340.0, 2.0), (340.0, 2.0)], int8=[(80.0, 2.0), (470.0, 2.0)])
+    (run,) = (run for run in found["runs"] if run["method"] == "int8")
+    assert run["step_to_dense"] == pytest.approx(1 / run["faster"].mean)
 
 
 def test_losses_of_several_seeds_are_compared_seed_by_seed():

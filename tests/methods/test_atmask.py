@@ -140,22 +140,23 @@ def _narrow(rank: int, world: int):
         except ThinwireError as error:
             errors.append(str(error))
             continue
-        errors.append(wire.method.card.encodes_weights)
+        errors.append((wire.method.card.encodes_weights, " ".join(str(wire.plan).split())))
         wire.close()
     return errors
 
 
 def test_few_bits_are_gathered_whole_or_refused():
-    for auto, masked in ranks.run(_narrow, 2):
-        assert auto is False and "FSDP2 gathers them in torch.bfloat16: use weights='auto'" in masked
+    for (encodes, plan), masked in ranks.run(_narrow, 2):
+        assert not encodes and "FSDP2 gathers them in torch.bfloat16: they are gathered whole" in plan
+        assert "FSDP2 gathers them in torch.bfloat16: use weights='auto'" in masked
 
 
 @pytest.mark.parametrize(("kind", "hop"), [("fsdp2", 1), ("fsdp2", 2), ("ddp", 1)])
 def test_weights_go_at_the_mask_where_a_rank_knows_all_masks_of_sharded_rows(kind, hop):
     run = Run({}, exchange_of(kind, 4), hop=hop, gathers=frozenset([torch.float32]))
-    assert [WeightsAtMask("trickle", knob, run).encoded for knob in ("auto", "masked", "dense")] == (
-        [True, True, False] if (kind, hop) == ("fsdp2", 1) else [False] * 3
-    )
+    gathered = [WeightsAtMask("trickle", knob, run) for knob in ("auto", "masked", "dense")]
+    assert [of.encoded for of in gathered] == ([True, True, False] if (kind, hop) == ("fsdp2", 1) else [False] * 3)
+    assert [bool(of.why_whole) for of in gathered] == [hop == 2, hop == 2, False], "nobody asked for whole gathers"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ from torch.distributed.fsdp import fully_shard
 
 import ranks
 from breadth import spread
+from engines import refusal
 from thinwire.base.errors import ThinwireError
+from thinwire.core.card import Card
 from thinwire.methods import resolve
 from thinwire.plan.measured import MeasuredLoss
 from thinwire.predict import choice as choices
@@ -105,7 +107,7 @@ def _delivered():
 @pytest.mark.parametrize("max_loss", [0.0, 0.005, 0.01, 0.02, 0.05])
 def test_no_candidate_s_interval_reaches_beyond_what_is_allowed(max_loss, monkeypatch):
     """A law over all rows that are delivered, for runs of all lengths."""
-    monkeypatch.setattr(Training, "begun", lambda *_: None)  # the loss alone is asked for
+    monkeypatch.setattr(Training, "begun", lambda *_: SimpleNamespace(card=Card()))  # the loss alone is asked for
     rows = [row for row in _delivered() if row["dense"] != "Muon"]
     admitted = 0
     for steps, finetune in itertools.product((80, 800, 8001, 48_001), (False, True)):
@@ -136,6 +138,18 @@ def test_a_method_needs_its_engine_its_optimizer_and_what_it_refuses(monkeypatch
     assert looked_at[local_steps] == "not for fsdp2"
     assert _looked_at(_auto(), _job(optimizer=torch.optim.SGD))["dgc"] == ""
     assert "compress(..., steps=" in _looked_at(_auto(), _job(steps=None))["onebit-adam"]
+
+
+@pytest.mark.parametrize("steps", [None, 800])
+def test_what_is_offered_is_known_in_full_or_has_a_reason(steps):
+    """A law over all rows that are delivered: a share of a run whose length nobody gave is such a reason."""
+    job, reasons = _job(steps=steps), []
+    for option in candidates(_auto(max_loss=math.inf), job, 2):
+        reasons.append(option.reason)
+        if not option.reason:
+            job.warm_up(job.begun(option.method, 2).card)
+    assert any(reasons) and not all(reasons)
+    assert any("compress(..., steps=" in reason for reason in reasons) == (steps is None)
 
 
 @pytest.mark.parametrize(
@@ -465,6 +479,18 @@ def _differ(rank, world):
         thinwire.compress(task.model, task.optimizer, Auto(task.step, max_loss=0.01 + rank), steps=800)
     except ThinwireError as error:
         return str(error)
+
+
+def _takes_none(rank, world):
+    import thinwire
+
+    task = _Task(rank)
+    return refusal(thinwire.compress, task.model, task.optimizer, Auto(lambda wire: task.step, max_loss=math.inf))
+
+
+def test_a_step_that_takes_none_is_refused():
+    for line in ranks.run(_takes_none, 2):
+        assert "took no optimizer step" in line
 
 
 def test_ranks_with_other_settings_are_refused():

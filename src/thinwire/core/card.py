@@ -96,6 +96,8 @@ class Card:
             receives every rank's message.
         instead_at_scale: what to write in the method's place among many ranks; "": nothing is better.
         encodes_weights: where the engine shards weights, messages of ``Method.weight_message`` travel in their place.
+        why_whole: why the weights are gathered whole, though the method could send less of them; "": they are not, or
+            were asked for.
         same_arithmetic: ranks hold equal bits only if they round alike: CPUs with the same kernels and the same
             instructions in torch, GPUs of one kind.
         takes_dense: gradients of parameters that stay dense go to ``Method.reduce``, too. False: the engine sums them.
@@ -130,6 +132,7 @@ class Card:
     grows_with_ranks: bool = False
     instead_at_scale: str = ""
     encodes_weights: bool = False
+    why_whole: str = ""
     same_arithmetic: bool = False
     takes_dense: bool = False
     alone_from: int | None = None

@@ -348,11 +348,12 @@ def measure(report: dict[str, Any]) -> None:
         summary = run["summary"]
         if dense:
             pairs = list(zip(run["parts"], dense["parts"], strict=True))
-            run["step_to_dense"] = summary["step_ms"] / dense["summary"]["step_ms"]
             run["faster"], run["loss_gap"] = verdict.faster(pairs), verdict.above(pairs)
+            run["step_to_dense"] = 1 / run["faster"].mean
             rows = [verdict.reached(*pair) for pair in pairs]
             run["to_dense"] = [row and {key: row[key] for key in ("step", "wall_s", "tokens")} for row in rows]
-        run["step_to_none"] = summary["step_ms"] / silent["summary"]["step_ms"] if silent else None
+        if silent:
+            run["step_to_none"] = 1 / verdict.faster(list(zip(run["parts"], silent["parts"], strict=True))).mean
         run["final"] = verdict.interval([verdict.final_loss(seed_run["summary"]) for seed_run in run["parts"]])
         payload = run["rows"][-1]["sent"] / len(run["rows"])
         exchanges = run is not silent and payload > 0  # the silent run sends only a flag of a few bytes

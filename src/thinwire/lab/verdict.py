@@ -72,11 +72,12 @@ def final_loss(summary: dict[str, Any]) -> float:
 
 
 def faster(pairs: Pairs) -> Span:
-    """Divide dense's step by a method's (above 1: the method is faster). The interval is over seeds, if there are
-    several, otherwise from the quartiles of the steps; without bounds where a run has fewer than two rounds."""
+    """Divide dense's step by a method's (above 1: the method is faster). Of several seeds it is the geometric mean, so
+    that neither of the two gains by the order, with its interval; otherwise the interval is from the quartiles of the
+    steps, without bounds where a run has fewer than two rounds."""
     ratios = [dense["summary"]["step_ms"] / run["summary"]["step_ms"] for run, dense in pairs]
     if len(ratios) > 1:
-        return interval(ratios)
+        return Span(*map(math.exp, interval([math.log(ratio) for ratio in ratios])))
     (fast, slow), (dense_fast, dense_slow) = (_quartiles(run) for run in pairs[0])
     return Span(ratios[0], dense_fast / slow, dense_slow / fast if fast else math.inf)
 
@@ -177,6 +178,8 @@ def line(report: dict[str, Any]) -> str:
             continue
         than = "" if any("than dense" in words for words in good) else " than dense"
         pace = f"{speed.mean:.1f}x faster{than}" if speed.low > 1 else f"as fast as dense ({speed.mean:.2f}x)"
+        if speed.low <= 1 and not 1 / WORTH < speed.low <= speed.high < WORTH:
+            pace = f"speed not told apart from dense's ({speed.mean:.2f}x, {speed.low:.2f} to {speed.high:.2f})"
         if math.isinf(speed.high):
             pace = f"{speed.mean:.2f}x dense's speed in too few rounds to tell"
         elif not runs[SILENT]["failed"] and speed.low > WORTH * runs[SILENT]["faster"].high:

@@ -295,6 +295,7 @@ class Plan:
         if self.memory_bytes is not None:
             totals += f"; {human(self.memory_bytes)} of memory beside the engine's"
         yield totals
+        yield self._road.last.method.card.why_whole if self.dense_weight_bytes else None
         yield self.lost
         yield self.measured
         if self._splits:

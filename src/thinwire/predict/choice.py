@@ -315,7 +315,7 @@ def _why_not(method: Method, worst: MeasuredLoss | None, auto: Auto, training: T
     if not all(isinstance(optimizer, made_for) for optimizer in training.optimizers):
         return f"measured with {method.OPTIMIZER.__name__} only"
     try:
-        training.begun(str(method), ranks)
+        training.warm_up(training.begun(str(method), ranks).card)  # which may be a share of a run of unknown length
     except ThinwireError as error:
         return str(error)
     return ""
@@ -401,9 +401,11 @@ class Trials:
         return agree(self.comm, _mean_over_cycle(card, times[opening:]))
 
     def _time(self, wire: Any) -> float:
-        began = time.perf_counter()
+        before, began = wire.step, time.perf_counter()
         self._auto.step(wire)
         devices.wait(self._training.device)
+        if wire.step == before:
+            raise ThinwireError("Auto's step(wire) took no optimizer step: make it a whole one, with optimizer.step()")
         return time.perf_counter() - began
 
     def _note_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

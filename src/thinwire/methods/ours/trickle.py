@@ -92,7 +92,7 @@ class Trickle(TopK):
     weights: Literal["auto", "masked", "dense"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
-        self._encodes_weights = False
+        self._encodes_weights, self._why_whole = False, ""
         super().__post_init__()
         if self.mask == "own":
             refuse_idle(self, "mask='own'", "server_density", "weights")
@@ -112,7 +112,7 @@ class Trickle(TopK):
         return replace(
             super().describe(), promise=promise, group=masks.WORD, summed_by_network=by_own_masks,
             grows_with_ranks=by_own_masks, instead_at_scale=instead,
-            encodes_weights=self._encodes_weights,
+            encodes_weights=self._encodes_weights, why_whole=self._why_whole,
         )  # fmt: skip
 
     @property
@@ -123,7 +123,7 @@ class Trickle(TopK):
     def begin(self, run: Run) -> None:
         masked = self.at_one_mask and self.updates is not None
         self._gathered = WeightsAtMask(self.name, self.weights if masked else "dense", run)
-        self._encodes_weights = self._gathered.encoded
+        self._encodes_weights, self._why_whole = self._gathered.encoded, self._gathered.why_whole
         super().begin(run)
 
     def weight_message(self, shard: Shard, rank: int) -> Message:

@@ -100,7 +100,7 @@ class SCAPE(Method):
         super().__post_init__()
         self._next_moments: dict[str, Tensor] = {}  # m' of the parameters exchanged in this step
         self._step = 0
-        self._encodes_weights = False
+        self._encodes_weights, self._why_whole = False, ""
         self._schedule = Schedule(self, self.density, self.refresh)
 
     def describe(self) -> Card:
@@ -116,7 +116,7 @@ class SCAPE(Method):
             "mask": StateKind(resized="anew", rank_equal=True, fault=self._fault_of_masks),
         }  # fmt: skip
         return replace(
-            card, adds_up=False, same_arithmetic=True, encodes_weights=self._encodes_weights,
+            card, adds_up=False, same_arithmetic=True, encodes_weights=self._encodes_weights, why_whole=self._why_whole,
             steady=self._schedule.steady, cycle={**masked_steps, self.refresh - 1: 1 / self.refresh},
             state_kinds={**card.state_kinds, **kinds},
         )  # fmt: skip
@@ -124,7 +124,8 @@ class SCAPE(Method):
     def begin(self, run: Run) -> None:
         super().begin(run)
         refuse_chunks(self.name, run)
-        self._gathered = WeightsAtMask(self.name, self.weights, run)
+        self._gathered = WeightsAtMask(self.name, self.weights if self.density < 1 else "dense", run)
+        self._encodes_weights, self._why_whole = self._gathered.encoded, self._gathered.why_whole
         sent = {name: holder for name, holder in run.holders.items() if keep_dense(self, run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
@@ -134,7 +135,6 @@ class SCAPE(Method):
                 )
         self.beta1 = beta1_of(self.name, run, sent)
         self._masks = Masks(self, run.exchange, [run.parameters[name] for name in sent], self._schedule)
-        self._encodes_weights = self.density < 1 and self._gathered.encoded
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
         """Take a bucket through Alg. 1, l. 10-17 (``ops/moments/reference.py``). ``whole``: M is all ones (l. 5)."""

@@ -58,24 +58,33 @@ class WeightsAtMask:
     """At which masks the last step moved weights, and what it left of them elsewhere: what their gather has to know.
 
     A method reports what it has exchanged (``note``), and that it is about to take its step (``before_step``).
+
+    Attributes:
+        encoded: weights are gathered at masks. why_whole: why they are not, where nobody asked for that.
     """
 
     def __init__(self, method: str, weights: Literal["auto", "masked", "dense"], run: Run) -> None:
         """Take the knob ``weights``. Raises ThinwireError for "masked" where the engine gathers less than float32."""
-        self._wanted, self._run = weights != "dense" and not run.gathers - {torch.float32}, run
+        self._run, self.why_whole = run, ""
         self._used: dict[str, MaskedExchange] = {}
         self._keep: dict[str, float] = {}
-        if weights == "masked" and not self._wanted:
+        dtypes = ", ".join(sorted(map(str, run.gathers)))
+        if weights == "masked" and run.gathers - {torch.float32}:
             raise ThinwireError(
                 f"{method}: weights='masked' keeps gathered weights up to date in float32, and FSDP2 gathers them in "
-                f"{', '.join(sorted(map(str, run.gathers)))}: use weights='auto', or leave param_dtype out of "
-                "MixedPrecisionPolicy"
+                f"{dtypes}: use weights='auto', or leave param_dtype out of MixedPrecisionPolicy"
             )
-
-    @property
-    def encoded(self) -> bool:
-        """Are weights gathered at masks? Not with a hop inside the node, whose other shards' masks a rank lacks."""
-        return self._wanted and self._run.exchange.owner and self._run.hop == 1
+        if weights != "dense" and run.gathers:
+            if run.gathers - {torch.float32}:
+                self.why_whole = (
+                    f"{method} keeps weights up to date in float32 only, and FSDP2 gathers them in {dtypes}: they are "
+                    "gathered whole (sdp4bit compresses them; so does leaving param_dtype out of MixedPrecisionPolicy)"
+                )
+            elif run.hop > 1:
+                self.why_whole = (
+                    "with a hop inside the node a rank has the masks of its own shard alone: weights are gathered whole"
+                )
+        self.encoded = bool(run.gathers) and weights != "dense" and run.exchange.owner and not self.why_whole
 
     def note(self, bucket: Bucket, used: BucketMasks | None) -> None:
         """Note that the step under way moves the bucket's weights at the masks ``used``; None: anywhere.
