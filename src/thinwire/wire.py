@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -111,6 +112,8 @@ def compress(
         options = dict(two_level=two_level, intra=intra, seed=seed, stages=stages, scaler=scaler, safety=safety)
         return _compress_by_choice(method, model, optimizer, steps, options)
     engine_class, wrapped = _engine_class(model)
+    if stages is not None:
+        _require(stages, dist.ProcessGroup, 'stages is a process group, as mesh["pp"].get_group()')
     engine_class.renew(wrapped)
     comms = [GroupComm.aside(group, _device_of(model)) for group in engine_class.process_groups(wrapped)]
     with Agreement(comms, None if stages is None else GroupComm.aside(stages, _device_of(model))) as agreement:
@@ -174,6 +177,10 @@ class Options:
         if self.scaler is not None:
             _require(self.scaler, torch.amp.GradScaler, "scaler must be a torch.amp.GradScaler")
         _require(self.safety, Safety, "safety must be a thinwire.Safety")
+        if self.two_level is not None:
+            _require(self.two_level, bool, "two_level is True, False or None")
+        _require(self.seed, Integral, "seed is a whole number")
+        _require(1 if self.steps is None else self.steps, Integral, "steps is a whole number")
         if self.steps is not None and self.steps < 1:
             raise ThinwireError(f"steps is the number of optimizer steps of the whole run, got {self.steps}")
 
@@ -203,8 +210,8 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _require(value: object, kind: type, rule: str) -> None:
-    if not isinstance(value, kind):
+def _require(value: object, kind: type | tuple[type, ...], rule: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ThinwireError(f"{rule}, got {type(value).__name__}")
 
 
@@ -493,9 +500,10 @@ class Wire:
         ranks' gradients that they have in common, r mean_n |g_n|^2 stands for |mean_n g_n|^2.
 
         Raises:
-            ThinwireError: ``max_norm`` is negative, or ``norm_type`` is not 2 and some gradients are steps already:
-                their 2-norm alone is known.
+            ThinwireError: ``max_norm`` is negative or no number, or ``norm_type`` is not 2 and some gradients are steps
+                already: their 2-norm alone is known.
         """
+        _require(max_norm, (Real, Tensor), "max_norm is a number: write wire.clip_grad_norm_(1.0), without the weights")
         if max_norm < 0:
             raise ThinwireError(f"max_norm must be 0 or more, got {max_norm}: gradients would be turned round")
         self._step_loop.exchange()

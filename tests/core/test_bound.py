@@ -151,6 +151,13 @@ def test_a_bound_that_makes_no_sense_is_refused(times):
         Safety(outlier_clip=times)
 
 
+@pytest.mark.parametrize("name", ["guard", "checksum"])
+def test_a_switch_of_words_is_refused(name):
+    """``guard="no"`` was a guard."""
+    with pytest.raises(ThinwireError, match=f"{name} is True or False, got 'no'"):
+        Safety(**{name: "no"})
+
+
 def bucket(*names: str) -> Bucket:
     pieces = [Piece(name, 10 * i, 10) for i, name in enumerate(names)]
     return Bucket(pieces, rows=1, owner=False, group=4, dtype=torch.float32, device=CPU)

@@ -19,7 +19,7 @@ import engines
 import ranks
 import thinwire
 from breadth import alternating, dealt, spread
-from engines import adamw, build, made, same_on_all_ranks, shown, stats_of, train
+from engines import adamw, build, made, refusal, same_on_all_ranks, shown, stats_of, train
 from models import Net, batch, flat, loss_of
 from thinwire import methods
 from thinwire.base.errors import ThinwireError
@@ -795,3 +795,32 @@ SHARED = [("fsdp2 shared", 2), ("hsdp shared", 4)] * hasattr(FSDPModule, "set_se
 @pytest.mark.parametrize(("kind", "world"), spread(2, [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("hsdp-1", 2), *SHARED]))
 def test_one_backward_pass_may_go_through_two_models(kind, world):
     assert all(ranks.run(_in_one_pass, world, kind))
+
+
+NO_SENSE = [
+    ("two_level", "no"), ("two_level", 1), ("steps", 10.5), ("steps", "100"), ("steps", True), ("seed", "x"),
+    ("seed", None), ("stages", "pp"), ("safety", "on"),
+]  # fmt: skip
+
+
+def _makes_no_sense(rank: int, world: int, kind: str) -> list[tuple[str, str]]:
+    model = build(kind, world)
+    optimizer = adamw(model)
+    said = [(name, refusal(thinwire.compress, model, optimizer, "int8", **{name: value})) for name, value in NO_SENSE]
+    wire = thinwire.compress(model, optimizer, "int8")
+    said.append(("compress() was already called on this", refusal(thinwire.compress, model, adamw(model), "int8")))
+    said.append(("max_norm is a number", refusal(wire.clip_grad_norm_, model.parameters(), 1.0)))
+    if kind == "ddp":
+        loss_of(model.module, 0, rank).backward()
+        said.append(("not the module inside", refusal(optimizer.step)))
+    wire.close()
+    if kind == "ddp":
+        said.append(("call compress() again", refusal(loss_of(model, 0, rank).backward)))
+    thinwire.compress(model, optimizer, "int8").close()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_what_makes_no_sense_is_one_line_and_leaves_the_model_as_it_was(kind):
+    for said in ranks.run(_makes_no_sense, 2, kind):
+        assert [(words, line) for words, line in said if words not in line or "\n" in line] == []

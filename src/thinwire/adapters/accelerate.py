@@ -32,7 +32,7 @@ def compress(accelerator: Any, model: nn.Module, optimizer: Any, method: Method 
 
     Args:
         accelerator: the ``accelerate.Accelerator`` that prepared ``model`` and ``optimizer`` (or a list of several).
-        method, options: see ``thinwire.compress``: ``steps``, ``guard``, ``seed``, ...
+        method, options: see ``thinwire.compress``: ``steps``, ``seed``, ``safety``, ...
 
     Raises:
         ThinwireError: as ``thinwire.compress``; or the accelerator knows of one process only, shards with FSDP1, or

@@ -105,7 +105,7 @@ class ThinwireStrategy(_Compressed, DDPStrategy):
 
     Args:
         method: see ``thinwire.compress``.
-        options: other arguments of ``thinwire.compress``: ``{"guard": False}``. Default of ``steps``: the Trainer's.
+        options: other arguments of ``thinwire.compress``: ``{"seed": 1}``. Default of ``steps``: the Trainer's.
         theirs: for Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``process_group_backend``, ...
 
     Attributes:

@@ -35,7 +35,7 @@ def attach(trainer: Trainer, method: Method | str = "int8", **options: Any) -> T
     for its own models, and methods that keep state refuse it.
 
     Args:
-        method, options: see ``thinwire.compress``: ``guard``, ``seed``, ... ``steps`` is the Trainer's.
+        method, options: see ``thinwire.compress``: ``seed``, ``safety``, ... ``steps`` is the Trainer's.
 
     Raises:
         ThinwireError: this Trainer compresses already, or its version is not carried; ``train()`` raises the rest.

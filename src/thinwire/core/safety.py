@@ -44,6 +44,9 @@ class Safety:
     checksum: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("guard", "checksum"):
+            if not isinstance(getattr(self, name), bool):
+                raise ThinwireError(f"{name} is True or False, got {getattr(self, name)!r}")
         times = self.outlier_clip
         if times is not None and (times is True or not isinstance(times, int | float) or not 1 <= times < math.inf):
             raise ThinwireError(

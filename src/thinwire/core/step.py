@@ -40,7 +40,8 @@ from thinwire.core.state import State, next_exchange
 from thinwire.core.watches import GradientWatch, ParameterWatch
 from thinwire.network.comm import Comm, GroupComm, local
 
-ENDED = "{what} after wire.close(): wrap the model anew, and call compress() again"
+ENDED = "{what} after wire.close(): call compress() again, or wrap the model anew"
+ALREADY = "compress() was already called on this {kind} model: close that wire first, with wire.close()"
 _MISSED = (
     "{kind} did not step after the last exchange. If its gradients add up, all is well; but what {method} kept of them "
     "moves weights later, also if they are cleared (a GAN's generator passes through the discriminator): then wrap and "
@@ -623,7 +624,8 @@ class StepLoop:
                 return changed
             return (
                 "optimizer.step() was called before gradients were exchanged, so each rank has its own: the last "
-                "backward pass of a step must not be inside no_sync() or accumulate(last=False)"
+                "backward pass of a step must come after compress(), go through the model that it got (not the module "
+                "inside), and not be inside no_sync() or accumulate(last=False)"
                 + (f"; and {_MISSING.format(name=missing)}" if missing else "")
             )
         return self.engine.missed() or self.parameter_watch.unserved() or self._unexchanged(self.weights.values())

@@ -22,7 +22,7 @@ from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import LEFT_OUT, describe
 from thinwire.core.road import Road, ScatterAndShare
-from thinwire.core.step import ENDED, StepLoop
+from thinwire.core.step import ALREADY, ENDED, StepLoop
 from thinwire.core.worker import Worker
 from thinwire.network.comm import Comm, GroupComm
 from thinwire.network.ledger import Ledger
@@ -131,9 +131,7 @@ class DDP(Engine):
     def _check(model: DistributedDataParallel, method: Method) -> None:
         hook = CommHook.find(model)
         if hook is not None and not hook.free:
-            raise ThinwireError(
-                "compress() was already called on this DDP model: close that wire first, with wire.close()"
-            )
+            raise ThinwireError(ALREADY.format(kind="DDP"))
         if model._comm_hooks and hook is None:
             raise ThinwireError("this DDP model already has a communication hook: compress() must be the only one")
         for name, weight in model.module.named_parameters():

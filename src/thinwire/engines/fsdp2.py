@@ -28,7 +28,7 @@ from thinwire.core.exchange import AllReduce, ReduceScatter
 from thinwire.core.method import Method, Parameter
 from thinwire.core.names import clean_name, describe
 from thinwire.core.road import Regroup, Road
-from thinwire.core.step import StepLoop
+from thinwire.core.step import ALREADY, StepLoop
 from thinwire.core.worker import Worker
 from thinwire.engines.fsdp2_module import GroupLink, ShardedEngine, has_own_gradient
 from thinwire.engines.fsdp2_weights import ModuleAllGather
@@ -200,6 +200,8 @@ class FSDP2(ShardedEngine):
                     "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
                 )
             comms = group._reduce_scatter_comm, group._all_gather_comm
+            if any(isinstance(comm, ModuleAllGather) for comm in comms):
+                raise ThinwireError(ALREADY.format(kind="FSDP"))
             if not all(type(comm).__name__.startswith("Default") for comm in comms):
                 raise ThinwireError(
                     f"{name} already has custom or symmetric-memory communication: compress() must be the only one"

@@ -91,8 +91,8 @@ class Auto:
     def __post_init__(self) -> None:
         if not callable(self.step):
             raise ThinwireError(f"Auto(step) takes a function of one step, step(wire), got {type(self.step).__name__}")
-        if not self.max_loss >= 0:
-            raise ThinwireError(f"max_loss is a share of dense's loss, 0 or more, got {self.max_loss}")
+        if not (isinstance(self.max_loss, int | float) and self.max_loss >= 0):
+            raise ThinwireError(f"max_loss is a share of dense's loss, 0 or more, got {self.max_loss!r}")
 
     def __str__(self) -> str:
         return f"auto(max_loss={self.max_loss:g}, cluster={self.cluster}, finetune={self.finetune})"
