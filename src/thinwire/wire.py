@@ -88,7 +88,7 @@ def compress(
         optimizer: any ``torch.optim.Optimizer``, or several (Muon for matrices and AdamW for the rest, say), which hold
             every parameter that requires a gradient. Several make one step together, which counts or is skipped for all
             of them. Wrappers and containers that hold them as ``optimizer`` or ``optimizers`` are opened.
-        method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; see ``thinwire.methods.names()``. An ``Auto``
+        method: a method, or its name: ``"bf16"``, ``"int8(group=64)"``; ``thinwire methods`` lists them. An ``Auto``
             tries your own step with a few, puts the weights back and takes the fastest.
         two_level: reduce inside each node first, so that values cross the slow links once per node (several ranks per
             node; needs torchrun's LOCAL_WORLD_SIZE). The rank that sends across then keeps the method's residual, one
