@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -112,11 +112,9 @@ def compress(
         options = dict(two_level=two_level, intra=intra, seed=seed, stages=stages, scaler=scaler, safety=safety)
         return _compress_by_choice(method, model, optimizer, steps, options)
     engine_class, wrapped = _engine_class(model)
-    if stages is not None:
-        _require(stages, dist.ProcessGroup, 'stages is a process group, as mesh["pp"].get_group()')
     engine_class.renew(wrapped)
     comms = [GroupComm.aside(group, _device_of(model)) for group in engine_class.process_groups(wrapped)]
-    with Agreement(comms, None if stages is None else GroupComm.aside(stages, _device_of(model))) as agreement:
+    with Agreement(comms, _stage_comm(stages, _device_of(model))) as agreement:
         optimizers, inside = tuple(unwrapped(optimizer)), None if intra is None else resolve(intra)
         settings = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
         wire = _join(engine_class, wrapped, settings, agreement)
@@ -208,6 +206,13 @@ class Options:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+def _stage_comm(stages: object, device: torch.device) -> GroupComm | None:
+    if stages is None:
+        return None
+    _require(stages, dist.ProcessGroup, 'stages is a process group, as mesh["pp"].get_group()')
+    return GroupComm.aside(cast(dist.ProcessGroup, stages), device)
 
 
 def _require(value: object, kind: type | tuple[type, ...], rule: str) -> None:

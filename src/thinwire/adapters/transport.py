@@ -235,9 +235,9 @@ class Transport:
     def _snapshot(self, tape: Tape, clock: int) -> Iterator[bytes] | None:
         end = time.monotonic() + self._timeout
         while (snapshot := tape.snapshot(clock, 0.2)) is None:
-            if tape.refuses:
+            if tape.refuses or time.monotonic() > self.asks_since + IDLE_S:  # it waits itself, maybe for who asks
                 return iter([_dump(None)])
-            if time.monotonic() > min(end, self.asks_since + IDLE_S):
+            if time.monotonic() > end:
                 return None
         return self._made(f"snapshot-{snapshot['clock']}", snapshot, "hashed")
 

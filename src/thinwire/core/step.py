@@ -147,10 +147,8 @@ class StepLoop:
             raise ThinwireError(ENDED.format(what="gradients were exchanged"))
         if self.closed:
             raise ThinwireError(
-                "gradients were exchanged inside accumulate(last=False): on DDP the forward pass must be inside the "
-                "block, too, and static_graph=True exchanges its first pass always (let it be one with last=True); "
-                "with a pipeline, give all micro-batches of an optimizer step to one schedule.step(); a pass in which "
-                "this model was frozen (a GAN's discriminator) belongs into model.no_sync()"
+                "gradients were exchanged inside accumulate(last=False): with a pipeline, give all micro-batches of an "
+                "optimizer step to one schedule.step()"
             )
         self.parameter_watch.check_names(names)
         if names:

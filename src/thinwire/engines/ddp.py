@@ -58,6 +58,13 @@ def thinwire_hook(state, bucket):  # DDP compares annotations with the types the
     return state.reduce(bucket)
 
 
+def _kept(flat: Tensor) -> torch.futures.Future[Tensor]:
+    """Leave DDP its own gradients, ``flat``, as it would in ``no_sync()``."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(flat)
+    return future
+
+
 def way(model: nn.Module, comm: Divisible, method: Method, two_level: bool | None) -> Way:
     """Make the way of the gradients of ``model``, which DDP wraps, over ``comm``."""
     stock = AllReduce(comm)
@@ -179,6 +186,8 @@ class DDP(Engine):
                     "DDP.join() is not supported, because a rank without data cannot take part in an exchange: give "
                     "all ranks the same number of steps (a sampler with drop_last=True)"
                 )
+            if step_loop.closed:  # a forward pass was begun outside of accumulate(), or had no backward pass
+                return _kept(bucket.buffer())
             flat, pieces = bucket.buffer(), self._map(bucket)
             names = [piece.name for piece in pieces]
             step_loop.enter(names)
