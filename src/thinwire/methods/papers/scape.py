@@ -125,7 +125,6 @@ class SCAPE(Method):
         super().begin(run)
         refuse_chunks(self.name, run)
         self._gathered = WeightsAtMask(self.name, self.weights if self.density < 1 else "dense", run)
-        self._encodes_weights, self._why_whole = self._gathered.encoded, self._gathered.why_whole
         sent = {name: holder for name, holder in run.holders.items() if keep_dense(self, run.parameters[name]) is None}
         for name, (optimizer, _) in sent.items():
             if not isinstance(optimizer, AdamS):
@@ -135,6 +134,7 @@ class SCAPE(Method):
                 )
         self.beta1 = beta1_of(self.name, run, sent)
         self._masks = Masks(self, run.exchange, [run.parameters[name] for name in sent], self._schedule)
+        self._encodes_weights, self._why_whole = self._gathered.encoded, self._gathered.why_whole
 
     def reduce(self, bucket: Bucket, exchange: Exchange, *, whole: bool = False) -> None:
         """Take a bucket through Alg. 1, l. 10-17 (``ops/moments/reference.py``). ``whole``: M is all ones (l. 5)."""

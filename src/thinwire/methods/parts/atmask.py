@@ -60,7 +60,7 @@ class WeightsAtMask:
     A method reports what it has exchanged (``note``), and that it is about to take its step (``before_step``).
 
     Attributes:
-        encoded: weights are gathered at masks. why_whole: why they are not, where nobody asked for that.
+        why_whole: why weights are not gathered at masks, where nobody asked for that; "": they are, or somebody did.
     """
 
     def __init__(self, method: str, weights: Literal["auto", "masked", "dense"], run: Run) -> None:
@@ -68,23 +68,27 @@ class WeightsAtMask:
         self._run, self.why_whole = run, ""
         self._used: dict[str, MaskedExchange] = {}
         self._keep: dict[str, float] = {}
-        dtypes = ", ".join(sorted(map(str, run.gathers)))
-        if weights == "masked" and run.gathers - {torch.float32}:
+        narrow, dtypes = run.gathers - {torch.float32}, ", ".join(sorted(map(str, run.gathers)))
+        self._wanted = weights != "dense" and not narrow
+        if weights == "masked" and narrow:
             raise ThinwireError(
                 f"{method}: weights='masked' keeps gathered weights up to date in float32, and FSDP2 gathers them in "
                 f"{dtypes}: use weights='auto', or leave param_dtype out of MixedPrecisionPolicy"
             )
-        if weights != "dense" and run.gathers:
-            if run.gathers - {torch.float32}:
-                self.why_whole = (
-                    f"{method} keeps weights up to date in float32 only, and FSDP2 gathers them in {dtypes}: they are "
-                    "gathered whole (sdp4bit compresses them; so does leaving param_dtype out of MixedPrecisionPolicy)"
-                )
-            elif run.hop > 1:
-                self.why_whole = (
-                    "with a hop inside the node a rank has the masks of its own shard alone: weights are gathered whole"
-                )
-        self.encoded = bool(run.gathers) and weights != "dense" and run.exchange.owner and not self.why_whole
+        if weights != "dense" and narrow:
+            self.why_whole = (
+                f"{method} keeps weights up to date in float32 only, and FSDP2 gathers them in {dtypes}: they are "
+                "gathered whole (sdp4bit compresses them; so does leaving param_dtype out of MixedPrecisionPolicy)"
+            )
+        elif self._wanted and run.gathers and run.hop > 1:
+            self.why_whole = (
+                "with a hop inside the node a rank has the masks of its own shard alone: weights are gathered whole"
+            )
+
+    @property
+    def encoded(self) -> bool:
+        """Are weights gathered at masks? Not with a hop inside the node, whose other shards' masks a rank lacks."""
+        return self._wanted and self._run.exchange.owner and self._run.hop == 1
 
     def note(self, bucket: Bucket, used: BucketMasks | None) -> None:
         """Note that the step under way moves the bucket's weights at the masks ``used``; None: anywhere.
