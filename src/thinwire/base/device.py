@@ -70,8 +70,8 @@ def on(stream: Any, device: torch.device) -> Iterator[None]:
 
 
 def future(device: torch.device) -> torch.futures.Future:
-    """Make a future to complete under a stream: waiting for it includes the work given to that stream before."""
-    return torch.futures.Future(devices=[device])
+    """Make a future; where ``device`` has streams, waiting for it includes the work given to the present one before."""
+    return torch.futures.Future() if streams(device) is None else torch.futures.Future(devices=[device])
 
 
 def keep(tensor: Tensor) -> None:

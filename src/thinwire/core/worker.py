@@ -37,8 +37,7 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="thinwire")
             self._thread.start()
-        future: torch.futures.Future = torch.futures.Future()
-        self._last = future
+        self._last = future = devices.future(device)
         self._jobs.put((job, future, time.perf_counter() if last else None))
         return future
 

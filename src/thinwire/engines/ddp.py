@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.base import device as devices
 from thinwire.base.errors import ThinwireError
 from thinwire.core.bucket import Layout, Piece
 from thinwire.core.engine import Divisible, Engine, Meet, Way, all_zero, split_by_node, wants_two_levels
@@ -60,7 +61,7 @@ def thinwire_hook(state, bucket):  # DDP compares annotations with the types the
 
 def _kept(flat: Tensor) -> torch.futures.Future[Tensor]:
     """Leave DDP its own gradients, ``flat``, as it would in ``no_sync()``."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future = devices.future(flat.device)
     future.set_result(flat)
     return future
 
@@ -186,7 +187,8 @@ class DDP(Engine):
                     "DDP.join() is not supported, because a rank without data cannot take part in an exchange: give "
                     "all ranks the same number of steps (a sampler with drop_last=True)"
                 )
-            if step_loop.closed:  # a forward pass was begun outside of accumulate(), or had no backward pass
+            if step_loop.closed or not self.model.require_backward_grad_sync:
+                # DDP calls all the same after a forward pass that was begun outside, or had no backward pass.
                 return _kept(bucket.buffer())
             flat, pieces = bucket.buffer(), self._map(bucket)
             names = [piece.name for piece in pieces]
