@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning, Unsavable
+from thinwire.base.errors import LostRank, ThinwireError, ThinwireWarning, Unsavable, name_exchange
 from thinwire.base.extras import load
 from thinwire.base.version import __version__, torch_warning
 from thinwire.core.agreement import Agreement, describe_settings, host_facts, model_facts, optimizer_facts
@@ -114,7 +114,7 @@ def compress(
     engine_class, wrapped = _engine_class(model)
     engine_class.renew(wrapped)
     comms = [GroupComm.aside(group, _device_of(model)) for group in engine_class.process_groups(wrapped)]
-    with Agreement(comms, _stage_comm(stages, _device_of(model))) as agreement:
+    with name_exchange(None, lambda: "compress()"), Agreement(comms, _stage_comm(stages, model)) as agreement:
         optimizers, inside = tuple(unwrapped(optimizer)), None if intra is None else resolve(intra)
         settings = Options(resolve(method), optimizers, two_level, inside, steps, seed, stages, scaler, safety)
         wire = _join(engine_class, wrapped, settings, agreement)
@@ -208,11 +208,11 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _stage_comm(stages: object, device: torch.device) -> GroupComm | None:
+def _stage_comm(stages: object, model: nn.Module) -> GroupComm | None:
     if stages is None:
         return None
     _require(stages, dist.ProcessGroup, 'stages is a process group, as mesh["pp"].get_group()')
-    return GroupComm.aside(cast(dist.ProcessGroup, stages), device)
+    return GroupComm.aside(cast(dist.ProcessGroup, stages), _device_of(model))
 
 
 def _require(value: object, kind: type | tuple[type, ...], rule: str) -> None:

@@ -209,7 +209,7 @@ def test_who_does_not_come_is_missed_within_the_limit_and_by_name():
         "backward, False": ("rank 0, step 3: waited ", "the exchange of gradients of "),
         "step, False": ("rank 0, step 3: waited ", "optimizer.step() (all-reduce)"),
         "backward, True": ("rank 0, step 3: waited ", "the exchange of "),
-        "compress": ("rank 0: waited ", "a collective (all-gather)"),
+        "compress": ("rank 0: waited ", "in compress() (all-gather)"),
     }
     for name, (begins, contains) in expected.items():
         text, lost, step, seconds = found[name]

@@ -92,8 +92,8 @@ class ThinwireWarning(UserWarning):
 
 
 @contextmanager
-def name_exchange(step: int, describe: Callable[[], str]) -> Iterator[None]:
-    """Note the step, and by ``describe`` what was exchanged, on a ``FailedExchange`` raised inside."""
+def name_exchange(step: int | None, describe: Callable[[], str]) -> Iterator[None]:
+    """Note ``step``, if in one, and by ``describe`` what was exchanged, on a ``FailedExchange`` raised inside."""
     try:
         yield
     except FailedExchange as error:
