@@ -181,9 +181,11 @@ class Rounds:
     """The program of a replica that takes local steps in a loop of its own, and drops a share of its batches."""
 
     def __init__(
-        self, replica: lighthouse.Replica, text: str, weights: dict[tuple[int, int], set[int]], drops: float = 0.0
+        self, replica: lighthouse.Replica, text: str, weights: dict[tuple[int, int], set[int]], drops: float = 0.0,
+        flushes: bool = False,
     ) -> None:
-        self.replica, self.text, self.weights, self.drops = replica, text, weights, drops
+        """``flushes``: each round delivers all that waits, as all ask for in its second step."""
+        self.replica, self.text, self.weights, self.drops, self.flushes = replica, text, weights, drops, flushes
         self.rounds: list[tuple[int, int]] = []  # that counted: their votes, and how often it was healed until then
         model = Model()
         self.optimizer = resolve(text).OPTIMIZER(model.parameters(), lr=1e-2)
@@ -193,7 +195,11 @@ class Rounds:
 
     def run(self) -> None:
         draw = torch.Generator().manual_seed(int(self.replica.name.split()[1]))
+        since, last = 0, 0
         while (votes := self.replica.step) < VOTES:
+            since, last = (since + 1 if votes == last else 0), votes
+            if self.flushes and since == 1:
+                self.wire.flush(with_next=True)
             batch = [(weight * torch.randn(weight.shape, generator=draw)).sum() for weight in self.model.parameters()]
             torch.stack(batch).sum().backward()
             dropped, to_none = torch.rand(2, generator=draw) < torch.tensor([self.drops, 0.5])
@@ -208,6 +214,34 @@ class Rounds:
                 values = torch.cat([weight.detach().reshape(-1) for weight in self.model.parameters()])
                 vote = self.replica.step, self.wire.engine.across.membership.number
                 self.weights[vote].add(hash(tuple(values.tolist())))
+
+
+def test_who_follows_hears_of_a_flush_inside_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it takes the round as one that delivers nothing, and has to fetch the whole state."""
+    ways: Counter[str] = Counter()
+    take_again = turnover.Turnover._take_again
+
+    def take(follower: turnover.Turnover, entry: Any) -> None:
+        ways["begun"] += 1
+        take_again(follower, entry)
+        ways["taken"] += 1
+
+    monkeypatch.setattr(turnover.Turnover, "_take_again", take)
+    text = """local-steps(every=3, outer='topk(density=0.2, smallest=0, feedback="gradients")')"""
+    for seed in range(SEEDS if ALL else 8):
+        weights: dict[tuple[int, int], set[int]] = defaultdict(set)
+        programs: list[Rounds] = []
+
+        def begin(replica: lighthouse.Replica, programs: Any = programs, weights: Any = weights) -> Any:
+            programs.append(Rounds(replica, text, weights, flushes=True))
+            replica.follow(programs[-1].wire.turnover)
+            return programs[-1].run
+
+        lighthouse.Lighthouse(seed, begin).run()
+        for program in programs:
+            program.wire.close()
+        assert all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
+    assert ways["taken"] == ways["begun"] > 5, ways
 
 
 @pytest.mark.parametrize("text", ["dense", "int8(smallest=0)", "onebit-adam(smallest=0)"])

@@ -53,7 +53,8 @@ class Stage:
         scale: gives the factor, 0-dim, that a GradScaler has multiplied the gradients with; it is divided out before
             the method sees them. None: there is no GradScaler.
         step: optimizer steps taken so far; skipped ones do not count.
-        flush_at: the step whose exchange is dense and delivers all waiting values.
+        flush_at: the step whose exchange is dense and delivers all waiting values. round_delivers: it was in a round,
+            whose end delivers them.
     """
 
     method: Method
@@ -66,6 +67,7 @@ class Stage:
     scale: Callable[[torch.device], Tensor] | None = None
     step: int = 0
     flush_at: int | None = None
+    round_delivers: bool = False
 
     def __post_init__(self) -> None:
         self._buckets: _Compositions[list[_PackedBuckets]] = _Compositions()
@@ -143,7 +145,7 @@ class Stage:
             packed.store(out)
             packed.release()
         if alone:  # the method delivers at the end of its round: a rank that skips this step does not ask again
-            self.flush_at = None
+            self.flush_at, self.round_delivers = None, True
 
     def load(
         self, packed: Bucket | BucketGroup, buckets: Sequence[tuple[Method, Bucket]], flat: Tensor, out: Tensor,

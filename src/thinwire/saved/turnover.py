@@ -199,7 +199,7 @@ class Turnover:
             settings = [[{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
                         for optimizer in self._run.optimizers]  # fmt: skip
             self._entry.groups = copy.deepcopy(settings)
-            self._entry.delivers = self._stage.flush_at == self._stage.step
+            self._entry.delivers = self._stage.flush_at == self._stage.step or self._stage.round_delivers
         if counted:
             if not self._history or self._history[-1][1] != membership.number:
                 self._history.append((self._over, membership.number))
@@ -223,7 +223,7 @@ class Turnover:
         """Keep what was heard in the step that is over, if it has counted."""
         entry, self._entry, self._comm.heard, self._clips = self._entry, None, None, []
         if self._voted:
-            self._voted = False
+            self._voted = self._stage.round_delivers = False
             self.tape.add(entry, self._snapshot)
 
     def _snapshot(self) -> dict[str, Any] | None:
@@ -285,9 +285,9 @@ class Turnover:
         for optimizer, groups in zip(optimizers, entry.groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
-        stage.flush_at = stage.step if entry.delivers else None
         if self._method.card.alone(entry.step):  # the round's other steps have no part in what all hold
             self._loop.road.step = entry.step + entry.skipped - self._loop.skipped
+        stage.flush_at = stage.step if entry.delivers else None
         try:
             for weight in self._run.weights.values():
                 weight.grad = torch.zeros_like(weight)
@@ -299,7 +299,7 @@ class Turnover:
                 raise _WentAnotherWay
         finally:
             self._members = engine.members = members
-            self._comm.played = None
+            self._comm.played, stage.round_delivers = None, False
 
     def _hold(self) -> Held | None:
         """Take the others' last steps again, and return what this replica has of their state."""
