@@ -216,6 +216,24 @@ class Rounds:
                 self.weights[vote].add(hash(tuple(values.tolist())))
 
 
+def play_rounds(seed: int, text: str, drops: float = 0.0, flushes: bool = False) -> tuple[list[Rounds], Counter[str]]:
+    """Play a schedule to its end, after which all have held W after each round that counts: programs, and events."""
+    weights: dict[tuple[int, int], set[int]] = defaultdict(set)
+    programs: list[Rounds] = []
+
+    def begin(replica: lighthouse.Replica) -> Any:
+        programs.append(Rounds(replica, text, weights, drops, flushes))
+        replica.follow(programs[-1].wire.turnover)
+        return programs[-1].run
+
+    played = lighthouse.Lighthouse(seed, begin)
+    played.run()
+    for program in programs:
+        program.wire.close()
+    assert weights and all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
+    return programs, played.seen
+
+
 def test_who_follows_hears_of_a_flush_inside_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it takes the round as one that delivers nothing, and has to fetch the whole state."""
     ways: Counter[str] = Counter()
@@ -229,18 +247,7 @@ def test_who_follows_hears_of_a_flush_inside_a_round(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(turnover.Turnover, "_take_again", take)
     text = """local-steps(every=3, outer='topk(density=0.2, smallest=0, feedback="gradients")')"""
     for seed in range(SEEDS if ALL else 8):
-        weights: dict[tuple[int, int], set[int]] = defaultdict(set)
-        programs: list[Rounds] = []
-
-        def begin(replica: lighthouse.Replica, programs: Any = programs, weights: Any = weights) -> Any:
-            programs.append(Rounds(replica, text, weights, flushes=True))
-            replica.follow(programs[-1].wire.turnover)
-            return programs[-1].run
-
-        lighthouse.Lighthouse(seed, begin).run()
-        for program in programs:
-            program.wire.close()
-        assert all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
+        play_rounds(seed, text, flushes=True)
     assert ways["taken"] == ways["begun"] > 5, ways
 
 
@@ -290,24 +297,12 @@ def test_local_steps_in_rounds(text: str, drops: float) -> None:
     """A replica that is lost in a round, or in its exchange, costs its own round; all hold W after each that counts."""
     seen: Counter[str] = Counter()
     for seed in range(SEEDS if ALL else 8):
-        weights: dict[tuple[int, int], set[int]] = defaultdict(set)
-        programs: list[Rounds] = []
-
-        def begin(replica: lighthouse.Replica, programs: Any = programs, weights: Any = weights) -> Any:
-            programs.append(Rounds(replica, text, weights, drops))
-            replica.follow(programs[-1].wire.turnover)
-            return programs[-1].run
-
-        played = lighthouse.Lighthouse(seed, begin)
-        played.run()
-        for program in programs:
-            program.wire.close()
+        programs, events = play_rounds(seed, text, drops)
         assert not any("rounds that did not count" in program.wire.method.facts() for program in programs)
-        assert weights and all(len(bits) == 1 for bits in weights.values()), f"seed {seed}: {weights}"
         for program in programs:  # what a replica has learnt is in the mean, and not replaced by the others' weights
             for (vote, healed), (following, later) in itertools.pairwise(program.rounds):
                 assert later == healed or following > vote + 1, f"seed {seed}: {program.replica.name}, {following}"
-        seen += played.seen
+        seen += events
     for what in ("killed", "joined", "behind", "lost", "stopped", "deaf", "followed"):
         assert seen[what] > 0, f"{what}: {seen[what]} times in all schedules, which show nothing about it"
 
