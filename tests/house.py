@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "thinwire"
 
 LIMITS: dict[str, float] = {
-    "lines of source": 41_917,
+    "lines of source": 41_920,
     "files in the top folder": 3,
     "import circles": 0,
     "imports against the order": 0,

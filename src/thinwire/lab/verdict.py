@@ -177,13 +177,16 @@ def line(report: dict[str, Any]) -> str:
             bad.append(f"do not use {run['method']} here: {' and '.join(against)}")
             continue
         than = "" if any("than dense" in words for words in good) else " than dense"
-        pace = f"{speed.mean:.1f}x faster{than}" if speed.low > 1 else f"as fast as dense ({speed.mean:.2f}x)"
-        if speed.low <= 1 and not 1 / WORTH < speed.low <= speed.high < WORTH:
-            pace = f"speed not told apart from dense's ({speed.mean:.2f}x, {speed.low:.2f} to {speed.high:.2f})"
         if math.isinf(speed.high):
             pace = f"{speed.mean:.2f}x dense's speed in too few rounds to tell"
         elif not runs[SILENT]["failed"] and speed.low > WORTH * runs[SILENT]["faster"].high:
             pace = "its speed is not known (it took less time than the run without communication: a busy machine)"
+        elif speed.low > 1:
+            pace = f"{speed.mean:.1f}x faster{than}"
+        elif 1 / WORTH < speed.low <= speed.high < WORTH:
+            pace = f"as fast as dense ({speed.mean:.2f}x)"
+        else:
+            pace = f"speed not told apart from dense's ({speed.mean:.2f}x, {speed.low:.2f} to {speed.high:.2f})"
         good.append(f"{run['method']}: {pace}, {_loss_words(gap, seeds)}")
     words = [*_ceiling(runs[SILENT]), *good, *bad, *failed] or ["dense alone was run"]
     if good or bad:
